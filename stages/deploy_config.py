@@ -24,7 +24,7 @@ from export_scripts.values import (
 )
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
-from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, has_triton
+from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
@@ -218,11 +218,11 @@ class DeployConfig(DeploySection):
     @property
     def hosts(self) -> str:
         """The server of the repository on this machine: slipway or tritonserver."""
-        if self.engine == FASTERTRANSFORMER or self.server == TRITONSERVER:
+        if self.engine == FASTERTRANSFORMER:
             return TRITONSERVER
         needs_triton = self.store is not None or self.client_shared_memory
-        is_at_hand = self.server == AUTO and (needs_triton or has_triton())
-        return TRITONSERVER if is_at_hand else SLIPWAY
+        wanted = AUTO if self.server == PYTRITON else self.server
+        return chosen_server(wanted, needs_triton=needs_triton)
 
     @property
     def is_other_engine(self) -> bool:

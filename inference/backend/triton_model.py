@@ -235,7 +235,7 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
 
 
 class TritonTensorModel:
-    """What Triton calls of a model that answers each request at once."""
+    """The methods that Triton calls of a model that answers each request at once."""
 
     @with_readable_errors
     def initialize(self: Any, args: Args) -> None:
@@ -260,7 +260,7 @@ class TritonTensorModel:
 
 
 class TritonEngineModel:
-    """What Triton calls of a model with an engine."""
+    """The methods that Triton calls of a model with an engine."""
 
     @with_readable_errors
     def initialize(self: Any, args: Args) -> None:

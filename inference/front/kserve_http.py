@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -243,7 +243,7 @@ class BoundServer(web.Server):
         finally:
             self._forget(protocol)
             if transport is not None and not transport.is_closing():
-                self._idle[protocol] = cast("asyncio.Transport", transport)
+                self._idle[protocol] = transport
 
 
 def most_connections() -> int:

@@ -97,7 +97,7 @@ class HostedExchange(Exchange):
         self._has_left = False
 
     def is_cancelled(self) -> bool:
-        """Return whether nobody waits for the rest."""
+        """Return whether the client has left."""
         return self._has_left
 
     def send(self, outputs: Mapping[str, Any], *, final: bool) -> None:

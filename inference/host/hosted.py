@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.front.validation import DeclaredInputs
 from inference.host.calls import InferError, InferRequest, Mailbox
-from inference.host.models import HostedModel, engines_of
+from inference.host.models import HostedEngine, HostedModel, engines_of
 from inference.host.repository import Repository, UnservedError
 from inference.server.admin import is_interactive, probe_tensors
 
@@ -78,6 +78,11 @@ class Hosted:
         models = self.repository.models
         steps = sum(each.engine.steps for each in engines_of(models))
         return steps + sum(model.statistics.successes for model in models.values())
+
+    def open_sessions(self) -> int:
+        """Return the number of sessions that may go on."""
+        engines = (each for each in self.models.values() if isinstance(each, HostedEngine))
+        return sum(each.open_sessions() for each in engines)
 
     async def close(self) -> None:
         """End the engines."""

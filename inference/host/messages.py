@@ -49,7 +49,7 @@ class SentTensor:
 
 @dataclass
 class SentRequest:
-    """What a request says, but for its bytes.
+    """A request without the bytes that follow it.
 
     `outputs` are names, each with whether it is wanted as bytes; `is_binary` holds for all others.
     """

@@ -178,7 +178,8 @@ class HostedEngine(HostedModel):
         self.instances = tuple(instances)
         self._mailbox = mailbox
         self._turns = cycle(self.instances)
-        self._sessions: dict[int | str, EngineModel] = {}  # by id, in the order of their beginning
+        # By id: its instance, and when it was last used, on the monotonic clock.
+        self._sessions: dict[int | str, tuple[EngineModel, float]] = {}
 
     async def _answer(self, request: InferRequest) -> Responses:
         if not self.keeps_sessions:
@@ -194,16 +195,21 @@ class HostedEngine(HostedModel):
 
     def _instance(self, request: InferRequest) -> EngineModel:
         """Return an instance: of a session the one that has it."""
-        if len(self.instances) == 1:
-            return self.instances[0]
         if (turn := request.turn) is None:
             return next(self._turns)
-        found = self._sessions.pop(turn.session_id, None) or next(self._turns)
+        known = self._sessions.pop(turn.session_id, None)
+        found = next(self._turns) if known is None else known[0]
         if not turn.ends:
-            self._sessions[turn.session_id] = found
-            if len(self._sessions) > self.config.sequence_batching.oldest.max_candidate_sequences:
-                del self._sessions[next(iter(self._sessions))]
+            self.open_sessions()  # forgets those that have paused for too long
+            self._sessions[turn.session_id] = found, time.monotonic()
         return found
+
+    def open_sessions(self) -> int:
+        """Return the number of sessions that may go on."""
+        idle_s = self.config.sequence_batching.max_sequence_idle_microseconds / 1e6
+        begun = time.monotonic() - idle_s
+        self._sessions = {key: each for key, each in self._sessions.items() if each[1] > begun}
+        return len(self._sessions)
 
 
 class HostedTexts(HostedModel):

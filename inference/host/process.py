@@ -155,6 +155,8 @@ class _Host:
         new: Hosted | None = None
         trial = Workers(1, work_s=_TRY_S)
         try:
+            if any(each.keeps_sessions for each in self._context.current.models.values()):
+                raise ValueError("its sessions would be lost; restart the stage")
             await trial.run(try_texts, folder, size_bytes=0)
             new = Hosted(self._repository(folder), hidden=self._settings.hidden)
             await self._load(new)
@@ -191,14 +193,15 @@ class _Host:
         if (now := time.monotonic()) - self._noted_s > _USED_S:
             self._noted_s = now
             self._link.tell(USED)
-        if self._link.stopped.is_set():
+        if self._link.stopped.is_set() and not self._context.current.open_sessions():
             raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
         if not self._context.current.models:
             raise RejectedError(_STARTING, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _answered(self) -> None:
-        """Return once no request is being answered."""
-        while self._context.users() > self._grpc.idle_streams:
+        """Return once no request is being answered, and no session is open."""
+        hosted = self._context.current
+        while self._context.users() > self._grpc.idle_streams or hosted.open_sessions():
             await asyncio.sleep(_POLL_S)
 
     async def _listen(self, handler: Handler, port: int) -> None:

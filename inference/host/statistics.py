@@ -1,4 +1,4 @@
-"""What a server counts of its models, as Triton's statistics and its metrics name it."""
+"""Counts of a server's models, by the names of Triton's statistics and metrics."""
 
 from __future__ import annotations
 

@@ -32,11 +32,10 @@ from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repo
 from inference.ranks.launched_rank import main as serve_rank
 from inference.server.__main__ import (
     add_server_options,
-    chosen_server,
     serve_until_signal,
     server_of,
 )
-from inference.server.kinds import AUTO
+from inference.server.kinds import AUTO, chosen_server
 
 _EPILOG = f"""
 On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);
@@ -110,7 +109,7 @@ def _lead(arguments: argparse.Namespace) -> int:
         server = server_of(
             arguments,
             folder.path / "repository",
-            kind=chosen_server(AUTO),
+            kind=chosen_server(AUTO, needs_triton=arguments.client_shared_memory),
             log_path=folder.path / "server.log",
         )
         if problems := server.port_problems():

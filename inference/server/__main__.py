@@ -25,7 +25,7 @@ from inference.front.access import (
 from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.installation import mpi_start
-from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, has_triton
+from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.server import TritonServer
 from inference.server.server_log import ServerStartError, forwarded_log
 from inference.server.slipway import SlipwayServer
@@ -55,7 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         try:
             more: dict[str, Any] = {"log_path": Path(folder) / "server.log", "openai": openai}
-            kind = chosen_server(arguments.server, is_old=is_old)
+            needs_triton = is_old or arguments.client_shared_memory or "://" in repository
+            kind = chosen_server(arguments.server, needs_triton=needs_triton)
+            if kind == SLIPWAY and needs_triton:
+                raise ValueError(
+                    "--engine=fastertransformer, --client-shared-memory and repositories in object "
+                    "stores need --server=tritonserver"
+                )
             if kind == TRITONSERVER:
                 prefix, variables = mpi_start() if is_old else ((), {})
                 more |= {"env": variables, "prefix": prefix, "is_old": is_old}
@@ -76,13 +82,6 @@ def add_server_options(parser: argparse.ArgumentParser, *, host: str = "127.0.0.
         words = "(%(default)s); 0 takes a free one"
         parser.add_argument(f"--{name}-port", type=int, default=port, help=words)
     add_access_options(parser)
-
-
-def chosen_server(wanted: str, *, is_old: bool = False) -> str:
-    """Return the kind of server: as wanted, or for "auto" tritonserver where one is at hand."""
-    if is_old or wanted == TRITONSERVER:
-        return TRITONSERVER
-    return TRITONSERVER if wanted == AUTO and has_triton() else SLIPWAY
 
 
 def server_of(

@@ -27,6 +27,7 @@ from inference.server.supervisor import ServerWatch, descendants
 
 _PROGRAM = (sys.executable, "-m", "inference.front")
 _POLL_S = 0.02
+_STOPPED_LIMIT_S = 1.0  # how long a process may stay stopped by SIGSTOP
 _END_S = 5.0  # for a process that was killed to go
 
 
@@ -131,7 +132,7 @@ class SlipwayServer(ServedProcess):
                 self._fail(f"the server was not ready after {timeout_s:g} s:", link.loading())
             link.wait(_POLL_S)
         self.models = link.models
-        self._watch = ServerWatch(process.pid)
+        self._watch = ServerWatch(process.pid, stopped_limit_s=_STOPPED_LIMIT_S)
         self._watch.is_ready = True
         progress("ready")
 

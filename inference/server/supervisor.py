@@ -122,7 +122,7 @@ class _Process:
     has_ended: bool = False
     may_be_replaced: bool = False  # by a process of the same model that started later
 
-    def look(self, now: float) -> None:
+    def look(self, now: float, stopped_limit_s: float) -> None:
         """Note whether the process has ended, or has been stopped for too long."""
         state = process_state(self.pid)
         is_same = state is not None and state.started == self.started
@@ -133,8 +133,8 @@ class _Process:
             self.fault = self.stopped_since = None
         else:
             self.stopped_since = self.stopped_since or now
-            if now - self.stopped_since >= STOPPED_LIMIT_S:
-                self.fault = f"has been stopped for {STOPPED_LIMIT_S:g} s"
+            if now - self.stopped_since >= stopped_limit_s:
+                self.fault = f"has been stopped for {stopped_limit_s:g} s"
 
 
 class ServerWatch:
@@ -145,9 +145,9 @@ class ServerWatch:
     has started since: a model whose configuration its backend completes has one for that alone.
     """
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, *, stopped_limit_s: float = STOPPED_LIMIT_S) -> None:
         self.is_ready = False
-        self._root = root
+        self._root, self._stopped_limit_s = root, stopped_limit_s
         # By start time and id, which orders those of one tick. What ran a model is never forgotten.
         self._known: dict[tuple[int, int], _Process] = {}
         self._scanned_ready = self._looked_ready = False
@@ -166,7 +166,7 @@ class ServerWatch:
             for key, each in list(self._known.items()):
                 if each.has_ended:
                     continue
-                each.look(now)
+                each.look(now, self._stopped_limit_s)
                 # What ended between the last look at a loading server and this one had its
                 # successor.
                 each.may_be_replaced = not self._looked_ready

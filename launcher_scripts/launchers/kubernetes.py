@@ -23,6 +23,7 @@ _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
 _PROBE_S = 10
 _UNLOAD_S = 30
+_FORGET_S = 5  # for a Service to send no more requests to a pod that is to end
 
 
 class KubernetesLauncher(Launcher):
@@ -73,7 +74,8 @@ class KubernetesLauncher(Launcher):
             scheme="HTTPS" if settings.tls_secret else "HTTP",
             probe_s=_PROBE_S,
             start_failures=max(math.ceil(server.ready_timeout_s / _PROBE_S), 1),
-            grace_s=int(server.drain_s) + _UNLOAD_S,
+            grace_s=int(server.drain_s) + _UNLOAD_S + _FORGET_S,
+            forget_s=_FORGET_S,
             secrets=_secrets(config),
             secrets_dir=_SECRETS,
             private_dir=_PRIVATE,

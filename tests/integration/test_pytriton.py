@@ -328,8 +328,7 @@ def test_strangers_reach_the_front_alone_and_no_secret_stands_in_arguments(
             urllib.request.urlopen(url, data=b"{}")
         assert caught.value.code == HTTPStatus.FORBIDDEN
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in two_ranks.all_processes()]
-    (server,) = [each for each in commands if each.split("\0")[0].endswith("/tritonserver")]
-    assert "--http-address=unix:" in server
+    assert not [each for each in commands if "tritonserver" in each]
     assert not [each for each in commands if "token" in each]
 
 

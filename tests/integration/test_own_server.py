@@ -1,0 +1,135 @@
+"""The server of this project's own: faults, its end, another repository, and what it refuses."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.ports import pick_free_ports
+from inference.server.kinds import SLIPWAY
+from inference.server.server_log import ServerStartError
+from inference.server.slipway import SlipwayServer
+from tests.conftest import ROOT
+from tests.integration.triton_process import DOUBLE, add_model, hosted, processes
+from tests.waiting import lives, until
+
+MODEL = "fastertransformer"
+START_S = 120
+ASKED = {"INPUT_0": "It was", "INPUT_1": 4}
+
+
+@pytest.fixture
+def repository(sample_repository: Callable[..., Path]) -> Path:
+    return sample_repository(tp_size=1, decoupled=True, parameters={"device": "cpu"})
+
+
+@pytest.fixture
+def server(repository: Path, tmp_path: Path) -> Iterator[SlipwayServer]:
+    running = hosted(SLIPWAY, repository, tmp_path)
+    assert isinstance(running, SlipwayServer)
+    with running:
+        running.start(timeout_s=START_S)
+        yield running
+
+
+def texts(port: int, count: int = 4) -> list[str]:
+    """Return the texts of a stream over HTTP."""
+    body = json.dumps({**ASKED, "INPUT_1": count, "min_length": count}).encode()
+    url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
+    with urllib.request.urlopen(url, data=body, timeout=60) as answer:
+        lines = [line for line in answer if line.startswith(b"data: ")]
+    return [json.loads(line[6:])["OUTPUT_0"] for line in lines]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_or_stopped_process_is_noticed(server: SlipwayServer, number: int) -> None:
+    server.watch_answers()
+    everything = processes(server)
+    assert server.failure() is None
+    os.kill(everything[0], number)
+    until(lambda: server.failure() is not None, "the notice", limit_s=15)
+    said = server.failure() or ""
+    assert ("status -9" if number == signal.SIGKILL else "stopped for 1 s") in said
+    server.stop(drain_s=0)
+    assert not [pid for pid in everything if lives(pid)]
+
+
+def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(
+    server: SlipwayServer, repository: Path
+) -> None:
+    (port,) = {server.ports["http"]}
+    expected = texts(port)
+    table = repository / "preprocessing" / "1" / "vocab.json"
+    kept = table.read_bytes()
+    table.write_bytes(b"{")
+    with pytest.raises(ValueError, match="preprocessing"):
+        server.reload(timeout_s=START_S)
+    assert texts(port) == expected
+    table.write_bytes(kept)
+    server.reload(timeout_s=START_S)
+    assert texts(port) == expected
+    assert server.failure() is None
+
+
+def test_programs_of_others_are_refused_before_anything_loads(
+    repository: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(repository / MODEL, repository / "torn")
+    (repository / "torn" / "config.pbtxt").write_text('name: "torn" backend: "onnxruntime"')
+    server = hosted(SLIPWAY, add_model(repository, "double", DOUBLE), tmp_path)
+    with pytest.raises(ServerStartError) as caught:
+        server.start(timeout_s=START_S)
+    assert [each.split(":")[0] for each in caught.value.reasons] == ["model double", "model torn"]
+    for reason in caught.value.reasons:
+        assert "deploy.server=tritonserver" in reason
+    assert server.poll() is not None
+
+
+def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(repository: Path) -> None:
+    http_port, grpc, metrics = pick_free_ports("127.0.0.1", 3)
+    words = [f"--model-repository={repository}", "--server=slipway", "--drain-s=60"]
+    words += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    command = subprocess.Popen([sys.executable, "-m", "inference.server", *words], cwd=ROOT)
+    ready = f"http://127.0.0.1:{http_port}/v2/health/ready"
+
+    def status(url: str = ready, data: bytes | None = None) -> tuple[int, Any]:
+        try:
+            answer = urllib.request.urlopen(url, data=data, timeout=10)
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers.get("Retry-After")
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        return answer.status, None
+
+    try:
+        until(lambda: status()[0] == HTTPStatus.OK, "the server")
+        with ThreadPoolExecutor(1) as pool:
+            streamed = pool.submit(texts, http_port, 400)
+            time.sleep(0.5)
+            command.send_signal(signal.SIGTERM)
+            until(lambda: status()[0] == HTTPStatus.SERVICE_UNAVAILABLE, "the end of readiness")
+            url = f"http://127.0.0.1:{http_port}/v2/models/ensemble/generate_stream"
+            refused = status(url, json.dumps(ASKED).encode())
+            assert refused == (HTTPStatus.SERVICE_UNAVAILABLE, "1")
+            assert len(streamed.result()) == 400
+        ended = time.monotonic()
+        assert command.wait(30) == 0
+        assert time.monotonic() - ended < 5  # promised: 1 s
+    finally:
+        command.kill()
+        command.wait()
