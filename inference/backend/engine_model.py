@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.identity import served_identity
 from export_scripts.ft.validation import validate_directory
 from inference.backend.arguments import ModelArguments
 from inference.backend.exchange import INVALID, Exchange, ModelHost
@@ -83,7 +84,11 @@ class EngineModel(TritonEngineModel):
         self.engine = self._started_engine()
         keep_loaded()
         self.metrics = ModelMetrics(
-            host.metric_family, self.name, arguments.instance, self.engine.load
+            host.metric_family,
+            self.name,
+            arguments.instance,
+            self.engine.load,
+            served_identity(self.settings.checkpoint_path, arguments.parameters),
         )
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next

@@ -19,6 +19,7 @@ from inference.supervision import RESTARTS_VARIABLE
 _INTERVAL_S = 0.5
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+_TOKEN_COUNTS = tuple(float(1 << exponent) for exponent in range(18))
 # Name, text, field of EngineLoad.
 GAUGES = {
     "slipway_waiting_sequences": ("Sequences that wait for a slot", "waiting"),
@@ -26,6 +27,7 @@ GAUGES = {
     "slipway_slots": ("Sequences that can run at once", "slots"),
     "slipway_cache_blocks": ("Blocks of the cache; 0 where each slot has its own", "blocks"),
     "slipway_cache_blocks_used": ("Blocks of the cache that sequences hold", "blocks_used"),
+    "slipway_cache_used_ratio": ("Share of the cache that sequences hold, 0 to 1", "cache_share"),
 }
 TOKENS = {
     "slipway_prompt_tokens_total": ("Tokens of the prompts that were begun", "prompt_tokens"),
@@ -36,10 +38,15 @@ TOKENS = {
 }  # fmt: skip
 _REQUESTS = "slipway_requests_total"
 _REFUSED = "slipway_requests_refused_total"
+_FINISHED = "slipway_sequences_finished_total"
 _RESTARTS = "slipway_server_restarts_total"
 COUNTERS = {
     _REQUESTS: ("Requests by outcome: completed, cancelled (the client left), failed, refused",),
     _REFUSED: ("Requests refused by reason: invalid, busy (the queue is full), unavailable",),
+    _FINISHED: (
+        "Sequences that have ended by reason: end (an end token), stop (a stop word, or the form "
+        "of the answer), length",
+    ),
     _RESTARTS: ("Starts of this server after a failure, since the deploy stage began",),
 }
 _DURATION = "slipway_request_duration_seconds"
@@ -53,7 +60,18 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], str]] = {
     "slipway_time_between_tokens_seconds": (
         "Mean time between two tokens of a request, once for each request",
         _STEP_SECONDS, "between_tokens_s"),
+    "slipway_request_prefill_seconds": (
+        "Time from a request's first slot to its first token", _SECONDS, "prefill_s"),
+    "slipway_request_decode_seconds": (
+        "Time from a request's first token to its last", _SECONDS, "decode_s"),
+    "slipway_request_prompt_tokens": (
+        "Tokens of a request's prompts", _TOKEN_COUNTS, "prompt_tokens"),
+    "slipway_request_generated_tokens": (
+        "Tokens of a request's answers", _TOKEN_COUNTS, "generated_tokens"),
 }  # fmt: skip
+# Always 1: its labels say what is served.
+INFO = {"slipway_model_info": ("The checkpoint, types and version of a served model",)}
+_FINISH_REASONS = ("end", "stop", "length")
 _REASONS = ("invalid", "busy", "unavailable")
 _OUTCOMES = ("completed", "cancelled", "failed", "refused")
 
@@ -66,11 +84,17 @@ class ModelMetrics:
     """
 
     def __init__(
-        self, family: Any, model: str, instance: Instance, load: Callable[[], EngineLoad]
+        self,
+        family: Any,
+        model: str,
+        instance: Instance,
+        load: Callable[[], EngineLoad],
+        about: Mapping[str, str],
     ) -> None:
         """Declare the metrics with a MetricFamily and begin to report; the thread calls `load`.
 
-        Those of one of several instances have its number as the label `engine`.
+        `about` says what is served. The metrics of one of several instances have its number as the
+        label `engine`.
         """
         self._load = load
         self._labels = {"model": model}
@@ -80,7 +104,7 @@ class ModelMetrics:
         self._stopping = False
         self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)
         kinds: dict[str, Mapping[str, tuple[Any, ...]]] = {
-            "GAUGE": GAUGES, "COUNTER": {**TOKENS, **COUNTERS}, "HISTOGRAM": HISTOGRAMS
+            "GAUGE": {**GAUGES, **INFO}, "COUNTER": {**TOKENS, **COUNTERS}, "HISTOGRAM": HISTOGRAMS
         }  # fmt: skip
         self._families = {
             name: family(name=name, description=text, kind=getattr(family, kind))
@@ -93,6 +117,9 @@ class ModelMetrics:
             for name in (*GAUGES, *TOKENS, _RESTARTS)
         }
         self._requests = self._labelled(_REQUESTS, "outcome", _OUTCOMES)
+        self._finished = self._labelled(_FINISHED, "reason", _FINISH_REASONS)
+        for name in INFO:
+            self._families[name].Metric(labels={**self._labels, **about}).set(1)
         self._refused = self._labelled(_REFUSED, "reason", _REASONS)
         self._histograms = {
             name: self._families[name].Metric(labels=self._labels, buckets=list(buckets))
@@ -113,6 +140,8 @@ class ModelMetrics:
 
         def report() -> None:
             self._requests["completed"].increment(1)
+            for reason in getattr(times, "reasons", ()):
+                self._finished[reason].increment(1)
             for name, histogram in self._histograms.items():
                 field = HISTOGRAMS[name][2]
                 value = getattr(times, field, None) if field else seconds

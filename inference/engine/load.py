@@ -8,7 +8,7 @@ from time import perf_counter
 class RequestTimes:
     """The moments of one request, in seconds of `perf_counter`; None for what has not happened.
 
-    `steps` counts the steps that gave it tokens.
+    `steps` counts the steps that gave it tokens. Tokens and reasons are known once it has ended.
     """
 
     arrived: float = field(default_factory=perf_counter)
@@ -16,6 +16,9 @@ class RequestTimes:
     first_token: float | None = None
     last_token: float | None = None
     steps: int = 0
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    reasons: tuple[str, ...] = ()  # why each of its sequences has ended
 
     def note_token(self, at: float) -> None:
         """Note that a step has given the request a token."""
@@ -34,6 +37,20 @@ class RequestTimes:
     def first_token_s(self) -> float | None:
         """Time until the first token."""
         return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Time from the first slot to the first token: that of the prompts."""
+        if self.began is None or self.first_token is None:
+            return None
+        return self.first_token - self.began
+
+    @property
+    def decode_s(self) -> float | None:
+        """Time from the first token to the last."""
+        if self.first_token is None or self.last_token is None:
+            return None
+        return self.last_token - self.first_token
 
     @property
     def between_tokens_s(self) -> float | None:
@@ -64,3 +81,10 @@ class EngineLoad:
     prompt_tokens: int = 0
     shared_tokens: int = 0
     generated_tokens: int = 0
+
+    @property
+    def cache_share(self) -> float:
+        """The share of the cache that sequences hold, from 0 to 1."""
+        if self.blocks:
+            return self.blocks_used / self.blocks
+        return self.running / self.slots if self.slots else 0.0

@@ -13,11 +13,11 @@ from time import perf_counter
 import torch
 
 from inference.decoding.generate import BatchDecoder, take_chosen
-from inference.decoding.rows import RequestError, RowStep
+from inference.decoding.rows import RequestError, RowRequest, RowResult, RowStep
 from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
 from inference.engine.errors import EngineBusyError, RowError
-from inference.engine.load import EngineLoad
+from inference.engine.load import EngineLoad, RequestTimes
 from inference.engine.planned_step import GeneratingStep, RowWork, lay_out
 from inference.engine.queued_request import StepScheduler
 from inference.engine.row_cache import RowCache
@@ -380,6 +380,7 @@ class Scheduler(StepScheduler[RunningRequest]):
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.leave(request)
+                _note_end(request.times, request.request.rows, rows)
                 request.succeed(GenerationResult(request.request, rows, request.times))
             elif request.on_step is not None and request in grown:
                 self._report(request)
@@ -398,6 +399,12 @@ class Scheduler(StepScheduler[RunningRequest]):
             logger.exception("a listener failed")
             request.fail(error)
             self.drop(request)
+
+
+def _note_end(times: RequestTimes, asked: Sequence[RowRequest], rows: Sequence[RowResult]) -> None:
+    times.prompt_tokens = sum(len(row.input_ids) for row in asked)
+    times.generated_tokens = sum(len(ids) for row in rows for ids in row.output_ids)
+    times.reasons = tuple(each or "length" for row in rows for each in row.finish_reasons)
 
 
 def _may_start(row: RunningRow) -> bool:

@@ -60,6 +60,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.t5",
     ),
     "export_scripts.ft": (
+        "export_scripts.__init__",
         "export_scripts.errors",
         "export_scripts.families",
         "export_scripts.families.layout",

@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import hashlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,6 +38,8 @@ from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
+REQUEST_ID, _REQUEST_KEY = "X-Request-Id", "slipway_request_id"
+_IDS = re.compile(r"[!-~]{1,128}")  # printed in logs and headers as they are
 _EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -78,6 +82,7 @@ class OpenAIEndpoint:
         self._created = int(time.time())
         self._routes: dict[tuple[str, str], Callable[[web.BaseRequest], Answer]] = {
             ("GET", HEALTH_PATH): self._health,
+            ("HEAD", HEALTH_PATH): self._health,
             ("GET", _MODELS_PATH): self._list,
             ("POST", "/v1/completions"): partial(self._generated, _COMPLETION),
             ("POST", "/v1/chat/completions"): partial(self._generated, _CHAT),
@@ -103,7 +108,7 @@ class OpenAIEndpoint:
             return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
         response = await self._answer(request)
         if not response.prepared:
-            response.headers.update(headers)
+            response.headers.update(headers | {REQUEST_ID: request_id(request)})
         return response
 
     def _page_headers(self, request: web.BaseRequest) -> dict[str, str]:
@@ -121,7 +126,7 @@ class OpenAIEndpoint:
         except ConnectionError:  # the client has left, in the middle of its body or of a stream
             raise
         except Exception as error:
-            return refusal(*_refused(error))
+            return refusal(*_refused(error, request_id(request)))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -150,7 +155,15 @@ class OpenAIEndpoint:
 
     def _described(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "slipway"}
-        return about | {"max_model_len": self._models[name].facts.context_len}
+        facts = self._models[name].facts
+        return about | {"max_model_len": facts.context_len, **dict(facts.about)}
+
+    def _fingerprint(self, name: str) -> str | None:
+        """Return a word for what is served, which changes with it; None where it is not known."""
+        about = dict(self._models[name].facts.about)
+        if not about.get("checkpoint"):
+            return None
+        return "fp_" + hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
 
     async def _generated(
         self, kind: tuple[Callable[..., Any], str, str, str], request: web.BaseRequest
@@ -164,10 +177,10 @@ class OpenAIEndpoint:
             "object": chunk_object if asked.stream else whole_object,
             "created": int(time.time()),
             "model": asked.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self._fingerprint(asked.model),
         }
         if asked.stream:
-            headers = self._page_headers(request)
+            headers = self._page_headers(request) | {REQUEST_ID: request_id(request)}
             return await _streamed(request, run, about, headers, asked.stream_options)
         whole = await run.whole()
         choices = await asyncio.to_thread(lambda: [json.dumps(each).encode() for each in whole])
@@ -210,10 +223,18 @@ class OpenAIEndpoint:
         return web.json_response(await self._read(request, work))
 
 
-def _refused(error: Exception) -> tuple[RejectedError, dict[str, Any]]:
+def request_id(request: web.BaseRequest) -> str:
+    """Return the id of a request: the client's own, or else a new one."""
+    if _REQUEST_KEY not in request:
+        given = request.headers.get(REQUEST_ID, "")
+        request[_REQUEST_KEY] = given if _IDS.fullmatch(given) else uuid.uuid4().hex
+    return str(request[_REQUEST_KEY])
+
+
+def _refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:
     """Return the error that a client gets, and the same as OpenAI's API sends it."""
     if not isinstance(error, RejectedError):  # of this program, for the log alone
-        logger.error("a request failed", exc_info=error)
+        logger.error("request %s failed", name, exc_info=error)
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         error = RejectedError("the endpoint failed; its log says why", status)
     # LiteLLM knows a wrong key by the code and the first words.
@@ -256,7 +277,7 @@ async def _streamed(
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
-        body = json.dumps(_refused(error)[1]).encode()
+        body = json.dumps(_refused(error, request_id(request))[1]).encode()
         await response.write(b"data: " + body + b"\n\n")
         await response.write_eof()
         return response

@@ -61,6 +61,7 @@ class ModelFacts:
     streams: bool = False  # answers come token by token
     encodes: bool = False  # it answers with hidden states
     vocab_size: int | None = None  # None where the files do not say
+    about: tuple[tuple[str, str], ...] = ()  # what is served, see `served_identity`
 
     def room(self, prompt_len: int) -> int:
         """Return the most tokens of an answer to a prompt."""

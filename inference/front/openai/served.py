@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2 as schema
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.identity import served_identity
 from inference.backend.text_models import pad_rows
 from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array, Candidate
@@ -205,6 +206,7 @@ def token_models(configs: Mapping[str, Any], repository: Path | None) -> list[Mo
             encoder_decoder="max_output_len" in inputs,
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
+            about=_about(config, repository),
         )
         found.append(facts)
     return found
@@ -225,15 +227,30 @@ def _model_limits(config: Any, repository: Path | None) -> tuple[int, int | None
     They come from the model's parameters and its config.ini.
     """
     parameters = {key: value.string_value for key, value in config.parameters.items()}
-    limit = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT))
+    limit, folder = (
+        int(parameters.get("max_seq_len", _DEFAULT_CONTEXT)),
+        _folder(config, repository),
+    )
+    if folder is None:
+        return limit, None
+    _, model = read_config(folder)
+    positions = getattr(model.architecture(), "max_pos_seq_len", None)
+    return min(limit, positions or limit), getattr(model, "vocab_size", None)
+
+
+def _folder(config: Any, repository: Path | None) -> Path | None:
+    """Return the folder of a model's weights, None if it cannot be read here."""
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
     folder, tp_size = (parameters.get(key) for key in ("model_checkpoint_path", "tensor_para_size"))
     if folder is None and repository is not None and tp_size is not None:
         folder = str(repository / config.name / "1" / f"{tp_size}-gpu")
-    if folder is None or not (Path(folder) / "config.ini").is_file():
-        return limit, None
-    _, model = read_config(Path(folder))
-    positions = getattr(model.architecture(), "max_pos_seq_len", None)
-    return min(limit, positions or limit), getattr(model, "vocab_size", None)
+    return Path(folder) if folder is not None and (Path(folder) / "config.ini").is_file() else None
+
+
+def _about(config: Any, repository: Path | None) -> tuple[tuple[str, str], ...]:
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    identity = served_identity(_folder(config, repository), parameters)
+    return tuple(identity.items())
 
 
 def stream_error(text: str) -> RejectedError:

@@ -7,15 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from inference.backend import metrics
-from inference.engine.load import RequestTimes
+from inference.engine.load import EngineLoad, RequestTimes
 
 ROOT = Path(__file__).resolve().parents[4]
 NAMES = {
     *metrics.GAUGES,
     *metrics.TOKENS,
     *metrics.COUNTERS,
+    *metrics.INFO,
     *(f"{name}_bucket" for name in metrics.HISTOGRAMS),
 }
 
@@ -29,6 +31,7 @@ def test_the_times_of_a_request_follow_from_its_moments() -> None:
     assert times.queued_s == 1.0
     assert times.first_token_s == 2.0
     assert times.between_tokens_s == pytest.approx(0.75)
+    assert (times.prefill_s, times.decode_s) == (1.0, 1.5)
     assert times.steps == 3
 
 
@@ -37,13 +40,29 @@ def test_names_are_by_prometheus_conventions() -> None:
         assert re.fullmatch(r"slipway_[a-z]+(_[a-z]+)*", name)
     assert all(name.endswith("_total") for name in (*metrics.TOKENS, *metrics.COUNTERS))
     assert not any(name.endswith("_total") for name in metrics.GAUGES)
-    assert all(name.endswith("_seconds") for name in metrics.HISTOGRAMS)
+    assert all(name.endswith(("_seconds", "_tokens")) for name in metrics.HISTOGRAMS)
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     dashboard = json.loads((ROOT / "docker" / "grafana_dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert {name for each in expressions for name in re.findall(r"slipway_\w+", each)} == NAMES
+
+
+def test_the_alerts_are_about_metrics_that_there_are() -> None:
+    (group,) = yaml.safe_load((ROOT / "docker" / "alert_rules.yaml").read_text())["groups"]
+    for rule in group["rules"]:
+        names = set(re.findall(r"slipway_\w+", rule["expr"]))
+        assert names, rule["alert"]
+        assert names <= NAMES, rule["alert"]
+        assert {"summary", "description"} <= set(rule["annotations"])
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_share_of_the_cache_is_from_0_to_1() -> None:
+    assert EngineLoad().cache_share == 0
+    assert EngineLoad(running=3, slots=4).cache_share == 0.75
+    assert EngineLoad(running=3, slots=4, blocks=10, blocks_used=5).cache_share == 0.5
 
 
 def test_the_document_names_every_metric() -> None:

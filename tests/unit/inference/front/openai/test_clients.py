@@ -282,3 +282,44 @@ def test_a_part_of_a_character_has_its_own_bytes(tmp_path: Path) -> None:
     part, whole = codec.tokenizer.encode("\u20ac")[0], 256
     assert codec.name([part], whole) == "no"
     assert codec.bytes_of(part, codec.name([], part)) == b"\xe2"
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("a b", False), ("x" * 129, False)])
+def test_an_answer_carries_the_id_of_its_request(given: str, kept: bool) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}, {}):
+            headers = {"X-Request-Id": given}
+            async with client.post("/v1/completions", json=body, headers=headers) as response:
+                found = response.headers["X-Request-Id"]
+                assert (found == given) is kept
+                assert found
+
+    run(check)
+
+
+def test_a_stream_is_not_held_back_by_proxies_and_health_has_a_head() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        body = {"prompt": "a", "stream": True}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.headers["X-Accel-Buffering"] == "no"
+        async with client.head("/health") as response:
+            assert (response.status, await response.read()) == (200, b"")
+
+    run(check)
+
+
+def test_what_is_served_is_named_and_changes_the_fingerprint() -> None:
+    async def answer_of(client: aiohttp.ClientSession) -> None:
+        async with client.get("/v1/models") as response:
+            (model,) = (await response.json())["data"]
+        prints.append((await ask(client))["system_fingerprint"])
+        shown.append(model.get("checkpoint"))
+
+    prints: list[str | None] = []
+    shown: list[str | None] = []
+    for checkpoint in ("abc", "abd", ""):
+        about = (("checkpoint", checkpoint), ("data_type", "fp16"))
+        run(answer_of, FakeModel(facts=with_facts(about=about)))
+    assert shown == ["abc", "abd", ""]
+    assert prints[0] != prints[1]
+    assert prints[2] is None

@@ -1,0 +1,45 @@
+"""The identity of a folder of weights: a few words by which a served model is known."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from export_scripts import __version__
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.config_ini import CONFIG_NAME
+from export_scripts.ft.validation import read_manifest
+
+_DIGITS = 16
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Return a hash of config.ini and of the name, size and checksum of every file of weights.
+
+    "" for a folder without a manifest, whose files would have to be read whole for it, and where
+    one of them cannot be read.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+        config = (folder / CONFIG_NAME).read_bytes()
+    except (OSError, CheckpointMismatchError):
+        return ""
+    if not files:
+        return ""
+    found = sorted((name, int(each["size_bytes"]), each["crc32"]) for name, each in files.items())
+    return hashlib.sha256(config + json.dumps(found).encode()).hexdigest()[:_DIGITS]
+
+
+def served_identity(folder: Path | None, parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return what is served: the checkpoint's hash, types, and Slipway's version.
+
+    `parameters` are those of the model's config.pbtxt.
+    """
+    is_int8 = parameters.get("int8_mode", "0") != "0"
+    is_fp8 = parameters.get("fp8", "0") != "0"
+    return {
+        "checkpoint": "" if folder is None else checkpoint_hash(folder),
+        "data_type": parameters.get("data_type", ""),
+        "quantization": "int8" if is_int8 else "fp8" if is_fp8 else "none",
+        "version": __version__,
+    }

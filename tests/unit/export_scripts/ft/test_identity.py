@@ -1,0 +1,36 @@
+"""The hash of a checkpoint: the same for the same files, another where one of them differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from export_scripts import __version__
+from export_scripts.ft.identity import checkpoint_hash, served_identity
+from export_scripts.ft.layout import manifest_path
+from tests.ft_folders import write_gpt
+
+
+def test_a_hash_follows_the_files_and_not_the_folders_name(tmp_path: Path) -> None:
+    folder = write_gpt(tmp_path / "a")
+    assert checkpoint_hash(folder) == ""  # it has no manifest
+    files = {"model.wte.bin": {"size_bytes": 4, "crc32": "00000001"}}
+    found = []
+    for crc in ("00000001", "00000002", "00000001"):
+        files["model.wte.bin"]["crc32"] = crc
+        manifest_path(folder).write_text(json.dumps({"files": files, "made_at": crc}))
+        found.append(checkpoint_hash(folder))
+    assert found[0] == found[2] != found[1]
+    other = folder.rename(folder.with_name("b"))
+    manifest_path(folder).rename(manifest_path(other))
+    assert checkpoint_hash(other) == found[0]
+    manifest_path(other).write_text("{")
+    assert checkpoint_hash(other) == ""
+
+
+def test_types_are_those_of_the_served_model() -> None:
+    given = {"data_type": "bf16", "int8_mode": "1"}
+    assert served_identity(None, given) == {
+        "checkpoint": "", "data_type": "bf16", "quantization": "int8", "version": __version__
+    }  # fmt: skip
+    assert served_identity(None, {"fp8": "1"})["quantization"] == "fp8"
