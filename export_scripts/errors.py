@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 _MOST_LISTED = 20
+_MOST_CHARACTERS = 4000  # of one message, which may repeat a value of a checkpoint
 
 
 class CheckpointMismatchError(ValueError):
@@ -16,7 +17,7 @@ class CheckpointMismatchError(ValueError):
 
     def __init__(self, problems: Iterable[str] | str) -> None:
         given = [problems] if isinstance(problems, str) else problems
-        self.problems: list[str] = [printable(problem) for problem in given]
+        self.problems: list[str] = [shortened(printable(problem)) for problem in given]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[CheckpointMismatchError], tuple[list[str]]]:
@@ -31,6 +32,14 @@ def printable(text: str) -> str:
     return "".join(
         each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
     )
+
+
+def shortened(text: str) -> str:
+    """Return a message without the middle of a value that is far too long to be read."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    head, tail = text[: _MOST_CHARACTERS // 2], text[-_MOST_CHARACTERS // 4 :]
+    return f"{head} ... ({len(text) - len(head) - len(tail)} characters) ... {tail}"
 
 
 def first_names(names: Sequence[str], most: int = 8) -> str:

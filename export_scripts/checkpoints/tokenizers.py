@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import Region, json_file
+from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.checkpoints.containers import Container
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.wire_format import WireFormatError, wire_fields
@@ -21,7 +21,6 @@ _BOS, _EOS, _PAD = 41, 42, 43
 _SENTENCEPIECE_DEFAULTS = {_BOS: 1, _EOS: 2, _PAD: -1}
 
 _MOST_ID = (1 << 32) - 1  # of the tokenizers library
-_MOST_BYTES = 64 << 20  # of a tokenizer's file outside of its checkpoint
 
 _END_OF_TEXT = "<|endoftext|>"
 # NeMo's relative paths start from where its run was launched: look in the working directory, then
@@ -87,7 +86,7 @@ def special_ids(files: Mapping[str, Region]) -> SpecialIds:
         token = json_file(files["vocab.json"]).get(_END_OF_TEXT)
         return SpecialIds(token, token) if isinstance(token, int) else SpecialIds()
     if "vocab.txt" in files:
-        lines = files["vocab.txt"].read().decode(errors="replace").split("\n")
+        lines = read_small(files["vocab.txt"]).decode(errors="replace").split("\n")
         ids = {line.rstrip("\r"): i for i, line in reversed(list(enumerate(lines)))}
         return SpecialIds(ids.get("[CLS]"), ids.get("[SEP]"), ids.get("[PAD]"))
     if "tokenizer.json" in files and "tokenizer_config.json" in files:
@@ -124,7 +123,7 @@ def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
 
 def _sentencepiece_ids(file: Region) -> SpecialIds:
     ids = dict(_SENTENCEPIECE_DEFAULTS)
-    data = file.read()
+    data = read_small(file)
     try:
         for field in wire_fields(data):
             if field.number == _TRAINER_SPEC and field.content is not None:
@@ -166,10 +165,8 @@ def check_outside_files(files: Mapping[str, Region], checkpoint: Path) -> None:
 
 def _is_tokenizer(name: str, files: Mapping[str, Region]) -> bool:
     """Return whether a file holds what its name says, and nothing that would also be a secret."""
-    if files[name].path.stat().st_size > _MOST_BYTES:
-        return False
-    data = files[name].read()
     try:
+        data = read_small(files[name])
         if name == "tokenizer.model":
             return {1, _TRAINER_SPEC} <= {field.number for field in wire_fields(data)}  # 1: pieces
         if name == "vocab.txt":

@@ -363,6 +363,45 @@ def test_links_within_a_hub_cache_are_followed(shared: Path, tmp_path: Path) -> 
     assert (folder / "generation_config.json").read_text() == "{}"
 
 
+def test_another_folder_of_snapshots_is_no_hub_cache(shared: Path, tmp_path: Path) -> None:
+    source = tmp_path / "home" / "snapshots" / "1"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    (tmp_path / "home" / "secret").write_text(NETRC)
+    (source / "tokenizer_config.json").unlink(missing_ok=True)
+    (source / "tokenizer_config.json").symlink_to(tmp_path / "home" / "secret")
+    assert "lies outside of the checkpoint" in refusal(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "vocab.txt", "tokenizer.json", "special_tokens_map.json"]
+)
+def test_a_file_far_too_large_for_a_tokenizer_is_not_read(
+    name: str, shared: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    for vocabulary in ("vocab.json", "merges.txt"):
+        (source / vocabulary).unlink(missing_ok=True)
+    with (source / name).open("wb") as file:
+        file.truncate(3 << 30)
+    text = refusal(source, tmp_path)
+    assert str(source / name) in text
+    assert "MiB" in text
+
+
+@pytest.mark.parametrize("key", ["activation_function", "model_type", "n_head", "bos_token_id"])
+def test_a_message_does_not_repeat_a_value_of_any_length(
+    key: str, shared: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "x" * 100_000}))
+    text = refusal(source, tmp_path)
+    assert key in text or "model type" in text
+    assert len(text) < 10_000
+
+
 def test_names_of_a_checkpoint_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.nemo", {"../\x1b]0;x\x07": b""})
     text = refusal(path, tmp_path)
