@@ -17,7 +17,7 @@ class CheckpointMismatchError(ValueError):
 
     def __init__(self, problems: Iterable[str] | str) -> None:
         given = [problems] if isinstance(problems, str) else problems
-        self.problems: list[str] = [shortened(printable(problem)) for problem in given]
+        self.problems: list[str] = [without_middle(printable(problem)) for problem in given]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[CheckpointMismatchError], tuple[list[str]]]:
@@ -34,7 +34,7 @@ def printable(text: str) -> str:
     )
 
 
-def shortened(text: str) -> str:
+def without_middle(text: str) -> str:
     """Return a message without the middle of a value that is far too long to be read."""
     if len(text) <= _MOST_CHARACTERS:
         return text

@@ -30,8 +30,6 @@ _TOKENIZER_FOLDERS = (CONTEXT + "nemo_tokenizer/", CONTEXT + "artifacts/")
 CONFIG_NAME = "run_config.yaml"
 _LATEST = "latest_train_state.pt"
 _TOKENIZER = "tokenizer/"
-# Its vocabulary, of another form, is saved under the name of a Hugging Face tokenizer.
-_TIKTOKEN = "TikTokenizer"
 
 
 def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> CheckpointReader:
@@ -119,7 +117,7 @@ def open_bridge(path: Path) -> CheckpointReader:
     layers = model.get("transformer")
     tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
     kind = tokenizer.get("tokenizer_type")
-    vocabulary = {} if kind == _TIKTOKEN else _huggingface_files(container, _TOKENIZER)
+    vocabulary = _huggingface_files(container, _TOKENIZER)
     found = read_distributed(container, format="bridge", tokenizer=vocabulary, remarks=remarks)
     return dataclasses.replace(
         found,
@@ -128,7 +126,7 @@ def open_bridge(path: Path) -> CheckpointReader:
             **(layers if isinstance(layers, Mapping) else {}),
             **model,
             "model_class": _class_name(model),
-            "tokenizer": {"type": kind},
+            "tokenizer": {**tokenizer, "type": kind},
             "peft": run.get("peft"),
         },
         files=tuple(sorted({*found.files, root / CONFIG_NAME})),

@@ -5,6 +5,7 @@ a sentencepiece model is a protocol buffer of which three integers are read.
 """
 
 import fnmatch
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -63,6 +64,17 @@ def folder_members(folder: Path) -> dict[str, Region]:
         for entry in sorted(folder.glob(pattern))
         if entry.is_file()
     }
+
+
+@dataclass(frozen=True)
+class MadeFile(Region):
+    """A file of a tokenizer that is made of another one, whose `path` it has."""
+
+    content: bytes = b""
+
+    def open(self) -> io.BufferedReader:
+        """Return the content as a seekable stream."""
+        return io.BufferedReader(io.BytesIO(self.content))
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,12 @@ def _is_tokenizer(name: str, files: Mapping[str, Region]) -> bool:
     return name == "vocab.json"
 
 
+def is_list(file: Region) -> bool:
+    """Return whether a JSON file holds a list, as the vocabularies of tiktoken do."""
+    with file.open() as stream:
+        return stream.read(64).lstrip().startswith(b"[")
+
+
 def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, Region]:
     """Return the tokenizer files a user named, under their names in the FT folder.
 
@@ -195,7 +213,8 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, 
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
         # Of other names, too, such as 20B_tokenizer.json.
-        is_whole = path.suffix == ".json" and isinstance(json_file(path).get("model"), dict)
+        is_table = path.suffix == ".json" and not is_list(Region(path))
+        is_whole = is_table and isinstance(json_file(path).get("model"), dict)
         stem = "tokenizer" if path.suffix == ".model" or is_whole else stem
         files[f"{stem}{path.suffix}"] = Region(path)
     return files

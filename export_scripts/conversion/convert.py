@@ -22,7 +22,7 @@ from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import ConversionRequest, request_problems
 from export_scripts.conversion.tokenizer import with_tokenizer
-from export_scripts.errors import CheckpointMismatchError, listed, refuse, shortened
+from export_scripts.errors import CheckpointMismatchError, listed, refuse, without_middle
 from export_scripts.files.disk import check_space
 from export_scripts.files.lock import folder_lock
 from export_scripts.files.tree import files_below
@@ -232,7 +232,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
         "weight_data_type": request.weight_data_type,
         "format": request.output_format,
         "allow_setting": list(request.allow_setting),
-        "remarks": [shortened(each) for each in plan.remarks],
+        "remarks": [without_middle(each) for each in plan.remarks],
         "files": files,
     }
 

@@ -25,6 +25,7 @@ from export_scripts.conversion.tensor_plan import (
     WrittenTensor,
     plan_tensors,
 )
+from export_scripts.conversion.tiktoken import with_tiktoken
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
@@ -225,7 +226,7 @@ def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str
     found = reader.tokenizer.items()
     kept = {name: file for name, file in found if not is_replaced(name, list(given))}
     check_outside_files(kept, reader.path)
-    return {**given, **kept}
+    return with_tiktoken({**given, **kept}, reader.config)
 
 
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:

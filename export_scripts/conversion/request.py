@@ -54,7 +54,9 @@ class ConversionOptions:
     )
     merges_path: Path | None = option("merges in place of the checkpoint's", None, path=True)
     allow: tuple[str, ...] = option(
-        "tensors (patterns) that may be unknown, damaged or not finite", ()
+        "tensors (patterns) that may be unknown, damaged or not finite; `tokenizer` leaves out one "
+        "without an equal in a Hugging Face folder",
+        (),
     )
     allow_setting: tuple[str, ...] = option(
         "settings (patterns) of the checkpoint that may be unknown or not expressible, where you "

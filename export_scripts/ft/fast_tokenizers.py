@@ -374,6 +374,8 @@ def tiktoken_tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern:
 
     ids = {text: index for index, text in enumerate(special)}
     ids |= {spelled(token): len(special) + rank for rank, token in enumerate(tokens)}
+    if len(ids) != len(special) + len(tokens):
+        raise ValueError("a special token is spelled as another one")
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = [
         (spelled(parts[0]), spelled(parts[1]))
