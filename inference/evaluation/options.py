@@ -192,8 +192,8 @@ class Bound:
 
     Attributes:
         min, max: absolute limits, in the metric's unit; equality passes.
-        paired: a sentence about the samples of this run and of the baseline, such as "no drop of
-            more than 1 point at 95 %".
+        paired: a sentence about the samples of this run and of the baseline, such as "no change" or
+            "no drop of more than 1 point at 95 %"; several have semicolons between them.
         margin: how much worse than the baseline the value may be, in the metric's unit.
         sigmas: further room in standard errors of the difference between the two runs; with
             `margin` null a value other than null here compares with the baseline too.
@@ -257,7 +257,8 @@ class EvaluateSection:
     )
     gate: dict[str, Any] = option(
         "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "
-        "baseline's, such as 'no drop of more than 1 point at 95 %'; also .margin, .sigmas",
+        "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'; also .margin, "
+        ".sigmas",
         {},
     )
     advisory: list[str] = option("tasks whose bounds are reported, but do not decide", [])

@@ -191,7 +191,10 @@ def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> 
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
     through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
     if options.protocol == OPENAI:
-        through = f"completions of {options.model or 'the only model'}, over OpenAI's protocol"
+        kind = "chats with" if options.openai.chat else "completions of"
+        through = f"{kind} {options.model or 'the only model'}, over OpenAI's protocol"
+    if run.prepared.task.tally is not None:
+        through = f"requests that the task words itself, to {options.openai_url}"
     report = replace(
         run.report,
         through=through,

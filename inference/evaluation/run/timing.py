@@ -59,8 +59,9 @@ class RequestTimer:
             start = time.perf_counter()
             answer = request(*given, **named)
             end = time.perf_counter()
-            if isinstance(answer, float) and not answer <= _MOST_LOG_PROB:
-                raise ImpossibleFigureError(f"the server gave {answer} as a log probability")
+            log_prob = getattr(answer, "context_log_prob", answer)
+            if isinstance(log_prob, float) and not log_prob <= _MOST_LOG_PROB:
+                raise ImpossibleFigureError(f"the server gave {log_prob} as a log probability")
             with self._lock:
                 self._spans.append((end, end - start))
                 self._generated += _REQUESTS[name](answer)

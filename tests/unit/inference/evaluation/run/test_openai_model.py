@@ -32,6 +32,7 @@ from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
+    Completion,
     EvaluationError,
     ImpossibleFigureError,
     RequestFailedError,
@@ -474,3 +475,13 @@ def test_addresses_become_base_urls(text: str, url: str) -> None:
 def test_other_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - by urllib itself, too
         base_url(text, uses_tls=False)
+
+
+def test_a_probability_that_comes_with_a_text_is_checked_too() -> None:
+    class Model:
+        def complete_text(self, prompt: str) -> Completion:
+            return Completion(prompt, 1, context_log_prob=0.4)
+
+    timer: Any = RequestTimer(Model())  # type: ignore[arg-type]
+    with pytest.raises(ImpossibleFigureError, match=r"0\.4 as a log probability"):
+        timer.complete_text("a")
