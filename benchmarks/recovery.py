@@ -1,6 +1,6 @@
 """Recovery time of a server after each fault, from the fault to the next answer.
 
-    python -m benchmarks.recovery --work-dir DIR [--repeats 2]
+    python -m benchmarks.recovery --work-dir DIR [--repeats 2] [--server tritonserver]
 
 Runs the deploy stage on the bundled 5M model with two ranks, kills or stops one process of the
 server after another, and sends requests over HTTP throughout. `away` ends with the first answer of
@@ -23,19 +23,28 @@ from pathlib import Path
 from benchmarks.program import ROOT, Cell, run
 from inference.server.supervisor import descendants
 
-# Fault, words of the command line of the process that it hits, signal.
-FAULTS = (
-    ("process of rank 0's model killed", ("python_backend_stub", "/fastertransformer/"), 9),
-    ("process of `preprocessing` killed", ("python_backend_stub", "/preprocessing/"), 9),
-    ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
-    ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
-    ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
-    ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
-    ("front killed", ("-m inference.front",), 9),
-    ("front stopped", ("-m inference.front",), 19),
-    ("supervisor killed", ("server.supervisor",), 9),
-    ("supervisor stopped", ("server.supervisor",), 19),
-)
+# For each server: fault, words of the command line of the process that it hits, signal.
+Fault = tuple[str, tuple[str, ...], int]
+FAULTS: dict[str, tuple[Fault, ...]] = {
+    "slipway": (
+        ("server killed", ("-m inference.front",), 9),
+        ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
+        ("server stopped", ("-m inference.front",), 19),
+        ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
+    ),
+    "tritonserver": (
+        ("process of rank 0's model killed", ("python_backend_stub", "/fastertransformer/"), 9),
+        ("process of `preprocessing` killed", ("python_backend_stub", "/preprocessing/"), 9),
+        ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
+        ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
+        ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
+        ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
+        ("front killed", ("-m inference.front",), 9),
+        ("front stopped", ("-m inference.front",), 19),
+        ("supervisor killed", ("server.supervisor",), 9),
+        ("supervisor stopped", ("server.supervisor",), 19),
+    ),
+}
 _INPUTS = [
     {"name": "INPUT_0", "datatype": "BYTES", "shape": [1, 1], "data": ["It was"]},
     {"name": "INPUT_1", "datatype": "UINT32", "shape": [1, 1], "data": [2]},
@@ -46,11 +55,12 @@ _LIMIT_S = 120.0
 
 
 @contextlib.contextmanager
-def deployed(work_dir: Path, restarts: int) -> Iterator[tuple[int, Path]]:
+def deployed(work_dir: Path, restarts: int, server: str) -> Iterator[tuple[int, Path]]:
     """Run the deploy stage; yield its process id and the file with its address."""
     words = ["export=gpt3/sample", "stages=[deploy]", f"base_results_dir={work_dir}"]
     words += [f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics")]
     words += [f"deploy.max_restarts={restarts}", "deploy.restart_backoff_s=0"]
+    words.append(f"deploy.server={server}")
     command = subprocess.Popen([sys.executable, "main.py", *words], cwd=ROOT)
     try:
         folder = work_dir / "gpt_books_5m" / "export_tp2_pp1_fp16_fp32" / "deploy"
@@ -110,9 +120,9 @@ def wait_for_address(path: Path, restarts: int) -> None:
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the medians of both times after each fault."""
-    rounds = [fault for fault in FAULTS for _ in range(args.repeats)]
+    rounds = [fault for fault in FAULTS[args.server] for _ in range(args.repeats)]
     times: dict[str, list[tuple[float, float]]] = {}
-    with deployed(args.work_dir, len(rounds)) as (root, path):
+    with deployed(args.work_dir, len(rounds), args.server) as (root, path):
         path.unlink(missing_ok=True)
         for number, (name, words, which) in enumerate(rounds):
             wait_for_address(path, number)
@@ -126,4 +136,10 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 if __name__ == "__main__":
-    run(measure, __doc__, work_dir={"help": "keeps the repository"}, repeats={"default": 2})
+    run(
+        measure,
+        __doc__,
+        work_dir={"help": "keeps the repository"},
+        repeats={"default": 2},
+        server={"choices": tuple(FAULTS), "default": "slipway", "help": "deploy.server"},
+    )

@@ -1,0 +1,187 @@
+"""Requests as this project's own server reads them, and answers as it writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from tritonclient.grpc import model_config_pb2
+
+from inference.front.sessions import Namespace
+from inference.host.calls import InferError, InferRequest, Mailbox, Responses
+from inference.host.messages import (
+    generate_request,
+    generated,
+    json_answer,
+    read_infer,
+    with_bytes,
+)
+from inference.host.models import HostedModel
+from inference.host.statistics import MetricRegistry, triton_metrics
+from inference.host.tensors import array_of, raw_of
+
+LIMIT = 1 << 20
+CONFIG = {
+    "name": "m",
+    "backend": "python",
+    "max_batch_size": 4,
+    "input": [
+        {"name": "text", "data_type": "TYPE_STRING", "dims": [1]},
+        {"name": "ids", "data_type": "TYPE_UINT32", "dims": [-1], "optional": True},
+        {"name": "flat", "data_type": "TYPE_UINT32", "dims": [1], "optional": True,
+         "reshape": {"shape": []}},
+    ],
+    "output": [{"name": "y", "data_type": "TYPE_STRING", "dims": [1]}],
+}  # fmt: skip
+
+
+class Echo(HostedModel):
+    """Answers with the text of its request, twice."""
+
+    seen: InferRequest
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        self.seen = request
+        for final in (False, True):
+            yield {"y": request.tensors["text"]}, final
+
+
+@pytest.fixture
+def model() -> Echo:
+    return Echo(json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig()), "1")
+
+
+def mine() -> Namespace:
+    return Namespace("me", b"key")
+
+
+def read(model: Echo, body: dict[str, Any], rest: bytes = b"") -> InferRequest:
+    data = json.dumps(body).encode()
+    sent = read_infer(data, len(data) + len(rest), LIMIT, None)
+    return with_bytes(model, sent, memoryview(rest), mine)
+
+
+def ask(model: Echo, request: InferRequest) -> list[tuple[Any, bool]]:
+    async def main() -> list[tuple[Any, bool]]:
+        return [each async for each in model.infer(request)]
+
+    return asyncio.run(main())
+
+
+def text(value: str = "a", **more: Any) -> dict[str, Any]:
+    return {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": [value], **more}
+
+
+def test_texts_and_halves_keep_their_bytes() -> None:
+    texts = np.array([[b"", b"\xff\0"], [b"abc", "\xe9".encode()]], object)
+    assert (array_of(raw_of(texts), "BYTES", [2, 2], name="x") == texts).all()
+    halves = array_of(np.array([0x3F80, 0xC000], np.uint16).tobytes(), "BF16", [2], name="x")
+    assert halves.tolist() == [1.0, -2.0]
+
+
+@pytest.mark.parametrize("raw", [b"", b"\5\0\0\0ab", b"\1\0\0\0ab", b"\xff\xff\xff\xffab"])
+def test_bytes_that_are_not_the_texts_of_a_shape_are_refused(raw: bytes) -> None:
+    with pytest.raises(InferError, match="x"):
+        array_of(raw, "BYTES", [1], name="x")
+
+
+def test_json_and_bytes_make_one_request(model: Echo) -> None:
+    ids = {"name": "ids", "datatype": "UINT32", "shape": [1, 3]}
+    plain = read(model, {"inputs": [text(), {**ids, "data": [[1, 2, 3]]}]})
+    binary = {**ids, "parameters": {"binary_data_size": 12}}
+    rest = np.array([1, 2, 3], np.uint32).tobytes()
+    mixed = read(model, {"inputs": [text(), binary]}, rest)
+    for name, value in plain.tensors.items():
+        np.testing.assert_array_equal(mixed.tensors[name], value)
+    for wrong in (rest[:8], rest + b"1"):
+        with pytest.raises(InferError, match="additional"):
+            read(model, {"inputs": [text(), binary]}, wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda body: body["inputs"].append(text()), "already exists"),
+        (lambda body: body["inputs"][0].update(name="other"), "unexpected inference input 'other'"),
+        (lambda body: body["inputs"][0].update(datatype="UINT8", data=[1]), "expects 'BYTES'"),
+        (lambda body: body["inputs"][0].update(datatype="TEXT"), "invalid datatype"),
+        (lambda body: body["inputs"][0].pop("data"), "No field is set|no field is set"),
+        (lambda body: body.update(outputs=[{"name": "z"}]), "unexpected inference output 'z'"),
+        (lambda body: body["inputs"][0].update(shape=[5, 1], data=["a"] * 5), "must be <= 4"),
+        (lambda body: body["inputs"][0].update(shape=[1]), "unexpected shape"),
+        (lambda body: body.update(inputs=[]), "lacks 'text'"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(
+    model: Echo, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    body: dict[str, Any] = {"inputs": [text()]}
+    change(body)
+    with pytest.raises(InferError, match=said):
+        ask(model, read(model, body))
+    assert model.statistics.pending == 0
+
+
+def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
+    request = generate_request(model, {"text": "a", "ids": [1, 2, 3], "flat": 7, "id": 5, "no": 1})
+    shapes = {name: list(value.shape) for name, value in request.tensors.items()}
+    assert shapes == {"text": [1, 1], "ids": [1, 3], "flat": [1, 1]}
+    assert len(ask(model, request)) == 2
+    assert model.seen.tensors["flat"].shape == (1,)  # as its configuration reshapes it
+    outputs = {"y": np.array([[b"b"]], object)}
+    answer = json.loads(generated(model, request, {}, outputs))
+    assert answer == {"model_name": "m", "model_version": "1", "id": "5", "y": "b"}
+
+
+def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
+    for asked, expected in ((False, b""), (True, b"\1\0\0\0b")):
+        body = {"inputs": [text()], "parameters": {"binary_data_output": asked}}
+        data = json.dumps(body).encode()
+        sent = read_infer(data, len(data), LIMIT, None)
+        answer, raw = json_answer(model, sent, {"y": np.array([[b"b"]], object)})
+        assert b"".join(raw) == expected
+        (output,) = json.loads(answer)["outputs"]
+        assert output.get("data") == (None if asked else ["b"])
+
+
+def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
+    ask(model, read(model, {"inputs": [text()]}))
+    with pytest.raises(InferError):
+        ask(model, InferRequest({}))
+    lines = list(triton_metrics([model.statistics]))
+    assert 'nv_inference_request_success{model="m",version="1"} 1' in lines
+    assert 'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 1' in lines
+    registry = MetricRegistry()
+    family = registry(name="slipway_s", description="Seconds", kind=registry.HISTOGRAM)
+    metric = family.Metric(labels={"model": 'a"b'}, buckets=[0.1, 1])
+    for value in (0.05, 0.5, 5):
+        metric.observe(value)
+    assert [line.rpartition(" ")[2] for line in registry.lines()][2:] == [
+        "3", "5.5499999999999998", "1", "2", "3"
+    ]  # fmt: skip
+
+
+def test_calls_of_threads_run_in_the_event_loop_in_their_order() -> None:
+    async def main() -> list[tuple[int, bool]]:
+        mailbox, seen = Mailbox(asyncio.get_running_loop()), list[tuple[int, bool]]()
+
+        def post() -> None:
+            for number in range(200):
+                mailbox.post(lambda number=number: seen.append((number, mailbox.is_here())))  # type: ignore[misc]
+
+        threads = [threading.Thread(target=post) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while len(seen) < 800:
+            await asyncio.sleep(0.001)
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(main(), 30))
+    assert all(is_here for _, is_here in seen)
+    assert sorted(number for number, _ in seen) == sorted([*range(200)] * 4)
