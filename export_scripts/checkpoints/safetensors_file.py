@@ -72,7 +72,7 @@ def _entry(path: Path, key: str, entry: Any, base: int, problems: list[str]) -> 
         entry.get(name) if isinstance(entry, dict) else None
         for name in ("dtype", "shape", "data_offsets")
     )
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
         problems.append(
             f"tensor {key} has shape = {shape!r:.100} and data_offsets = {offsets!r:.100}; "
             "expected lists of whole numbers: copy the file again"
@@ -95,7 +95,8 @@ def _entry(path: Path, key: str, entry: Any, base: int, problems: list[str]) -> 
     return None
 
 
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Return whether a value of a header is a list of sizes or of places."""
     return (
         isinstance(value, list)
         and len(value) <= _MOST_AXES

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
@@ -32,7 +32,7 @@ from export_scripts.checkpoints.distributed import (
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import without_wrappers
-from export_scripts.checkpoints.safetensors_file import read_safetensors
+from export_scripts.checkpoints.safetensors_file import are_sizes, read_safetensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
             stated = begins.get(name)
             begin = stated.get("saved_offsets") if isinstance(stated, dict) else None
             others = chunks.setdefault(name, {})
-            if not _is_place(begin, tensor.shape):
+            if not are_sizes(begin) or len(begin) != len(tensor.shape):
                 problems.append(f"{file}: {_OFFSETS_KEY} does not say where {name} begins")
             elif tuple(begin) in others or any(tensor.dtype != o.dtype for o in others.values()):
                 problems.append(f"{file}: {name} at {begin} contradicts another shard")
@@ -144,14 +144,6 @@ def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
                 others[tuple(begin)] = tensor
     refuse(listed(problems))
     return without_wrappers({name: _whole(places) for name, places in chunks.items()})
-
-
-def _is_place(begin: Any, shape: tuple[int, ...]) -> TypeGuard[list[int]]:
-    return (
-        isinstance(begin, list)
-        and len(begin) == len(shape)
-        and all(type(each) is int and each >= 0 for each in begin)
-    )
 
 
 def _whole(chunks: Mapping[Place, StoredTensor]) -> ChunkedTensor:

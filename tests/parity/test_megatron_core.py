@@ -40,6 +40,19 @@ def test_folder_gives_the_recorded_logits(
     assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_hybrid_model_gives_the_recorded_logits(
+    shared: Path, tmp_path: Path, tp_size: int
+) -> None:
+    case = shared / "golden" / "hybrid" / "llama_2_blocks"
+    recorded = np.load(case / "logits.npz")
+    prompt, expected = recorded["ids"].ravel().tolist(), recorded["logits"]
+    given = (("start_id", "1"), ("end_id", "2"))
+    shards = convert(ConversionRequest(case, tmp_path / "out", tp_size, "fp32", given=given)).ft_dir
+    found = logits_of(shards, prompt, tp_size=tp_size, pp_size=1).numpy()
+    assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE
+
+
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
 # What Megatron Bridge writes of each model in tests.tiny_transformers, but its sizes.
 GEMMAS: dict[str, dict[str, Any]] = {
