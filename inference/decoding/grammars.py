@@ -21,6 +21,8 @@ from inference.decoding.tensor_fields import Array
 MOST_GRAMMAR_BYTES = 64 << 10
 # The keys of a structure, as vLLM's `structured_outputs` has them; a structure has one.
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+# A model that is unsure of what comes next may otherwise go on with white space to the last token.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,32}"}
 _MOST_KEPT = 64  # compiled grammars
 _MISSING = "needs the package llguidance where the model is served: pip install llguidance"
 
@@ -49,7 +51,7 @@ def compiled(structure: Mapping[str, Any]) -> str:
         schema = value if key == "json" else {"type": "object"}
         if not isinstance(schema, dict | bool):
             raise ValueError("json: expected a schema, which is an object")
-        grammar = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        grammar = library.LLMatcher.grammar_from_json_schema(json.dumps(schema), _JSON_OPTIONS)
     elif key == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(e, str) for e in value):
             raise ValueError("choice: expected a list of texts")

@@ -206,6 +206,10 @@ _OPENAI_ARGUMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "origins": ("--openai-origin", {"action": "append"}),
     "sampling_defaults": ("--openai-sampling-defaults", {"choices": ("model", "openai")}),
     "chat_template": ("--openai-chat-template", {"type": Path}),
+    "access_log": (
+        "--openai-access-log",
+        {"type": lambda text: ("false", "true").index(text) == 1, "metavar": "true|false"},
+    ),
     "chat_template_kwargs": (
         "--openai-chat-template-kwargs",
         {"type": lambda text: json_object(text, "it"), "metavar": "JSON"},
@@ -241,6 +245,8 @@ class OpenAIOptions:
         "variables of the chat template, such as enable_thinking; those of a request count", {}
     )
 
+    access_log: bool = option("a line of JSON in the server's log for each request", False)
+
     def problems(self, *, prefix: str = "deploy.openai.") -> list[str]:
         """Return the origins that no browser would send, and files that are not there."""
         found = [
@@ -262,7 +268,9 @@ class OpenAIOptions:
             value = getattr(self, name)
             if name != "port" and value != getattr(plain, name):
                 values = value if isinstance(value, list) else [value]
-                texts = (json.dumps(each) if isinstance(each, dict) else each for each in values)
+                texts = (
+                    json.dumps(each) if isinstance(each, dict | bool) else each for each in values
+                )
                 found += [f"{argument}={text}" for text in texts]
         return found
 

@@ -75,6 +75,16 @@ class CompletionRun:
             self._runs.append(PromptRun(number, prompt, answers))
 
     @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self._model.facts.name
+
+    @property
+    def ends(self) -> list[str | None]:
+        """Why each answer has ended, those that are not returned included."""
+        return [answer.finish_reason for run in self._runs for answer in run.answers]
+
+    @property
     def usage(self) -> dict[str, int]:
         """Tokens so far; candidates that are not returned count too."""
         prompt = sum(len(run.prompt.ids) for run in self._runs)

@@ -6,9 +6,11 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -39,6 +41,8 @@ from inference.front.workers import Workers
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 REQUEST_ID, _REQUEST_KEY = "X-Request-Id", "slipway_request_id"
+_RUN_KEY = "slipway_run"
+_LEFT = 499  # as nginx has it: the client has left before the end
 _IDS = re.compile(r"[!-~]{1,128}")  # printed in logs and headers as they are
 _EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -58,7 +62,7 @@ class OpenAIEndpoint:
     """Answers OpenAI's requests with the models of one server, by the name that requests give.
 
     Processes of `workers` find the codec of their texts in `texts`. `is_ready` returns whether the
-    server would answer a request now.
+    server would answer a request now. `access_log` writes a line for each request.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class OpenAIEndpoint:
         workers: Workers,
         *,
         is_ready: Callable[[], Awaitable[bool]],
+        access_log: bool = False,
     ) -> None:
+        self._access_log = access_log
         self._models = dict(models)
         facts = {name: model.facts for name, model in models.items()}
         self._generators = {name: each for name, each in facts.items() if not each.encodes}
@@ -98,6 +104,17 @@ class OpenAIEndpoint:
 
         Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org).
         """
+        began, status = time.monotonic(), _LEFT
+        try:
+            response = await self._with_headers(request)
+            status = response.status
+            return response
+        finally:
+            if self._access_log:
+                seconds = round(time.monotonic() - began, 6)
+                sys.stderr.write(json.dumps(_record(request, status, seconds)) + "\n")
+
+    async def _with_headers(self, request: web.BaseRequest) -> web.StreamResponse:
         headers = self._page_headers(request)
         if headers and request.method == "OPTIONS":  # a browser asks first, without the token
             headers |= _PREFLIGHT | {
@@ -172,6 +189,7 @@ class OpenAIEndpoint:
         prepared = await self._read(request, prepare, self._generators)
         asked = prepared.sampling
         run = CompletionRun(self._models[asked.model], self._codec, prepared)
+        request[_RUN_KEY] = run
         about = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": chunk_object if asked.stream else whole_object,
@@ -229,6 +247,20 @@ def request_id(request: web.BaseRequest) -> str:
         given = request.headers.get(REQUEST_ID, "")
         request[_REQUEST_KEY] = given if _IDS.fullmatch(given) else uuid.uuid4().hex
     return str(request[_REQUEST_KEY])
+
+
+def _record(request: web.BaseRequest, status: int, seconds: float) -> dict[str, Any]:
+    """Return a line of the access log; it has no word of prompts and answers."""
+    run: CompletionRun | None = request.get(_RUN_KEY)
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "request_id": request_id(request),
+        "method": request.method[:20],
+        "path": request.path[:200],
+        "status": status,
+        "seconds": seconds,
+        **({} if run is None else {"model": run.model, **run.usage, "ends": run.ends}),
+    }
 
 
 def _refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:
@@ -334,7 +366,12 @@ async def open_endpoint(
     await context.workers.start(texts.load)
     guard = context.guard_of(origins=options.origins)
     return OpenAIEndpoint(
-        models, texts, guard, context.workers, is_ready=lambda: answers(tuple(models))
+        models,
+        texts,
+        guard,
+        context.workers,
+        is_ready=lambda: answers(tuple(models)),
+        access_log=options.access_log,
     )
 
 

@@ -129,6 +129,7 @@ def run(
     texts: CodecFiles | None = None,
     workers: Workers | None = None,
     origins: Sequence[str] = (),
+    access_log: bool = False,
 ) -> None:
     """Run `check` with a client of an endpoint in front of a fake model."""
 
@@ -144,6 +145,7 @@ def run(
             guard,
             workers or NoProcesses(),
             is_ready=is_ready,
+            access_log=access_log,
         )
         server = RawTestServer(endpoint.answer)
         async with contextlib.AsyncExitStack() as stack:

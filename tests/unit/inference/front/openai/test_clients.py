@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference.backend.tokenizer import load_tokenizer
-from inference.front.access import OpenAIOptions
+from inference.front.access import OpenAIOptions, add_openai_options, openai_of
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
 from tests.unit.inference.front.openai.fake_backend import (
@@ -323,3 +325,43 @@ def test_what_is_served_is_named_and_changes_the_fingerprint() -> None:
     assert shown == ["abc", "abd", ""]
     assert prints[0] != prints[1]
     assert prints[2] is None
+
+
+def test_the_access_log_has_a_line_for_each_request_and_no_text(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        await ask(client, n=2)
+        await events(client)
+        await refused(client, 400, {"prompt": "a", "n": 0})
+        async with client.get("/nowhere", headers={"X-Request-Id": "mine"}):
+            pass
+
+    run(check, access_log=True)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line[:1] == "{"]
+    assert [each["status"] for each in lines] == [200, 200, 400, 404]
+    assert lines[0]["ends"] == ["stop", "stop"]
+    assert (lines[1]["completion_tokens"], lines[1]["model"]) == (18, "letters")
+    assert lines[3]["request_id"] == "mine"
+    assert "Hello" not in json.dumps(lines)
+    run(check)
+    assert "request_id" not in capfd.readouterr().err
+
+
+def test_a_command_line_gives_the_options_back(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_openai_options(parser)
+    assert openai_of(parser.parse_args([])) is None
+    options = OpenAIOptions(
+        port=7,
+        tokenizer=tmp_path,
+        origins=["https://a.example", "https://b.example"],
+        sampling_defaults="openai",
+        chat_template=tmp_path / "t",
+        chat_template_kwargs={"enable_thinking": False},
+        access_log=True,
+    )
+    assert openai_of(parser.parse_args(["--openai-port=7", *options.arguments()])) == options
+    assert {f"--openai-{each.name}".replace("_", "-") for each in dataclasses.fields(options)} - {
+        "--openai-enabled", "--openai-origins"
+    } <= set(parser._option_string_actions)  # fmt: skip
