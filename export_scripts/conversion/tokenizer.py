@@ -223,7 +223,7 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
 def _made_files(
     plan: ConversionPlan, files: Mapping[str, bytes], settings: Mapping[str, Any]
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    made = _compared(files)
+    made = _compared(files, _stated_case(plan, settings))
     backend = made.backend
     _check_last_id(plan, max(backend.get_vocab(with_added_tokens=True).values()))
     special = {
@@ -252,7 +252,17 @@ def _made_files(
     return {**kept, _WHOLE: whole, SETTINGS_FILE: _json(table)}, ()
 
 
-def _compared(files: Mapping[str, bytes]) -> _Made:
+def _stated_case(plan: ConversionPlan, settings: Mapping[str, Any]) -> bool | None:
+    """Return whether a source says that its WordPiece lowers texts; None if it does not say."""
+    own = plan.facts.config.get("tokenizer")
+    kind = own.get("type") if isinstance(own, Mapping) else plan.facts.config.get("tokenizer_type")
+    # Of NeMo and Megatron-LM: BertWordPieceCase, BertWordPieceLowerCase.
+    stated = str(kind).endswith("LowerCase") if str(kind).endswith("Case") else None
+    flag = settings.get("do_lower_case")
+    return flag if isinstance(flag, bool) else stated
+
+
+def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> _Made:
     """Return the tokenizer that a source's files make, if it is equal to the source's.
 
     Raises:
@@ -260,7 +270,7 @@ def _compared(files: Mapping[str, bytes]) -> _Made:
         ValueError: It differs, or the files make none that the tokenizers library can compute.
     """
     try:
-        made = _made(files)
+        made = _made(files, is_lower)
         made.backend.encode_special_tokens = True
         problems = _differences(made)
     except (ImportError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -271,7 +281,7 @@ def _compared(files: Mapping[str, bytes]) -> _Made:
     return made
 
 
-def _made(files: Mapping[str, bytes]) -> _Made:
+def _made(files: Mapping[str, bytes], is_lower: bool | None) -> _Made:
     if "tokenizer.model" in files:
         return _from_sentencepiece(files["tokenizer.model"])
     if {"vocab.json", "merges.txt"} <= files.keys():
@@ -280,7 +290,7 @@ def _made(files: Mapping[str, bytes]) -> _Made:
         lacks_bytes = any(backend.token_to_id(each) is None for each in fast_tokenizers.BYTES)
         return _Made(backend, "GPT-2", None, None, is_lossy=lacks_bytes)
     if "vocab.txt" in files:
-        backend = fast_tokenizers.wordpiece_tokenizer(files["vocab.txt"])
+        backend = fast_tokenizers.wordpiece_tokenizer(files["vocab.txt"], is_lower=is_lower)
         return _Made(backend, "WordPiece", None, None, "[UNK]", is_lossy=True)
     raise ValueError(f"{first_names(sorted(files))} make none")
 

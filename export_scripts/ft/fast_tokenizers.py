@@ -313,8 +313,11 @@ def _with_special(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
     return backend
 
 
-def wordpiece_tokenizer(data: bytes) -> Tokenizer:
-    """Return the WordPiece of a vocab.txt, which lowers a text if no piece has a capital letter."""
+def wordpiece_tokenizer(data: bytes, *, is_lower: bool | None = None) -> Tokenizer:
+    """Return the WordPiece of a vocab.txt.
+
+    A text is lowered if `is_lower`; None: if no piece has a capital letter.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     lines = data.decode().splitlines()
@@ -322,7 +325,8 @@ def wordpiece_tokenizer(data: bytes) -> Tokenizer:
         lines.pop()
     ids = {line.rstrip(): index for index, line in enumerate(lines)}
     marks = [mark for mark in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if mark in ids]
-    is_lower = not any(piece != piece.lower() for piece in ids.keys() - {*marks})
+    if is_lower is None:
+        is_lower = not any(piece != piece.lower() for piece in ids.keys() - {*marks})
     backend = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

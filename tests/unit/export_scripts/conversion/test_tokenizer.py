@@ -287,6 +287,19 @@ def byte_pairs(folder: Path) -> tuple[Path, Any]:
     return source, transformers.GPT2Tokenizer.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(("kind", "ids"), [("Case", [6, 1]), ("LowerCase", [5, 5])])
+def test_word_pieces_have_the_case_that_their_source_states(
+    kind: str, ids: list[int], tmp_path: Path
+) -> None:
+    data = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nA\n"
+    tokenizer = {
+        "library": "megatron", "type": f"BertWordPiece{kind}", "vocab_file": "nemo:a_vocab.txt"
+    }  # fmt: skip
+    source = archive(tmp_path / "m.nemo", 53, tokenizer, a_vocab__txt=data)
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    assert load_tokenizer(folder).encode("A \u00c1") == ids
+
+
 def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path: Path) -> None:
     data = tiktoken_list(b"th", b"the", b" the", b"he", b" t", b"\xe4\xbd")
     tokenizer = {"library": "tiktoken", "vocab_file": "nemo:a_vocab.json"}
