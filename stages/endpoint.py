@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from inference.ports import host_and_port
@@ -30,6 +30,7 @@ class ServerEndpoint:
         nodes: how many nodes share the model.
         restarts: how often this job has started the server again.
         uses_tls: whether clients have to encrypt.
+        served: what the server serves, see `served_identity`; empty for another engine.
     """
 
     host: str
@@ -46,6 +47,7 @@ class ServerEndpoint:
     restarts: int = 0
     openai: int | None = None
     uses_tls: bool = False
+    served: dict[str, str] = field(default_factory=dict)
 
     @property
     def ports(self) -> dict[str, int]:

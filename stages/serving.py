@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from export_scripts.triton.repository import ENSEMBLE, TEXT_ENCODER, TEXT_MODELS
+from export_scripts.ft.identity import served_identity
+from export_scripts.triton.model_config import parse_config
+from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_ENCODER, TEXT_MODELS
 from inference.server.installation import mpi_start
 from inference.server.kinds import OWN_NAME, SLIPWAY, TRITONSERVER
 from inference.server.openai_server import OpenAIServer
@@ -212,7 +214,18 @@ def _endpoint(
         restarts=restarts,
         uses_tls=config.access.tls_cert is not None,
         openai=ports["http"] if config.is_other_engine else ports.get("openai"),
+        served={} if config.is_other_engine else served_by(config, model),
     )
+
+
+def served_by(config: DeployConfig, model: str) -> dict[str, str]:
+    """Return what a server serves, as far as this machine can read its repository."""
+    try:
+        parsed = parse_config((Path(config.folder) / model / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        return served_identity(config.weights_dir, {})
+    parameters = {key: value.string_value for key, value in parsed.parameters.items()}
+    return served_identity(config.weights_dir, parameters)
 
 
 def _model_name(config: DeployConfig, server: TritonServer | SlipwayServer) -> str:
