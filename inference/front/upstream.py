@@ -126,6 +126,7 @@ class FrontContext(Exchangeable[_T]):
         host: str,
         is_ready: Callable[[], bool],
         note_use: Callable[[], None],
+        workers: Workers | None = None,
     ) -> None:
         super().__init__(upstream)
         self.is_ready = is_ready
@@ -133,5 +134,5 @@ class FrontContext(Exchangeable[_T]):
         self.guard = self.guard_of()
         self.shared_memory = access.client_shared_memory
         self.sessions = ClientSessions(host)
-        self.workers = Workers()
+        self.workers = workers or Workers()
         self.limit = access.max_request_bytes

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeAlias
 
 from tritonclient.grpc import model_config_pb2 as schema
 
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import Array
+from inference.backend.exchange import Array, Tensors
 from inference.backend.tensor_model import TensorModel
+from inference.decoding.rows import SessionTurn
+from inference.front.guard import RejectedError
 from inference.host.calls import HostedExchange, InferError, InferRequest, Mailbox, Responses
 from inference.host.statistics import ModelStatistics
 
@@ -25,8 +27,11 @@ _SHAPE_NOTE = (
     "docs for more info on max_batch_size."
 )
 _REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMENT": "BACKEND"}
-# Requests to text models larger than this are read in a thread, which a tokenizer leaves to others.
-_INLINE_BYTES = 4 << 10
+# Requests to text models that are larger run in a process of their own: they may take seconds, in
+# which some tokenizers keep Python's lock. Larger ones of engines are read in a thread.
+_INLINE_BYTES = 16 << 10
+
+Apart: TypeAlias = Callable[[Tensors, SessionTurn | None, int], Awaitable[dict[str, Array]]]
 
 
 @dataclass(frozen=True)
@@ -215,19 +220,18 @@ class HostedEngine(HostedModel):
 class HostedTexts(HostedModel):
     """A model that answers at once, such as one that encodes texts."""
 
-    def __init__(self, config: Any, version: str, model: TensorModel) -> None:
+    def __init__(self, config: Any, version: str, model: TensorModel, apart: Apart) -> None:
+        """Take a loaded model, and the way to run it in a process of its own."""
         super().__init__(config, version)
-        self._model = model
+        self._model, self._apart = model, apart
 
     async def _answer(self, request: InferRequest) -> Responses:
         try:
-            if _size_bytes(request.tensors) > _INLINE_BYTES:
-                # A tokenizer leaves Python's lock to other threads.
-                answer = asyncio.to_thread(self._model.answer, request.tensors, request.turn)
-                outputs = await answer
+            if (size_bytes := _size_bytes(request.tensors)) > _INLINE_BYTES:
+                outputs = await self._apart(request.tensors, request.turn, size_bytes)
             else:
                 outputs = self._model.answer(request.tensors, request.turn)
-        except ValueError as error:
+        except (ValueError, RejectedError) as error:
             raise InferError(str(error)) from None
         except Exception as error:  # whatever it is, it is this request's answer alone
             raise InferError(str(error) or type(error).__name__, "INTERNAL") from None

@@ -66,6 +66,7 @@ class _Host:
         self._link = OwnerLink(self._connection)
         self._link.ready.add(Path())  # until its owner says otherwise
         self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._workers = Workers()
         try:
             repository = self._repository(settings.repository)
         except ValueError as error:
@@ -76,13 +77,14 @@ class _Host:
             host=settings.host,
             is_ready=self._is_ready,
             note_use=self._note_use,
+            workers=self._workers,
         )
         try:
             await self._serve(self._link)
         except (OSError, ValueError) as error:
             return self._fail(error)
         finally:
-            self._context.workers.close()
+            self._workers.close()
         return 0
 
     async def _serve(self, link: OwnerLink) -> None:
@@ -172,7 +174,7 @@ class _Host:
         await (await leaving).close()
 
     def _repository(self, folder: Path) -> Repository:
-        return Repository(folder, leave=self._leave)
+        return Repository(folder, leave=self._leave, workers=self._workers)
 
     async def _reply(self, question: Question) -> None:
         """Answer whether a model does, and how much it has answered."""

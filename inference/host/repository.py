@@ -6,21 +6,28 @@ Nothing of a repository is run: a model's script only names which of this projec
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import pkgutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
+from tritonclient.grpc import model_config_pb2
 
 from export_scripts.triton.model_config import parse_config
 from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import ModelHost
+from inference.backend.exchange import Array, ModelHost, Tensors
 from inference.backend.tensor_model import TensorModel
+from inference.decoding.rows import SessionTurn
+from inference.front.workers import Workers
 from inference.host.calls import Mailbox
 from inference.host.models import (
     HostedEngine,
@@ -71,15 +78,18 @@ class Repository:
         registry: the metrics that the models declare.
     """
 
-    def __init__(self, folder: Path, *, leave: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, leave: Callable[[str], None], workers: Workers) -> None:
         """Read what a folder of models says; `leave` is called once one of them has failed.
+
+        Processes of `workers` answer large requests to its text models.
 
         Raises UnservedError for models that cannot be served here.
         """
         self.folder = folder
         self.registry = MetricRegistry()
         self.models: dict[str, HostedModel] = {}
-        self._leave = leave
+        self._leave, self._workers = leave, workers
+        self._loaded_ns = time.time_ns()
         self._threads: list[ThreadPoolExecutor] = []
         self.configs: dict[str, tuple[Any, str]] = {}
         if not folder.is_dir():
@@ -167,7 +177,16 @@ class Repository:
         arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
         if isinstance(kind, TensorModel):
             kind.load(ModelArguments(arguments, self.folder / name, version=version))
-            found: HostedModel = HostedTexts(config, version, kind)
+            where = TextsPlace(self.folder / name, version, json.dumps(arguments), self._loaded_ns)
+
+            async def apart(
+                tensors: Tensors, turn: SessionTurn | None, size_bytes: int
+            ) -> dict[str, Array]:
+                return await self._workers.run(
+                    answer_texts, where, tensors, turn, size_bytes=size_bytes
+                )
+
+            found: HostedModel = HostedTexts(config, version, kind, apart)
         else:
             host = EngineHost(name, self.registry, mailbox, self._leave)
             engines = []
@@ -188,15 +207,41 @@ class Repository:
         return found
 
 
+@dataclass(frozen=True)
+class TextsPlace:
+    """A text model of a repository, for processes that load it when they are first asked.
+
+    `arguments` are its configuration in JSON; one that was loaded later is another.
+    """
+
+    folder: Path
+    version: str
+    arguments: str
+    loaded_ns: int
+
+
+def answer_texts(place: TextsPlace, tensors: Tensors, turn: SessionTurn | None) -> dict[str, Array]:
+    """Return the outputs of a text model, in a process of `Workers`. Raises ValueError."""
+    return _texts_at(place).answer(tensors, turn)
+
+
+@functools.lru_cache(maxsize=8)  # those of a repository, and of its successor
+def _texts_at(place: TextsPlace) -> TensorModel:
+    arguments = json.loads(place.arguments)
+    config = json_format.ParseDict(arguments, model_config_pb2.ModelConfig())
+    kind = _kind(place.folder, config)
+    assert isinstance(kind, TensorModel)
+    kind.load(ModelArguments(arguments, place.folder, version=place.version))
+    return kind
+
+
 def try_texts(folder: Path) -> None:
     """Read a repository, and load its text models. Raises ValueError if one cannot be served."""
-    found = Repository(folder, leave=lambda _: None)
+    found = Repository(folder, leave=lambda _: None, workers=Workers(1))
     for name, (config, version) in found.configs.items():
-        if not _is_ensemble(config) and isinstance(
-            kind := _kind(folder / name, config), TensorModel
-        ):
+        if not _is_ensemble(config) and isinstance(_kind(folder / name, config), TensorModel):
             arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-            kind.load(ModelArguments(arguments, folder / name, version=version))
+            _texts_at(TextsPlace(folder / name, version, json.dumps(arguments), 0))
 
 
 class EngineHost(ModelHost):
