@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
+from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.openai_client import is_lost, is_put_off
@@ -101,14 +104,14 @@ class ServedTokenizer:
 class ServedModel(TextGenerator):
     """Meets TextGenerator over a Triton client.
 
-    `end_id` is the token that ends answers; null where the tokenizer leaves it out by itself.
+    `end_ids` are the tokens that end answers.
     """
 
     client: TritonClient
     tokenizer: Tokenizer | ServedTokenizer
     model_name: str = "fastertransformer"
     ensemble_name: str | None = "ensemble"
-    end_id: int | None = None
+    end_ids: tuple[int, ...] = ()
     tally: Tally = field(default_factory=Tally)
 
     @cached_property
@@ -135,8 +138,7 @@ class ServedModel(TextGenerator):
 
     def decode_answer(self, ids: Sequence[int]) -> str:
         """Return the text of generated tokens, up to the end token."""
-        ids = list(ids)
-        return self.decode(ids[: ids.index(self.end_id)] if self.end_id in ids else ids)
+        return self.decode([*takewhile(lambda token: token not in self.end_ids, ids)])
 
     def complete_text(
         self, prompt: str, *, output_len: int, score_prompt: bool = False
@@ -303,8 +305,14 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
             tokenizer,
             model_name=options.model_name,
             ensemble_name=options.ensemble_name,
-            end_id=getattr(config, "end_id", None),
+            end_ids=_end_ids(options.weights_dir, getattr(config, "end_id", None)),
         )
+
+
+def _end_ids(folder: Path | None, end_id: int | None) -> tuple[int, ...]:
+    if folder is None or end_id is None:
+        return () if end_id is None else (end_id,)
+    return all_end_tokens(folder, end_id)
 
 
 def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:

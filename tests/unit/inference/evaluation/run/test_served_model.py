@@ -189,9 +189,9 @@ def test_tokens_of_a_text_answer_are_counted():
 
 
 def test_an_answer_ends_before_the_end_token():
-    model = ServedModel(FakeClient(), Letters(), end_id=98)
+    model = ServedModel(FakeClient(), Letters(), end_ids=(98, 100))
     assert model.decode_answer([97, 97, 98, 97]) == "aa"
-    assert model.decode_answer([97]) == "a"
+    assert model.decode_answer([97, 100, 97]) == model.decode_answer([97]) == "a"
 
 
 def test_further_tensors_are_sent_for_every_row():
