@@ -165,7 +165,8 @@ def sentencepiece_tokenizer(model: SentencePieceModel) -> Tokenizer:
 
 def _unigram_scores(model: SentencePieceModel) -> list[tuple[str, float]]:
     """Return the scores as SentencePiece takes them: symbols of the user's win over all others."""
-    best = max((piece.score for piece in model.pieces if piece.kind == NORMAL), default=0.0)
+    # Its best score begins at the least positive float, and scores are usually negative.
+    best = max([0.0, *(piece.score for piece in model.pieces if piece.kind == NORMAL)])
     return [
         (
             piece.text,
@@ -241,21 +242,21 @@ def _cuts(model: SentencePieceModel) -> Any:
     """Return the pre-tokenizer that keeps symbols whole, and no others from becoming whole."""
     from tokenizers import Regex, pre_tokenizers
 
+    symbols = model.texts(USER_DEFINED)
+    # The library finds these in a text, or where a text is one, if symbols are kept whole;
+    # SentencePiece never does.
+    hidden = [text for text in model.texts(UNKNOWN, CONTROL, BYTE) if len(text) > 1]
     steps = []
-    if model.model_type == _UNIGRAM:
-        # The library would find these in a text; SentencePiece never does.
-        hidden = [text for text in model.texts(UNKNOWN, CONTROL, BYTE) if len(text) > 1]
-        if hidden:
-            heads = sorted({text[0] for text in hidden})
-            patterns = (
-                f"{re.escape(head)}(?=(?:{_choice(t[1:] for t in hidden if t[0] == head)}))"
-                for head in heads
-            )
-            steps.append(
-                pre_tokenizers.Split(Regex("|".join(patterns)), behavior="merged_with_previous")
-            )
-    elif symbols := model.texts(USER_DEFINED):
+    if symbols and model.model_type != _UNIGRAM:
         steps.append(pre_tokenizers.Split(Regex(_choice(symbols)), behavior="isolated"))
+    if hidden and (symbols or model.model_type == _UNIGRAM):
+        patterns = (
+            f"{re.escape(head)}(?=(?:{_choice(t[1:] for t in hidden if t[0] == head)}))"
+            for head in sorted({text[0] for text in hidden})
+        )
+        steps.append(
+            pre_tokenizers.Split(Regex("|".join(patterns)), behavior="merged_with_previous")
+        )
     return pre_tokenizers.Sequence(steps) if steps else None
 
 

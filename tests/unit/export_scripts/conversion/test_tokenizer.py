@@ -46,6 +46,10 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
     "char": {"model_type": "char"},
     "llama2": LLAMA2,
     "llama2 symbols": {**LLAMA2, "user_defined_symbols": ["<sep>", "<extra_id_1>", "<extra_id_0>"]},
+    "gemma": {
+        **LLAMA2, "add_dummy_prefix": False,
+        "user_defined_symbols": ["\n", "\n\n", "\u2581" * 2, "\u2581" * 3, "\t", "<turn>"],
+    },
     "unigram bytes": {"byte_fallback": True},
     "no dummy prefix": {"add_dummy_prefix": False},
     "all spaces": {"model_type": "bpe", "remove_extra_whitespaces": False},
@@ -153,8 +157,8 @@ def test_special_tokens_and_rows_are_those_of_the_model(corpus: Path, tmp_path: 
     ("settings", "reason"),
     [
         ({"model_type": "word"}, "model_type word"),
-        # Spaces become a symbol of the user's, which a table of characters hides.
-        ({"user_defined_symbols": ["\u2581" * 4]}, "in sentencepiece"),
+        # Spaces that are a symbol of the user's, and removed as needless at the same time.
+        ({"model_type": "bpe", "user_defined_symbols": ["  "]}, "in sentencepiece"),
     ],
 )
 def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
