@@ -31,6 +31,7 @@ BASE: dict[str, Any] = {
     "bias_activation_fusion": False,
 }  # fmt: skip
 
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
 # Settings by group; pairs are tried within a group.
 GROUPS: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "rotary": {
@@ -104,6 +105,22 @@ GROUPS: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "offset": {"glu_linear_offset": 1.0},
         "fp8 input": {"activation_func_fp8_input_store": False},
     },
+    "experts": {
+        "four": EXPERTS,
+        "of one": EXPERTS | {"moe_router_topk": 1},
+        "softmax first": EXPERTS | {"moe_router_pre_softmax": True},
+        "sigmoid": EXPERTS | {"moe_router_score_function": "sigmoid"},
+        "scaled": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
+        "in groups": EXPERTS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        "weighted input": EXPERTS | {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
+        "one for all": EXPERTS | {"moe_shared_expert_intermediate_size": 16},
+        "every second layer": EXPERTS | {"moe_layer_freq": 2},
+        "losses": EXPERTS | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+        "in fp32": EXPERTS | {"moe_router_dtype": "fp32"},
+        "rows in blocks": EXPERTS | {"moe_mlp_glu_interleave_size": 8},
+        "of heads": EXPERTS | {"qk_layernorm": True},
+        "gelu": EXPERTS | {"activation_func": "gelu"},
+    },
 }  # fmt: skip
 
 
@@ -117,12 +134,12 @@ def singles() -> list[tuple[str, dict[str, Any]]]:
 
 
 def pairs() -> list[tuple[str, dict[str, Any]]]:
-    """Return the same of each two of a group that do not set the same name."""
+    """Return the same of each two of a group that do not contradict each other."""
     return [
         (f"{group}: {one} + {other}", {**cases[one], **cases[other]})
         for group, cases in GROUPS.items()
         for one, other in itertools.combinations(cases, 2)
-        if not cases[one].keys() & cases[other].keys() - {"use_mup"}
+        if all(cases[one].get(name, value) == value for name, value in cases[other].items())
     ]
 
 
@@ -138,6 +155,7 @@ def arguments(settings: Mapping[str, Any]) -> argparse.Namespace | None:
     """Return Megatron-LM's arguments for settings; None where it has none for them."""
     out = {_ARGUMENTS.get(name, name): value for name, value in settings.items()}
     kind, gated = out.pop("activation_func"), out.pop("gated_linear_unit")
+    out["num_experts"] = out.pop("num_moe_experts", None)
     flags: dict[tuple[str, bool], dict[str, bool]] = {
         ("silu", True): {"swiglu": True},
         ("gelu", False): {},
@@ -177,7 +195,10 @@ def build(settings: Mapping[str, Any], seed: int) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
+    if any(name.startswith("moe_layer") for name in values):
+        raise NotImplementedError("the layers of this block are alike")
     spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
         **({"qk_l2_norm": True} if values.get("qk_l2_norm") else {}),

@@ -173,7 +173,7 @@ def _tried(
     reasons += [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
         for name, value in mine.items()
-        if theirs[name] != value and name not in _FREE
+        if name not in _FREE and not _is_same(theirs[name], value)
     ]
     if homeless and not reasons:
         reasons = [f"it has no tensor for {', '.join(homeless)}"]
@@ -181,6 +181,13 @@ def _tried(
         _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
         reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
     return tensors, reasons
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether values are equal, numbers up to what a reciprocal's rounding leaves."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-11)
+    return bool(one == other)
 
 
 def _views(

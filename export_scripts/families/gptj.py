@@ -125,7 +125,8 @@ _END_OF_TEXT = 50256
 def _jax_config(facts: Facts) -> GPTJConfig:
     """Return the config of a release: sizes from its arrays, heads stated or the 6B model's."""
     settings = Settings(facts.config, "the model's JSON configuration, or --set")
-    settings.expect("pe", "rotary", why="FT's GPT-J has rotary positions")
+    if (kind := facts.config.get("pe", "rotary")) != "rotary":
+        settings.note(f"pe = {kind!r} cannot be represented: FT's GPT-J has rotary positions")
     hidden = facts.size("wte.bias", 0)
     head_num = _jax_size(facts, settings, "head_num", "n_heads")
     if hidden % head_num:

@@ -10,6 +10,7 @@ eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
 
 import functools
 import operator
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
+from export_scripts.families.mapping.known_settings import eleuther_obstacles
 from export_scripts.families.mapping.names import fused_layer, named_sources, whole_names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
@@ -218,10 +220,11 @@ _START_ID, _END_ID = 0, 2
 def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
     """Return the config of a release: sizes from its tensors, the rest from configs/*.yml."""
     settings = Settings(facts.config, label="configs/*.yml")
-    for name, (value, why) in _EXPECTED.items():
-        settings.expect(name, value, why=why)
-    stated_heads = settings.source.get("num-attention-heads")
-    settings.expect("num-kv-heads", None, stated_heads, why="FT has one key/value head per head")
+    groups, stated_heads = map(settings.source.get, ("num-kv-heads", "num-attention-heads"))
+    if groups not in (None, stated_heads):
+        settings.note(f"num-kv-heads = {groups!r}: FT has one key/value head per head")
+    if others := _sparse_layers(settings.source):
+        settings.note(f"attention-config has {', '.join(others)}: attention is to all positions")
     assumed = not _is_whole(settings.source)
     hidden = facts.size(_WTE, 1)
     given_heads = facts.given_int("head_num")
@@ -257,15 +260,14 @@ def _is_whole(config: Mapping[str, Any]) -> bool:
     return "pos-emb" in config
 
 
-# Settings -> the value that FT's GPT-NeoX has, and why no other.
-_EXPECTED: Mapping[str, tuple[Any, str]] = {
-    "pos-emb": ("rotary", "FT's GPT-NeoX has rotary positions"),
-    "norm": ("layernorm", "FT's GPT-NeoX has layernorm"),
-    "activation": ("gelu", "FT computes GPT-NeoX with gelu"),
-    "rotary-emb-base": (FT_BASE, f"FT's rotary base is {FT_BASE:g}"),
-    "gpt-j-tied": (False, "FT's GPT-NeoX has a norm for attention and one for MLP"),
-    "use-qk-layernorm": (False, "FT does not normalise queries and keys"),
-}
+def _sparse_layers(config: Mapping[str, Any]) -> list[Any]:
+    """Return the kinds of attention other than to all positions before."""
+    kinds = config.get("attention-config") or []
+    return [kind for kind in re.findall(r"[a-z_]+", str(kinds)) if kind not in _WHOLE_ATTENTION]
+
+
+# Kinds of attention-config, each of a number of layers or of all.
+_WHOLE_ATTENTION = ("global", "flash", "all")
 
 
 def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
@@ -334,6 +336,7 @@ GPTNEOX_ELEUTHER = SourceMapping(
     format="eleuther",
     matches=lambda facts: facts.has(_WTE),
     config=_eleuther_config,
+    obstacles=eleuther_obstacles,
     weights=_eleuther_weights,
     ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
     accepts=("prompt",),

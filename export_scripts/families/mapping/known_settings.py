@@ -49,9 +49,10 @@ def table_of_settings(path: Path) -> Iterator[tuple[list[str], KnownSetting]]:
 
 
 @functools.cache
-def megatron_table() -> Mapping[str, KnownSetting]:
-    """Return the settings of NeMo, Megatron-LM, megatron-core and Megatron Bridge by name."""
-    return {name: known for (name,), known in table_of_settings(_FOLDER / "megatron_settings.tsv")}
+def library_table(library: str) -> Mapping[str, KnownSetting]:
+    """Return the settings of GPT-NeoX (eleuther), or of all that is Megatron's, by name."""
+    lines = table_of_settings(_FOLDER / f"{library}_settings.tsv")
+    return {name: known for (name,), known in lines}
 
 
 @functools.cache
@@ -73,6 +74,11 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     return obstacles(facts.config, {**others, **table["*"], **table[kind]}, {"read", "none"})
 
 
+def eleuther_obstacles(facts: Facts) -> dict[str, str]:
+    """Return a reason for each setting of GPT-NeoX that FT's GPT-NeoX does not compute with."""
+    return obstacles(facts.config, library_table("eleuther"), {"read", "none"})
+
+
 def megatron_obstacles(
     source: Mapping[str, Any], layout: str = "", *, has_experts: bool = False
 ) -> dict[str, str]:
@@ -81,7 +87,7 @@ def megatron_obstacles(
     `layout` is the use of the settings that it alone computes with: dense, t5, or neither.
     """
     free = {"read", "none", layout, "experts"} | (set() if has_experts else {"experts-off"})
-    return obstacles(source, megatron_table(), free)
+    return obstacles(source, library_table("megatron"), free)
 
 
 def obstacles(

@@ -45,9 +45,7 @@ def rotary_fields(
         if local_base is None or not set(given) <= {"full_attention", "sliding_attention"}:
             settings.note("layers with rotary positions of their own")
             return plain
-        local = Settings(given.get("sliding_attention") or {}, settings.label, settings.problems)
-        local.expect("rope_type", "default", why="layers with a window have plain rotary positions")
-        local_base = local.number("rope_theta", default=local_base)
+        local_base = _local_base(settings, given.get("sliding_attention") or {}, local_base)
         given = given.get("full_attention") or {}
     stated = given.get("rope_type") or given.get("type")
     if local_base is not None and not given.get("rope_type") and stated not in (None, "default"):
@@ -86,6 +84,16 @@ def rotary_fields(
         return plain
     scaling = _scaling(kind, inner, settings)
     return {**fields, **scaling_fields(kind, scaling)}
+
+
+def _local_base(settings: Settings, given: Mapping[str, Any], usual: float) -> float:
+    """Return the base of layers with a window, which have plain rotary positions."""
+    local = Settings(given, settings.label, settings.problems)
+    if given.get("rope_type", "default") != "default":
+        local.note(
+            f"rope_type = {given['rope_type']!r}: layers with a window have plain rotary positions"
+        )
+    return local.number("rope_theta", default=usual)
 
 
 def scaling_fields(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:

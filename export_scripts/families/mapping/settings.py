@@ -143,12 +143,6 @@ class Settings:
         """Return the same, of activations that FasterTransformer does not know too."""
         return self.activation(*names, default=default, known=ALL_ACTIVATIONS)
 
-    def expect(self, name: str, *allowed: Any, why: str) -> None:
-        """Note a problem unless a key is absent or has one of the allowed values."""
-        value = self.source.get(name, allowed[0])
-        if value not in allowed:
-            self.note(f"{name} = {value!r} cannot be represented: {why}")
-
     def divide(self, total: int, parts: int, what: str) -> int:
         """Return total / parts; a remainder is noted as a problem."""
         if parts == 0 or total % parts:

@@ -12,10 +12,11 @@ from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.known_settings import (
+    eleuther_obstacles,
     huggingface_obstacles,
     huggingface_table,
+    library_table,
     megatron_obstacles,
-    megatron_table,
 )
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.validation import read_manifest
@@ -25,7 +26,7 @@ from tests.tiny_megatron_core import core_state, write_core
 
 def test_every_setting_of_the_installed_megatron_core_is_known() -> None:
     release = importlib.metadata.distribution("megatron-core")
-    found, table = megatron_settings(Path(str(release.locate_file("")))), megatron_table()
+    found, table = megatron_settings(Path(str(release.locate_file("")))), library_table("megatron")
     assert len(found) > 200, f"megatron-core {release.version} keeps its settings elsewhere"
     assert not found.keys() - table.keys(), (
         f"megatron-core {release.version}: run python -m tests.library_settings"
@@ -50,7 +51,7 @@ def test_every_setting_of_the_installed_transformers_is_known() -> None:
 
 
 def test_each_setting_has_a_use() -> None:
-    core = list(megatron_table().values())
+    core = list(library_table("megatron").values())
     uses = {known.use for known in core}
     assert uses == {"read", "none", "off", "dense", "t5", "experts", "experts-off"}
     theirs = [known for settings in huggingface_table().values() for known in settings.values()]
@@ -102,3 +103,10 @@ def test_a_setting_that_the_user_passes_is_remembered(tmp_path: Path) -> None:
     done = convert(ConversionRequest(source, allow_setting=("of_*", "and_another"), **request))  # type: ignore[arg-type]
     assert read_manifest(done.ft_dir)["allow_setting"] == ["of_*", "and_another"]
     assert sum("passed by --allow-setting" in remark for remark in done.remarks) == 2
+
+
+@pytest.mark.parametrize("setting", ["use-mup", "sliding-window-width", "geglu", "of-next-year"])
+def test_a_setting_of_gpt_neox_is_known_or_refused(setting: str) -> None:
+    config = {setting: 8, "pos-emb": "rotary", "hidden-dropout": 0.1, "lr": 0.1}
+    reader = CheckpointReader("eleuther", Path("x"), config, {}, ())
+    assert eleuther_obstacles(Facts(reader, 1, "fp32")).keys() == {setting}
