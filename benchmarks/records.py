@@ -59,7 +59,7 @@ class Record:
         return cls(
             command=" ".join(["python -m", name, *sys.argv[1:]]),
             commit=described.stdout.strip() or "unknown",
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             machine=_machine(),
             versions={each: installed[each] for each in _PACKAGES if each in installed},
             rows=rows,

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def _is_abandoned(found: record.JobRecord) -> bool:
         return False
     if _is_here(found):
         return not Path(f"/proc/{found.process}").exists()
-    age = datetime.now(UTC) - datetime.fromisoformat(found.submitted_at)
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)
     return age.total_seconds() > _SUBMISSION_S
 
 

@@ -16,7 +16,7 @@ from inference.model.kv_cache import Array, Move, TableEntry
 from inference.model.step import Segment
 
 
-class Command(enum.StrEnum):
+class Command(str, enum.Enum):
     """A message to the ranks that is not a plan."""
 
     PING = "ping"  # answer: rank 0 checks that every rank is alive

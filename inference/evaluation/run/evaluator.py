@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def _evaluate(
     model: TextGenerator | None,
     progress: ProgressCallback,
 ) -> Report:
-    started_at, start = datetime.now(UTC), time.perf_counter()
+    started_at, start = datetime.now(timezone.utc), time.perf_counter()
     if options.protocol == OPENAI and model is None:
         asked = open_model(options)
         options, model = within_abilities(options, asked.lacks), asked
