@@ -172,7 +172,7 @@ class _Parser:
             for b, text in enumerate(value.reshape(-1)):
                 try:
                     found[b] = grammars.constraint(bytes(text).decode()) if text else None
-                except ValueError as error:
+                except ValueError as error:  # noqa: PERF203 - one problem each
                     self.problems.append(f"{STRUCTURE}[{b}]: {error}")
         return found
 
