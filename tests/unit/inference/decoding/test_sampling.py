@@ -245,7 +245,7 @@ def test_rows_of_both_rules_for_the_boundary_are_drawn_together() -> None:
     logits = torch.full((1, VOCAB), -1e4)
     logits[0, :3] = torch.tensor([0.5, 0.4, 0.1]).log()
     decoder = BatchDecoder(VOCAB)
-    options = {"top_k": 0, "top_p": 0.55, "output_len": 500}
+    options: dict[str, Any] = {"top_k": 0, "top_p": 0.55, "output_len": 500}
     rows = [
         decoder.make_row(request(whole_boundary=whole, random_seed=3, **options))
         for whole in (False, True)
