@@ -357,7 +357,10 @@ def read_tiktoken(data: bytes, most: int) -> list[bytes]:
     Raises:
         ValueError: It is not one.
     """
-    entries = json.loads(data)
+    try:
+        entries = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     if not isinstance(entries, list):
         raise ValueError("it is not a list of tokens")
     tokens = []
