@@ -340,4 +340,8 @@ def _arrays(result: Any) -> Outputs:
         if isinstance(response, dict)
         else [each.name for each in response.outputs]
     )
-    return {name: result.as_numpy(name) for name in names}
+    found = {name: result.as_numpy(name) for name in names}
+    for name, array in found.items():
+        if array.dtype.name == "bfloat16":  # of ml_dtypes, which numpy's functions do not know
+            found[name] = array.astype(np.float32)
+    return found

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-# The client library takes BF16, which numpy lacks, as FP32.
-_FLOAT_TYPES: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "BF16": np.float32}
+_FLOAT_TYPES = ("FP16", "FP32", "BF16")
 
 
 def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
@@ -45,10 +44,11 @@ def typed_tensor(
     value: np.ndarray[Any, Any], declared: str | None
 ) -> tuple[np.ndarray[Any, Any], str]:
     """Return an input and the type to send it as: its own, or for floats the declared precision."""
-    from tritonclient.utils import np_to_triton_dtype
+    from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
     if value.dtype.kind == "f" and declared in _FLOAT_TYPES:
-        return value.astype(_FLOAT_TYPES[declared], copy=False), declared
+        # BF16, which numpy lacks, is a type of ml_dtypes since tritonclient 2.70, before float32.
+        return value.astype(triton_to_np_dtype(declared), copy=False), declared
     return value, np_to_triton_dtype(value.dtype)
 
 

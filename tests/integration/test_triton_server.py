@@ -248,5 +248,5 @@ def test_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
 
 def test_unreachable_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_SERVER", str(tmp_path / "absent"))
-    with pytest.raises(FileNotFoundError, match=r"TRITON_SERVER=.*absent is not a file"):
+    with pytest.raises(FileNotFoundError, match=r"TRITON_SERVER=.*absent is neither a program nor"):
         new_server(tmp_path, tmp_path).start(timeout_s=1)

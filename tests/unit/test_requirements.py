@@ -58,9 +58,9 @@ def test_nothing_installs_the_package_of_others_with_this_projects_name() -> Non
     paths = [ROOT / each for each in listed.stdout.splitlines()]
     for path in {each for each in paths if each.suffix in texts and each.is_file()}:
         if path != Path(__file__):
-            assert not re.search(r"install\W+slipway\b(?!-serving)|slipway\[", path.read_text()), (
-                path
-            )
+            assert not re.search(
+                r"install\W+slipway\b(?!-serving)|slipway\[", path.read_text(errors="replace")
+            ), path
 
 
 def test_versions_in_the_docs_are_those_of_the_pins() -> None:

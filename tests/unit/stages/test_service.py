@@ -25,7 +25,7 @@ class FakeServer:
     """Serves until it is stopped; keeps the time that its requests get to finish."""
 
     def __init__(self, log_path: Path) -> None:
-        self.name = "the server"
+        self.name = "tritonserver"
         self.log_path = log_path
         self.drain_s: float | None = None
         self.used_at = 0.0
