@@ -102,5 +102,5 @@ def test_settings_alone_and_in_pairs(tmp_path: Path, soak: int) -> None:
                 wrong[f"{name} ({form}, {kind})"] = found
     print(len(singles()), "settings,", len(cases) - len(singles()), "pairs:", dict(counts))
     assert not wrong
-    assert counts["equal"] > 40
-    assert counts["refused"] > 10
+    assert counts["equal"] > 30
+    assert counts["refused"] > 5
