@@ -35,7 +35,7 @@ _ENDS = {"stop": "stop", "length": "length", "eos_token": "stop", "stop_sequence
 # it 1 plus the second.
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
 _GIVEN_UP = ("abort",)  # vLLM's and SGLang's word for requests that a server drops when it stops
-_REFUSED = (400, 404, 413, 422)  # because of what a request says
+_REFUSED = (400, 404, 405, 413, 422, 501)  # because of what a request says
 _MOST_BYTES = 64 << 20
 _SHOWN = 300
 

@@ -341,6 +341,18 @@ def test_what_is_put_off_is_asked_again(server: Server, tmp_path: Path, fault: A
     assert model.counts() == {"stop": 0, "length": 1, "failed": 0, "retried": 1}
 
 
+@pytest.mark.parametrize("fault", [404, 405, 422, 501])
+def test_what_a_server_does_not_implement_is_tried_and_done_without(
+    server: Server, tmp_path: Path, fault: int
+) -> None:
+    server.abilities = FULL
+    client = OpenAIClient(
+        f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5, retry_s=0
+    )
+    server.faults = [(fault, {})]
+    assert client.taken(client.asking("tiny", "abc", 1)) is None
+
+
 @pytest.mark.parametrize("fault", [400, 401, 403, 404, 500, 501])
 def test_what_is_refused_is_not_asked_again(server: Server, tmp_path: Path, fault: int) -> None:
     server.abilities = FULL
