@@ -52,7 +52,7 @@ def test_the_fields_are_those_that_requests_may_have() -> None:
     kinds: dict[str, type[Any]] = {
         **dict.fromkeys(
             (
-                *("messages", "top_logprobs", "chat_template_kwargs"),
+                *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice"),
                 *("add_generation_prompt", "continue_final_message"),
             ),
             ChatRequest,

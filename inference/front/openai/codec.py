@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -81,8 +82,9 @@ class Codec:
                 code="no_chat_template",
             )
         prompt = self._template.render(
-            request.messages,
+            [message.for_template() for message in request.messages],
             values=request.chat_template_kwargs,
+            tools=[] if request.tool_choice == "none" else [t.model_dump() for t in request.tools],
             answers=request.add_generation_prompt,
             continues=request.continue_final_message,
         )
@@ -207,6 +209,11 @@ class ChatTemplate:
         self._tokens = dict(tokens)
 
     @functools.cached_property
+    def _names(self) -> set[str]:
+        """The variables that the template reads and does not make itself."""
+        return find_undeclared_variables(self.compiled.environment.parse(self.source))
+
+    @functools.cached_property
     def compiled(self) -> Template:
         """The compiled template. Raises TemplateError, RecursionError or ValueError for others.
 
@@ -231,6 +238,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         values: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         answers: bool = True,
         continues: bool = False,
     ) -> str:
@@ -239,10 +247,13 @@ class ChatTemplate:
         `values` are variables of the template. With `answers` an answer begins; a prompt that
         `continues` ends within the last message.
         """
-        variables = {"tools": None, "documents": None, **self._values, **(values or {})}
-        own = {"messages": [dict(message) for message in messages],
+        variables = {"documents": None, **self._values, **(values or {})}
+        own = {"messages": messages,
+               "tools": tools or None,
                "add_generation_prompt": answers, **self._tokens}  # fmt: skip
         try:
+            if tools and "tools" not in self._names:
+                raise RejectedError("tools: the chat template has no place for them", param="tools")
             rendered = self.compiled.render(variables | own)
             return _up_to(rendered, str(messages[-1]["content"])) if continues else rendered
         # Whatever a template does, from an addition of text to a number to endless recursion.

@@ -68,10 +68,10 @@ class CompletionRun:
                 model.facts.room(len(prompt.ids)) if request.limit is None else request.limit,
                 request.sampling.stop,
                 request.end_ids,
-                request.best,
+                request.sampling.best,
                 shows_special=not request.sampling.skip_special_tokens,
             )
-            answers = [begin() for _ in range(request.candidates)]
+            answers = [begin() for _ in range(request.sampling.candidates)]
             self._runs.append(PromptRun(number, prompt, answers))
 
     @property
@@ -98,7 +98,7 @@ class CompletionRun:
     @property
     def about_prompt(self) -> dict[str, Any]:
         """The fields of a chat's answer about its prompt."""
-        return self._about(self._runs[0]) if self._request.is_chat else {}
+        return self._about(self._runs[0]) if self._request.sampling.is_chat else {}
 
     def _about(self, run: PromptRun) -> dict[str, Any]:
         about: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class CompletionRun:
     async def _frames(self, *, streams: bool) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Run all jobs; yield after each frame of one which answers of which prompt it concerns."""
         jobs = self._jobs()
-        if len(self._runs) == 1 and self._request.candidates <= self._model.facts.max_rows:
+        if len(self._runs) == 1 and self._request.sampling.candidates <= self._model.facts.max_rows:
             (only,) = jobs
             async with contextlib.aclosing(self._ran(*only, streams=streams)) as frames:
                 async for frame in frames:
@@ -198,7 +198,7 @@ class CompletionRun:
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
         """Take in a frame; names for many scores take long, and are looked up in a thread."""
-        best, of_prompt, new = self._request.best, self._request.prompt_best, 0
+        best, of_prompt, new = self._request.sampling.best, self._request.sampling.prompt_best, 0
         scores_prompt = of_prompt is not None and not run.scored
 
         def take() -> None:
@@ -230,13 +230,13 @@ class CompletionRun:
         number = run.number * self._request.sampling.n + place
         text, tokens, ids = new
         part = self._part(number, run, answer, text, tokens, ids, is_first=is_first)
-        if self._request.is_chat:
+        if self._request.sampling.is_chat:
             part["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": text}
         return part
 
     def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
         part = self._part(number, run, answer, answer.text, answer.scored, answer.token_ids)
-        if self._request.is_chat:
+        if self._request.sampling.is_chat:
             part["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         return part
 
@@ -255,13 +255,13 @@ class CompletionRun:
         part: dict[str, Any] = {"index": number, "finish_reason": answer.finish_reason}
         if self._request.sampling.return_token_ids:
             part["token_ids"] = ids
-        is_scored, offset = self._request.best is not None, run.end
-        if self._request.is_chat:
+        is_scored, offset = self._request.sampling.best is not None, run.end
+        if self._request.sampling.is_chat:
             scores = chat_log_probs(tokens, self._codec) if is_scored else None
             return part | {"logprobs": scores}
         if is_first:
             part |= self._about(run)
-        if is_first and self._request.echo:
+        if is_first and self._request.sampling.echo:
             text, offset = run.prompt.text + text, 0
             moved = (replace(t, first=t.first + run.end, last=t.last + run.end) for t in tokens)
             tokens = [*run.scored, *moved]

@@ -27,12 +27,16 @@ from inference.front.openai.prepare import (
     ModelFacts,
     detokenize,
     model_facts,
-    prepare_chat,
-    prepare_completion,
+    prepare,
     prepare_embeddings,
     tokenize,
 )
-from inference.front.openai.requests import StreamOptions
+from inference.front.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+    StreamOptions,
+)
 from inference.front.openai.served import text_model, token_models
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.upstream import FrontContext
@@ -50,9 +54,9 @@ _EVENTS = {
     "X-Accel-Buffering": "no",  # by which nginx passes each event on at once
 }
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
-# What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
-_COMPLETION = (prepare_completion, "cmpl", "text_completion", "text_completion")
-_CHAT = (prepare_chat, "chatcmpl", "chat.completion", "chat.completion.chunk")
+# A kind of request, what its id begins with, and the kinds of a whole answer and of a chunk.
+_COMPLETION = (CompletionRequest, "cmpl", "text_completion", "text_completion")
+_CHAT = (ChatRequest, "chatcmpl", "chat.completion", "chat.completion.chunk")
 
 logger = logging.getLogger(__name__)
 Answer = Awaitable[web.StreamResponse]
@@ -183,10 +187,10 @@ class OpenAIEndpoint:
         return "fp_" + hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
 
     async def _generated(
-        self, kind: tuple[Callable[..., Any], str, str, str], request: web.BaseRequest
+        self, kind: tuple[type[Sampling], str, str, str], request: web.BaseRequest
     ) -> web.StreamResponse:
-        prepare, prefix, whole_object, chunk_object = kind
-        prepared = await self._read(request, prepare, self._generators)
+        record, prefix, whole_object, chunk_object = kind
+        prepared = await self._read(request, partial(prepare, record), self._generators)
         asked = prepared.sampling
         run = CompletionRun(self._models[asked.model], self._codec, prepared)
         request[_RUN_KEY] = run

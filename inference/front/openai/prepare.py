@@ -3,7 +3,7 @@
 Bodies are read, checked and encoded in a process of `Workers`.
 """
 
-# Shapes: n candidates, W width of a word list
+# Shapes: S prompt, W width of a word list
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,13 +32,12 @@ from inference.front.openai.requests import (
 )
 from inference.front.strict_json import parse_json
 
-_T = TypeVar("_T", CompletionRequest, ChatRequest, EmbeddingRequest)
+_T = TypeVar("_T", Sampling, EmbeddingRequest)
 # Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _WHOLE_BOUNDARY = "nucleus_include_boundary"
-_SCORE_INPUTS = ("num_log_probs", "num_prompt_log_probs")
-# Fields with a tensor of their name, and the values that change nothing.
-_PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_SEED = "random_seed"
+_REQUIRED = {"input_lengths", "request_output_len", "sequence_length", "max_output_len"}
 # Tensors to the field of a request that needs them, where that has another name.
 _FIELD_OF = {
     "logit_bias_ids": "logit_bias",
@@ -80,70 +79,46 @@ class Prompt:
 class PreparedRequest:
     """A request that the model can answer."""
 
-    sampling: Sampling
+    sampling: Sampling  # without the prompts
     prompts: tuple[Prompt, ...]
     limit: int | None  # most tokens of an answer, None for all that the model has room for
-    best: int | None  # tokens to report in each place, None to report nothing
-    candidates: int  # answers to generate for a prompt, of which the likeliest are returned
     stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end an answer
     end_ids: frozenset[int] = frozenset()  # tokens that end an answer
-    echo: bool = False  # the answer begins with the prompt
-    prompt_best: int | None = None  # best tokens to report in each place of the prompt
-    is_chat: bool = False
 
 
-def prepare_completion(
-    texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
+def prepare(
+    kind: type[Sampling], texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
-    """Return the request that a body of /v1/completions states. Raises RejectedError."""
+    """Return the request that a body states. Raises RejectedError."""
     codec = texts.codec()
-    request, facts = _read(CompletionRequest, models, codec, data)
-    shows_text = request.echo or request.logprobs is not None
-    prompts = []
-    for given in request.prompt:
-        if isinstance(given, str):
-            ids = codec.encode(given, special=request.add_special_tokens)
-            prompts.append(Prompt(array("I", ids), given if shows_text else ""))
-        else:
-            prompts.append(
-                Prompt(array("I", given), codec.tokenizer.decode(given) if shows_text else "")
-            )
-    prepared = PreparedRequest(
-        request.model_copy(update={"prompt": ()}),  # which need not come back
-        tuple(prompts),
-        limit=request.max_tokens,
-        best=request.logprobs,
-        candidates=request.best_of or request.n,
-        stop_ids=_stop_ids(codec, request),
-        end_ids=_end_ids(codec, request),
-        echo=request.echo,
-        prompt_best=request.prompt_logprobs if not request.echo else request.logprobs,
-    )
-    return _checked(facts, prepared)
-
-
-def prepare_chat(
-    texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
-) -> PreparedRequest:
-    """Return the request that a body of /v1/chat/completions states. Raises RejectedError."""
-    codec = texts.codec()
-    request, facts = _read(ChatRequest, models, codec, data)
-    ids = codec.encode_chat(request)
+    request, facts = _read(kind, models, codec, data)
     limit = request.max_tokens
-    if limit is None and "max_tokens" in codec.defaults:
-        limit = max(1, min(codec.defaults["max_tokens"], facts.room(len(ids))))
+    if isinstance(request, ChatRequest):
+        prompts = [Prompt(array("I", codec.encode_chat(request)))]
+        if limit is None and "max_tokens" in codec.defaults:
+            limit = max(1, min(codec.defaults["max_tokens"], facts.room(len(prompts[0].ids))))
+    else:
+        assert isinstance(request, CompletionRequest)
+        prompts = [_prompt(codec, request, given) for given in cast(list[Any], request.prompt)]
+    # The prompts need not come back.
+    rest = request.model_copy(update=dict.fromkeys(("prompt", "messages", "tools"), ()))
+    ends = () if request.ignore_eos else codec.end_ids
     prepared = PreparedRequest(
-        request.model_copy(update={"messages": ()}),
-        (Prompt(array("I", ids)),),
+        rest,
+        tuple(prompts),
         limit=limit,
-        best=(request.top_logprobs or 0) if request.logprobs else None,
-        candidates=request.n,
         stop_ids=_stop_ids(codec, request),
-        end_ids=_end_ids(codec, request),
-        prompt_best=request.prompt_logprobs,
-        is_chat=True,
+        end_ids=frozenset((*request.stop_token_ids, *ends)),
     )
     return _checked(facts, prepared)
+
+
+def _prompt(codec: Codec, request: CompletionRequest, given: str | list[int]) -> Prompt:
+    shows_text = request.echo or request.logprobs is not None
+    if isinstance(given, str):
+        ids = codec.encode(given, special=request.add_special_tokens)
+        return Prompt(array("I", ids), given if shows_text else "")
+    return Prompt(array("I", given), codec.tokenizer.decode(given) if shows_text else "")
 
 
 def prepare_embeddings(
@@ -152,7 +127,10 @@ def prepare_embeddings(
     """Return what a body of /v1/embeddings asks for, and its rows. Raises RejectedError."""
     codec = texts.codec()
     request, facts = _read(EmbeddingRequest, models, codec, data)
-    rows = [array("I", codec.encode(e) if isinstance(e, str) else e) for e in request.input]
+    rows = [
+        array("I", codec.encode(e) if isinstance(e, str) else e)
+        for e in cast(list[Any], request.input)
+    ]
     for number, row in enumerate(rows):
         _check_ids(facts, "input", row)
         if not 0 < len(row) <= facts.context_len:
@@ -206,10 +184,6 @@ def _read(
     return request.model_copy(update={"model": facts.name}), facts
 
 
-def _end_ids(codec: Codec, request: Sampling) -> frozenset[int]:
-    return frozenset((*request.stop_token_ids, *(() if request.ignore_eos else codec.end_ids)))
-
-
 def _stop_ids(codec: Codec, request: Sampling) -> tuple[int, ...]:
     """Return the tokens at which the model shall stop, next to its `end_id`.
 
@@ -225,12 +199,12 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     """Return a request that the model has room and tokens for. Raises RejectedError."""
     sampling, scores = request.sampling, 0
     _check_ids(facts, "logit_bias", sampling.biases)
-    if facts.encoder_decoder and request.prompt_best is not None:
+    if facts.encoder_decoder and sampling.prompt_best is not None:
         raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
-    for name in _options(facts, request, count=1, seed=0).keys() - facts.inputs:
+    for name in _row(facts, request, ()).keys() - facts.inputs - _REQUIRED:
         needs = _FIELD_OF.get(name, name)
         raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
-    field = "messages" if request.is_chat else "prompt"
+    field = "messages" if sampling.is_chat else "prompt"
     for prompt in request.prompts:
         _check_ids(facts, field, prompt.ids)
         prompt_len = len(prompt.ids)
@@ -244,10 +218,10 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
                 param=field,
                 code="context_length_exceeded",
             )
-        if request.best is not None:
-            scores += request.candidates * output_len * (request.best + 1)
-        if request.prompt_best is not None:
-            scores += prompt_len * (request.prompt_best + 1)
+        if sampling.best is not None:
+            scores += sampling.candidates * output_len * (sampling.best + 1)
+        if sampling.prompt_best is not None:
+            scores += prompt_len * (sampling.prompt_best + 1)
     if scores > MOST_SCORES:
         raise RejectedError(
             f"the request asks for {scores} log probabilities, {MOST_SCORES} at most; send fewer "
@@ -277,74 +251,71 @@ def generation_jobs(
 ) -> Iterator[dict[str, Array]]:
     """Yield the tensors of each job of one prompt: no more rows than a request of the model has."""
     sampling = request.sampling
+    row = _row(facts, request, prompt)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    input_name, output_name = ("input_lengths", "request_output_len")
+    seeds = [(seed + n * _SEED_STEP) % (1 << 64) for n in range(sampling.candidates)]
+    for first in range(0, len(seeds), facts.max_rows):
+        own = np.array(seeds[first : first + facts.max_rows], np.uint64)[:, None]
+        job = {name: np.repeat(value[None], len(own), axis=0) for name, value in row.items()}
+        yield job | ({_SEED: own} if _SEED in row else {})
+
+
+def _row(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> dict[str, Array]:
+    """Return the tensors of one candidate; those that would change nothing are left out."""
+    sampling, biases = request.sampling, request.sampling.biases
+    lengths = ("input_lengths", "request_output_len")
     if facts.encoder_decoder:
-        input_name, output_name = ("sequence_length", "max_output_len")
-    output_len = _output_len(facts, request, len(prompt))
-    for first in range(0, request.candidates, facts.max_rows):
-        count = min(facts.max_rows, request.candidates - first)
-        yield {
-            "input_ids": np.tile(np.array(prompt, np.uint32), (count, 1)),  # (n, S)
-            input_name: _column(len(prompt), np.uint32, count),
-            output_name: _column(output_len, np.uint32, count),
-            **_options(facts, request, count=count, seed=seed + first * _SEED_STEP),
-        }
-
-
-def _options(
-    facts: ModelFacts, request: PreparedRequest, *, count: int, seed: int
-) -> dict[str, Array]:
-    """Return the optional tensors of a job; those that change nothing are left out."""
-    sampling = request.sampling
-    tensors = _choices(sampling, count, seed)
+        lengths = ("sequence_length", "max_output_len")
+    best, prompt_best = sampling.best, sampling.prompt_best
+    is_scored = best is not None or prompt_best is not None
+    is_greedy = sampling.temperature == 0
+    drawn = {"runtime_top_p": sampling.top_p, "temperature": sampling.temperature,
+             "min_p": sampling.min_p or None}  # fmt: skip
     # As OpenAI's API has it; FasterTransformer's own backend knows its own rule alone.
-    if sampling.top_p != 1 and "runtime_top_p" in tensors and _WHOLE_BOUNDARY in facts.inputs:
-        tensors[_WHOLE_BOUNDARY] = _column(True, np.bool_, count)
-    lists = {"stop_words_list": request.stop_ids, "bad_words_list": sampling.banned}
-    for name, ids in lists.items():
-        if ids:  # words of one token each, (n, 2, W): ids above the offsets at which they end
-            words = np.array([ids, range(1, len(ids) + 1)], np.int32)
-            tensors[name] = np.tile(words, (count, 1, 1))
-    numbers = dict(zip(_SCORE_INPUTS, (request.best, request.prompt_best), strict=True))
-    if any(number is not None for number in numbers.values()):
-        best = {name: max(number or 0, 1) for name, number in numbers.items()}
-        if request.prompt_best is None:
-            del best["num_prompt_log_probs"]
-        tensors |= {name: _column(number, np.uint32, count) for name, number in best.items()}
-    if request.candidates > sampling.n:
-        tensors["is_return_log_probs"] = _column(True, np.bool_, count)
-    return tensors
+    is_whole = not is_greedy and sampling.top_p != 1 and _WHOLE_BOUNDARY in facts.inputs
+    structure = sampling.structured_outputs
+    values: dict[type, dict[str, Any]] = {
+        np.uint32: {
+            "input_ids": prompt,
+            lengths[0]: len(prompt),
+            lengths[1]: _output_len(facts, request, len(prompt)),
+            "runtime_top_k": 1 if is_greedy else max(sampling.top_k, 0),
+            "num_log_probs": max(best or 0, 1) if is_scored else None,
+            "num_prompt_log_probs": None if prompt_best is None else max(prompt_best, 1),
+        },
+        np.uint64: {_SEED: None if is_greedy else 0},
+        np.float32: {
+            **({} if is_greedy else drawn),
+            "presence_penalty": sampling.presence_penalty or None,
+            "frequency_penalty": sampling.frequency_penalty or None,
+            "repetition_penalty": _unless(1, sampling.repetition_penalty),
+            "logit_bias": [*biases.values()] or None,
+        },
+        np.int32: {
+            "stop_words_list": _words(request.stop_ids),
+            "bad_words_list": _words(sampling.banned),
+            "min_length": sampling.min_tokens or None,
+            "logit_bias_ids": [*biases] or None,
+        },
+        np.bool_: {
+            _WHOLE_BOUNDARY: is_whole or None,
+            "ignore_eos": sampling.ignore_eos or None,
+            "is_return_log_probs": sampling.candidates > sampling.n or None,
+        },
+        np.object_: {"structured_output": json.dumps(structure).encode() if structure else None},
+    }
+    return {
+        name: np.atleast_1d(np.array(value, kind))
+        for kind, named in values.items()
+        for name, value in named.items()
+        if value is not None
+    }
 
 
-def _choices(sampling: Sampling, count: int, seed: int) -> dict[str, Array]:
-    if sampling.temperature == 0:
-        columns = {"runtime_top_k": _column(1, np.uint32, count)}
-    else:
-        seeds = [(seed + number * _SEED_STEP) % (1 << 64) for number in range(count)]
-        columns = {
-            "runtime_top_k": _column(max(sampling.top_k, 0), np.uint32, count),
-            "runtime_top_p": _column(sampling.top_p, np.float32, count),
-            "temperature": _column(sampling.temperature, np.float32, count),
-            "random_seed": np.array(seeds, np.uint64)[:, None],
-        }
-        if sampling.min_p:
-            columns["min_p"] = _column(sampling.min_p, np.float32, count)
-    if sampling.structured_outputs:
-        text = json.dumps(sampling.structured_outputs).encode()
-        columns["structured_output"] = np.full((count, 1), text, np.object_)
-    if sampling.ignore_eos:
-        columns["ignore_eos"] = _column(True, np.bool_, count)
-    for name, nothing in _PENALTIES.items():
-        if (value := getattr(sampling, name)) != nothing:
-            columns[name] = _column(value, np.float32, count)
-    if sampling.min_tokens:
-        columns["min_length"] = _column(sampling.min_tokens, np.int32, count)
-    if biases := sampling.biases:
-        columns["logit_bias_ids"] = np.tile(np.array(list(biases), np.int32), (count, 1))
-        columns["logit_bias"] = np.tile(np.array(list(biases.values()), np.float32), (count, 1))
-    return columns
+def _unless(nothing: float, value: float) -> float | None:
+    return None if value == nothing else value
 
 
-def _column(value: float, kind: type, count: int) -> Array:
-    return np.full((count, 1), value, kind)
+def _words(ids: Sequence[int]) -> list[Sequence[int]] | None:
+    """Return words of one token each, (2, W): ids above the offsets at which they end."""
+    return [ids, range(1, len(ids) + 1)] if ids else None

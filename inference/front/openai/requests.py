@@ -4,7 +4,7 @@ A field that is null is as good as absent. Every wrong field is reported in one 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    Json,
     ValidationError,
     model_validator,
 )
@@ -30,12 +31,12 @@ MOST_STOP_CHARACTERS = 256
 MOST_BIASES = 1024
 MOST_TEXT_BYTES = 1 << 20  # of one prompt, as of the text models
 MOST_TOKENS = 1 << 18  # to decode
+MOST_TOOLS = 128
 MOST_FIELDS = 256  # each wrong one is named in the answer
 # Products of what one request asks for.
 MOST_SEQUENCES = 2048
 MOST_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
-_MOST_DIGITS = 10  # of a token id
 _TEXT_ONLY = "is not supported: this server answers with text"
 # What this server itself gives to a chat template.
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "tools",
@@ -78,43 +79,50 @@ _Stops = Annotated[
 ]
 
 
-def _biases(value: Any) -> Any:
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise ValueError(f"must be an object with at most {MOST_BIASES} token ids")
-    for token, bias in value.items():
-        is_id = token.isascii() and token.isdigit() and len(token) <= _MOST_DIGITS
-        if not is_id or int(token) > _INT32:
-            raise ValueError(f"{token[:20]!r} is not a token id")
-        if type(bias) not in (int, float) or not BAN <= bias <= -BAN:
-            raise ValueError(f"{token}: {str(bias)[:20]} is not a number from {BAN:g} to {-BAN:g}")
-    found = {int(token): float(bias) for token, bias in value.items()}
-    if len(found) != len(value):
-        raise ValueError("a token id is given twice")
-    return found
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _prompts(value: Any) -> Any:
-    if isinstance(value, str) or (isinstance(value, list) and value and _are_ids(value)):
-        value = [value]
-    if isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS:
-        if all(isinstance(each, str) for each in value):
-            return tuple(map(_check_length, value))
-        if all(isinstance(each, list) and each and _are_ids(each) for each in value):
-            return tuple(map(tuple, value))
-    raise ValueError(
-        "must be a string, a list of strings, token ids, or a list of lists of these, 1 to "
-        f"{MOST_PROMPTS} of them"
-    )
-
-
-def _are_ids(values: list[Any]) -> bool:
-    return all(type(each) is int and 0 <= each <= _INT32 for each in values)
+_Biases = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
+        Annotated[float, Field(ge=BAN, le=-BAN)],
+    ],
+    Field(
+        max_length=MOST_BIASES,
+        description=f"an object with at most {MOST_BIASES} token ids, each with a number from "
+        f"{BAN:g} to {-BAN:g}",
+    ),
+]
 
 
 def _check_length(text: str) -> str:
     if len(text.encode()) > MOST_TEXT_BYTES:
         raise ValueError(f"a text may have {MOST_TEXT_BYTES >> 20} MiB")
     return text
+
+
+def _one_by_one(value: Any) -> Any:
+    """Return a list of prompts where there is one."""
+    return [value] if isinstance(value, str) or isinstance(value[0], int) else value
+
+
+_TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+_StopIds = Annotated[
+    list[Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=_INT32)]],
+    Field(max_length=MOST_STOP_IDS, description=f"a list of at most {MOST_STOP_IDS} token ids"),
+]
+_Text = Annotated[str, AfterValidator(_check_length)]
+_Ids = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+_FEW = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
+_Prompts = Annotated[
+    _Text | _Ids | Annotated[list[_Text], _FEW] | Annotated[list[_Ids], _FEW],
+    AfterValidator(_one_by_one),
+    Field(
+        description="a string, a list of strings, token ids, or a list of lists of these, 1 to "
+        f"{MOST_PROMPTS} of them"
+    ),
+]
 
 
 def _one_structure(given: dict[str, Any]) -> dict[str, Any]:
@@ -150,42 +158,10 @@ def _structure(name: str, value: Any) -> dict[str, Any]:
     return {"json_object": True} if kind == "json_object" else {}
 
 
-def _stop_token_ids(value: Any) -> Any:
-    if isinstance(value, list) and len(value) <= MOST_STOP_IDS:
-        ids = list(map(_whole_number, value))
-        if _are_ids(ids):
-            return ids
-    raise ValueError(f"must be a list of at most {MOST_STOP_IDS} token ids")
-
-
-def _template_values(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError("must be an object with variables of the chat template")
-    if wrong := ", ".join(name[:40] for name in value if name in TEMPLATE_NAMES):
+def _check_names(values: dict[str, Any]) -> dict[str, Any]:
+    if wrong := ", ".join(name[:40] for name in values if name in TEMPLATE_NAMES):
         raise ValueError(f"{wrong}: is a field of the request, or the server's")
-    return value
-
-
-def _messages(value: Any) -> Any:
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a list of at least one message")
-    return tuple(_message(number, each) for number, each in enumerate(value))
-
-
-def _message(number: int, value: Any) -> Mapping[str, str]:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise ValueError(f"message {number} must be an object with a role")
-    if value.get("tool_calls") or value.get("function_call"):
-        raise ValueError(f"message {number}: tool calls are not supported")
-    content = value.get("content")
-    if isinstance(content, list):
-        is_text = [isinstance(part, dict) and part.get("type") == "text" for part in content]
-        texts = [part.get("text") for part in content] if all(is_text) else [None]
-        content = "".join(map(str, texts)) if all(isinstance(each, str) for each in texts) else None
-    if not isinstance(content, str):
-        raise ValueError(f"message {number}: content must be text; this server takes nothing else")
-    named = {"name": value["name"]} if isinstance(value.get("name"), str) else {}
-    return {"role": value["role"], "content": _check_length(content), **named}
+    return values
 
 
 # Fields that ask for what this server does not do: the values that they may have, next to those
@@ -224,10 +200,6 @@ def _given(names: Sequence[str], body: Mapping[str, Any]) -> str | None:
     return next((name for name in names if body.get(name) is not None), None)
 
 
-def _whole_number(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 class StreamOptions(_Record):
     """Options of a stream."""
 
@@ -236,16 +208,81 @@ class StreamOptions(_Record):
     include_obfuscation: bool = _flag()
 
 
+class _Open(_Record):
+    """A part of a conversation; the chat template reads what else it has."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class CalledFunction(_Open):
+    """A function that an answer has called; templates want its arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]] = {}
+
+
+class ToolCall(_Open):
+    """A call in an answer."""
+
+    function: CalledFunction
+
+
+class TextPart(_Open):
+    """A part of the text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Message(_Open):
+    """A message of a conversation."""
+
+    role: str
+    content: Annotated[str | list[TextPart], AfterValidator(_joined),
+                       AfterValidator(_check_length)] = ""  # fmt: skip
+    tool_calls: list[ToolCall] = []
+
+    @model_validator(mode="after")
+    def _with_content(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("a message has no content of text")
+        if (self.model_extra or {}).get("function_call"):
+            raise ValueError("function_call is not supported; tool_calls are")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as a template takes it: what was stated, and a text."""
+        return {**self.model_dump(exclude_unset=True), "content": self.content}
+
+
+class Function(_Open):
+    """A function that an answer may call."""
+
+    name: str
+
+
+class Tool(_Open):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class Sampling(_Record):
     """Options of the choice of answers, which both kinds of requests have."""
 
+    is_chat: ClassVar[bool] = False
     n: int = _whole(1, 1, MOST_CHOICES)
     temperature: float = _number(1.0, 0.0, 2.0)
     top_p: float = _number(1.0, 0.0, 1.0)
     seed: int | None = _whole(None, -_INT64 - 1, _INT64)
     presence_penalty: float = _number(0.0, -2.0, 2.0)
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
+    logit_bias: _Biases = {}
     stop: _Stops = []
     max_tokens: int | None = _whole(None, 0, _INT32)
     stream: bool = _flag()
@@ -257,7 +294,7 @@ class Sampling(_Record):
     repetition_penalty: float = _number(1.0, 1e-3, 1e3)
     min_tokens: int = _whole(0, 0, _INT32)
     ignore_eos: bool = _flag()
-    stop_token_ids: Annotated[list[int], BeforeValidator(_stop_token_ids)] = []
+    stop_token_ids: _StopIds = []
     skip_special_tokens: bool = _flag(default=True)
     prompt_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
     return_token_ids: bool = _flag()
@@ -278,16 +315,37 @@ class Sampling(_Record):
             rest["structured_outputs"] = {name: value.get(name) for name in _STRUCTURES}
         return rest
 
+    best_of: int | None = _whole(None, 1, MOST_CHOICES)
+    echo: bool = _flag()
+
+    @property
+    def candidates(self) -> int:
+        """Answers to generate for a prompt, of which the likeliest are returned."""
+        return self.best_of or self.n
+
+    @property
+    def best(self) -> int | None:
+        """Tokens to report in each place of an answer, None to report nothing."""
+        raise NotImplementedError
+
+    @property
+    def prompt_best(self) -> int | None:
+        """Likewise in each place of the prompt."""
+        return self.best if self.echo else self.prompt_logprobs
+
     @property
     def banned(self) -> list[int]:
         """Tokens that no answer has; a word list cannot hold token 0."""
-        return [token for token, bias in self.logit_bias.items() if token and bias == BAN]
+        return [
+            int(token) for token, bias in self.logit_bias.items() if bias == BAN and token != "0"
+        ]
 
     @property
     def biases(self) -> dict[int, float]:
         """Additions to the logits of the other tokens."""
         banned = set(self.banned)
-        return {i: bias for i, bias in self.logit_bias.items() if bias and i not in banned}
+        pairs = ((int(token), bias) for token, bias in self.logit_bias.items())
+        return {token: bias for token, bias in pairs if bias and token not in banned}
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
@@ -308,16 +366,19 @@ class CompletionRequest(Sampling):
         **_NEVER_SUPPORTED,
         "suffix": ((), "is not supported: the model continues a text at its end"),
     }
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    prompt: _Prompts
     max_tokens: int | None = _whole(16, 0, _INT32)
-    best_of: int | None = _whole(None, 1, MOST_CHOICES)
-    echo: bool = _flag()
     add_special_tokens: bool = _flag(default=True)
     logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
 
+    @property
+    def best(self) -> int | None:
+        """Tokens to report in each place of an answer, None to report nothing."""
+        return self.logprobs
+
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
-        found, candidates = super().problems(), self.best_of or self.n
+        found, candidates = super().problems(), self.candidates
         if candidates < self.n:
             found["best_of"] = f"must be at least n, which is {self.n}"
         elif self.stream and candidates > self.n:
@@ -335,24 +396,42 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """A request of /v1/chat/completions; messages as the chat template takes them."""
 
+    is_chat: ClassVar[bool] = True
     unsupported: ClassVar[_Fields] = {
         **_NEVER_SUPPORTED,
-        **dict.fromkeys(("tools", "functions", "audio", "prediction", "web_search_options"),
+        **dict.fromkeys(("functions", "audio", "prediction", "web_search_options"),
                         ((), _TEXT_ONLY)),
-        **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _TEXT_ONLY)),
+        "function_call": (("none", "auto"), _TEXT_ONLY),
         "modalities": ((["text"],), 'must be ["text"]'),
         "best_of": ((1,), "must be 1"),
         "echo": ((), "must be false"),
         "chat_template": ((), "is this server's own: deploy.openai.chat_template"),
         "documents": ((), "is not supported; a template may take them as chat_template_kwargs"),
     }  # fmt: skip
-    messages: Annotated[tuple[Mapping[str, str], ...], BeforeValidator(_messages)]
+    messages: list[Message] = Field(
+        min_length=1,
+        fail_fast=True,
+        description="a list of at least one message, each with a role and a content of text; "
+        "this server takes nothing else",
+    )
+    # As a template takes them; an answer is the text that the model makes of them.
+    tools: list[Tool] = Field([], max_length=MOST_TOOLS, description="a list of functions")
+    tool_choice: Literal["none", "auto"] = Field(
+        "auto", description='"none" or "auto": an answer is not made to call a tool'
+    )
     add_generation_prompt: bool = _flag(default=True)
     continue_final_message: bool = _flag()
     add_special_tokens: bool = _flag()
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_values)] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_names)] = Field(
+        {}, description="an object with variables of the chat template"
+    )
     logprobs: bool = _flag()
     top_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
+
+    @property
+    def best(self) -> int | None:
+        """Tokens to report in each place of an answer, None to report nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
@@ -372,7 +451,7 @@ class EmbeddingRequest(_Record):
     unsupported: ClassVar[_Fields] = {
         "dimensions": ((), "is not supported: a vector is as long as the model's hidden states"),
     }
-    input: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    input: _Prompts
     model: str = Field("", description="a string")
     encoding_format: Literal["float", "base64"] = Field("float", description='"float" or "base64"')
 
@@ -388,7 +467,7 @@ class TokenizeRequest(_Record):
 class DetokenizeRequest(_Record):
     """A request of /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0, le=_INT32)]] = Field(
+    tokens: list[_TokenId] = Field(
         max_length=MOST_TOKENS, description=f"at most {MOST_TOKENS} token ids", fail_fast=True
     )
     model: str = Field("", description="a string")
@@ -442,4 +521,5 @@ def _words(kind: type[_Record], error: Any) -> str:
         return f"has no field {str(inner[0])[:100]}" if inner else "is not a field of this request"
     if error["type"] == "value_error":
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"must be {kind.model_fields[str(name)].description}"
+    place = f"number {inner[0]}: " if inner and isinstance(inner[0], int) else ""
+    return f"{place}must be {kind.model_fields[str(name)].description}"

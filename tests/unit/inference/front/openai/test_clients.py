@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import pytest
@@ -21,6 +21,7 @@ from tests.unit.inference.front.openai.fake_backend import (
     INPUTS,
     LETTERS,
     FakeModel,
+    Letters,
     LetterTexts,
     run,
     with_facts,
@@ -237,6 +238,63 @@ def test_variables_of_the_template_come_from_the_server_and_the_request() -> Non
     assert template.render(TALK) == "user: Who?\nbot (calm): "
     assert template.render(TALK, values={"mood": "!"}) == "user: Who?\nbot!: "
     assert template.render(TALK, answers=False) == "user: Who?\n"
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLED = {"name": "weather", "arguments": '{"at": "Rome"}'}
+CALL = {"id": "1", "type": "function", "function": CALLED}
+
+
+class Heard(Letters):
+    """A tokenizer that remembers the prompts."""
+
+    spoken: ClassVar[list[str]] = []
+
+    def encode(self, text: str, **_: bool) -> list[int]:
+        self.spoken.append(text)
+        return []
+
+
+def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
+    """As openai-python sends a conversation with a tool: arguments as a text, no content."""
+    template = ChatTemplate("{{ tools | tojson }} {{ messages[1:] | tojson }}", {})
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sun"}]},
+    ]
+    body = {"messages": talk, "tools": [WEATHER], "tool_choice": "auto"}
+    request = read_request(ChatRequest, body)
+    codec, spoken = Codec(Heard(), template), Heard.spoken
+    codec.encode_chat(request)
+    codec.encode_chat(request.model_copy(update={"tool_choice": "none"}))
+    answered = CALL | {"function": {"name": "weather", "arguments": {"at": "Rome"}}}
+    expected = [
+        {"role": "assistant", "tool_calls": [answered], "content": ""},
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    ]
+    assert json.JSONDecoder().raw_decode(spoken[0])[0] == [WEATHER]
+    assert spoken[1].startswith("null ")
+    assert json.loads(spoken[1].removeprefix("null ")) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": WEATHER}, "tool_choice"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "a"}}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, "messages"),
+        ({"tools": [WEATHER]}, "tools"),  # the template has no place for them
+    ],
+)
+def test_tools_that_cannot_have_an_effect_are_refused(change: dict[str, Any], param: str) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        body = {"model": "letters", "messages": TALK, **change}
+        assert (await refused(client, 400, body, CHAT))["param"] == param
+
+    run(check, template=ChatTemplate(TEMPLATE, {}))
 
 
 @pytest.mark.parametrize("text", ["Well", " Well ", "Who?", ""])
