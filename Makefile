@@ -5,6 +5,9 @@
 #                   WORKERS (3) files at a time
 # make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
 # make lint         ruff, mypy --strict, codespell; `make format` mends what ruff can mend
+# make docs         the documentation as a site, into site/; fails on a warning or a broken link
+# make release      a release, into dist/: wheel and sdist that can be made again to the byte, checked,
+#                   with the list of their contents (SBOM) and notes from CHANGELOG.md; uploads nothing
 # make soak         the tests of endurance, each 100 times as long; takes hours
 # make clones       a clean clone, set-up and demo with each supported Python of this machine
 # make constraints  the pins made anew, then `make wheels`
@@ -21,6 +24,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
+PUBLISH := $(VENV)/.publish
 # The environment of the tritonserver in NVIDIA's PyTriton, which needs an older numpy and Python.
 TRITON := .triton
 # The larger files that pip downloads, with their sizes.
@@ -33,7 +37,8 @@ TORCH = { test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --python $(1)/bin/
   echo "no build of torch for TORCH_BACKEND=$(TORCH_BACKEND): the package index's is used"; } && \
   $(1)/bin/python -m pip install --progress-bar off --requirement requirements/torch.txt $(SIZES)
 
-.PHONY: help setup triton demo test coverage clones soak lint format constraints wheels clean
+.PHONY: help setup triton demo test coverage docs release clones soak lint format constraints wheels \
+  clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -59,6 +64,11 @@ $(TOOLS): $(STAMP) requirements/developer.txt
 	@$(call PINNED,$(VENV),developer)
 	@touch $@
 
+$(PUBLISH): $(STAMP) requirements/publish.txt
+	@echo "the tools that publish, into $(VENV)"
+	@$(call PINNED,$(VENV),publish)
+	@touch $@
+
 triton: $(TRITON)/.installed
 
 # uv finds a Python that fits, or fetches one.
@@ -80,6 +90,26 @@ test: $(TOOLS) $(TRITON)/.installed
 coverage: $(TOOLS) $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  tests/unit tests/golden --cov
+
+docs: $(PUBLISH)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The time of the commit is that of every file, so that others make the same bytes.
+VERSION = $(shell sed -nE 's/^__version__ = "(.*)"/\1/p' export_scripts/__init__.py)
+BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir
+release: $(PUBLISH)
+	@test -z "$$(git status --porcelain)" || { echo "commit or stash first"; exit 1; }
+	@grep -qF '## [$(VERSION)]' CHANGELOG.md || { echo "CHANGELOG.md lacks [$(VERSION)]"; exit 1; }
+	rm -rf dist build/again
+	$(BUILD) dist . >/dev/null
+	$(BUILD) build/again . >/dev/null
+	for file in dist/*; do cmp $$file build/again/$${file##*/} || exit 1; done
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
+	  --output-file dist/slipway_serving-$(VERSION).cdx.json requirements/constraints.txt
+	sed -n '/^## \[$(VERSION)\]/,/^## \[/{/^## \[/d;p}' CHANGELOG.md >dist/NOTES.md
+	cd dist && sha256sum *.whl *.tar.gz *.json >SHA256SUMS
+	@echo "dist/ is ready; with a token: $(BIN)/twine upload dist/*.whl dist/*.tar.gz"
 
 soak: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
@@ -107,14 +137,16 @@ COMPILE = $(PIN) --extra setup --extra s3
 WITHOUT_CUDA = sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
   -e "s/ ; python_full_version < '3.15' and implementation_name == 'cpython'.*\\\\/ \\\\/"
 constraints: $(STAMP)
-	cat requirements/constraints.txt requirements/developer.txt >$(PINS)
+	cat requirements/{constraints,developer,publish}.txt >$(PINS)
 	$(COMPILE) --extra dev --output-file $(PINS)
 	$(WITHOUT_CUDA) $(PINS)
 	$(COMPILE) --constraint $(PINS) --output-file requirements/constraints.txt
 	$(COMPILE) --constraint $(PINS) --extra dev --output-file requirements/developer.txt \
 	  $$(sed -nE 's/^([a-z0-9._-]+)==.*/--no-emit-package \1/p' requirements/constraints.txt)
+	$(COMPILE) --constraint $(PINS) --extra publish --output-file requirements/publish.txt \
+	  $$(sed -nE 's/^([a-z0-9._-]+)==.*/--no-emit-package \1/p' requirements/constraints.txt)
 	$(PIN) --extra setup --extra triton --output-file requirements/triton.txt
-	$(WITHOUT_CUDA) requirements/constraints.txt requirements/developer.txt requirements/triton.txt
+	$(WITHOUT_CUDA) requirements/{constraints,developer,publish,triton}.txt
 	@$(MAKE) --no-print-directory wheels
 
 # Ask the package index for a wheel of every pin; the two packages of --no-binary have none, but are
@@ -130,4 +162,4 @@ wheels: $(STAMP)
 	done; done
 
 clean:
-	rm -rf $(VENV) $(TRITON) build dist *.egg-info
+	rm -rf $(VENV) $(TRITON) build dist site *.egg-info

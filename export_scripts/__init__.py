@@ -4,4 +4,4 @@ The modules next to this one are the commands; the folders hold what they and th
 use. Running a model belongs to `inference`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -63,7 +63,7 @@ def test_pods_of_two_nodes_serve_one_model_and_end_together(tmp_path: Path) -> N
     names = ("http", "grpc", "metrics")
     words = [f"deploy.{name}_port={port}" for name, port in zip(names, ports, strict=False)]
     given = (
-        "cluster=kubernetes", "stages=[deploy]", "deploy.container=slipway:0.1.0",
+        "cluster=kubernetes", "stages=[deploy]", "deploy.container=slipway:0.2.0",
         "cluster.kubernetes.claim=models", "cluster.gpus_per_node=1", "deploy.host=127.0.0.1",
         f"cluster.kubernetes.claim_path={repository.name}",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 FILES = sorted(ROOT.glob("requirements/*.txt"))
 PINS = ("constraints.txt", "developer.txt")
-HASHED = (*PINS, "triton.txt")
+HASHED = (*PINS, "publish.txt", "triton.txt")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -14,7 +14,7 @@ import yaml
 from launcher_scripts.launchers.kubernetes import object_name
 from launcher_scripts.main import main
 
-COMMON = ("export=gpt3/sample", "cluster=kubernetes", "deploy.container=slipway:0.1.0")
+COMMON = ("export=gpt3/sample", "cluster=kubernetes", "deploy.container=slipway:0.2.0")
 CLAIM = ("cluster.kubernetes.claim=models", "cluster.kubernetes.claim_path=gpt/model_repo")
 TWO_NODES = (
     "cluster.gpus_per_node=2", "export.model.tensor_model_parallel_size=2",
@@ -98,7 +98,7 @@ def test_one_node_is_a_deployment_and_a_service(render: Render) -> None:
     assert deployment["kind"] == "Deployment"
     template = deployment["spec"]["template"]
     (container,) = template["spec"]["containers"]
-    assert container["image"] == "slipway:0.1.0"
+    assert container["image"] == "slipway:0.2.0"
     assert "--model-repository=/data/gpt/model_repo" in container["args"]
     assert container["resources"] == {
         "requests": {"nvidia.com/gpu": 2, "cpu": "4", "memory": "32G"},
