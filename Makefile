@@ -105,8 +105,8 @@ release: $(PUBLISH)
 	$(BUILD) build/again . >/dev/null
 	for file in dist/*; do cmp $$file build/again/$${file##*/} || exit 1; done
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
-	  --output-file dist/slipway_serving-$(VERSION).cdx.json requirements/constraints.txt
+	cat requirements/{constraints,torch}.txt | $(BIN)/cyclonedx-py requirements --output-reproducible \
+	  --pyproject pyproject.toml --output-file dist/slipway_serving-$(VERSION).cdx.json -
 	sed -n '/^## \[$(VERSION)\]/,/^## \[/{/^## \[/d;p}' CHANGELOG.md >dist/NOTES.md
 	cd dist && sha256sum *.whl *.tar.gz *.json >SHA256SUMS
 	@echo "dist/ is ready; with a token: $(BIN)/twine upload dist/*.whl dist/*.tar.gz"
