@@ -132,7 +132,9 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, floa
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.dims - 1)
     index = torch.arange(len(frequencies), dtype=torch.float32)
-    interpolated = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+    # Below zero where every pair turns less often than that: the ramp then falls.
+    span = high - low or 1e-3
+    interpolated = ((index - low) / span).clamp(0, 1)
     frequencies = frequencies * (1 - interpolated) + frequencies / factor * interpolated
     sharpened = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return frequencies, scaling.get("attention_factor", sharpened)

@@ -34,6 +34,8 @@ def table(rotary: Rotary, *, interleaved: bool = False) -> RotaryTable:
             },
         ),
         ("yarn", {"factor": 4.0, "original_max_position_embeddings": 128}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4, "truncate": False}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4, "truncate": True}),
     ],
 )
 def test_angles_equal_the_library(kind: str | None, scaling: dict[str, Any]) -> None:
