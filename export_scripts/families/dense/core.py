@@ -243,6 +243,11 @@ def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
             "linear", {"factor": _number(settings, "rope_scaling_factor") or 1.0}
         )
     elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
+        if source.get("rope_scaling") and source.get("rope_scaling_factor") is None:
+            settings.note(
+                "rope_scaling = true without rope_scaling_factor, whose default is 1 in some of "
+                "Megatron Bridge's classes and 8 in others: state the one it was trained with"
+            )
         scaling = {
             name: type(usual)(_number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
         }

@@ -110,6 +110,11 @@ class DenseConfig(DecoderConfig):
             for name in (*ROTARY_SCALINGS.get(kind, ()), *_COMPUTED.get(kind, ()))
             if name not in self.rotary_scaling
         ]
+        low, high = self.rotary_low_freq_factor, self.rotary_high_freq_factor
+        if low is not None and high is not None and low >= high:
+            problems.append(
+                f"rotary_high_freq_factor = {high}: expected more than low_freq_factor = {low}"
+            )
         dims = self.rotary_embedding
         return problems + [
             f"{name} has {len(factors)} factors for {dims} rotated dimensions: expected {dims // 2}"

@@ -54,6 +54,8 @@ class MegatronTraits:
             bases = config.get("rotary_base")
             if isinstance(bases, list) and len(bases) == 2:  # of layers with a window, and others
                 config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
+        if source_format in _SCALED_BY_CORE:
+            config = {**config, **dict.fromkeys(_SCALING_OF_NEMO)}
         settings = megatron_settings(config, label)
         self.settings = settings  # in which a family reads what it alone has
         self.source = settings.source  # the configuration
@@ -181,6 +183,10 @@ _FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]],
 }  # fmt: skip
 # Keys that are set where positions are scaled as Llama 3.1's.
 _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
+# Formats whose positions megatron-core scales, which takes rope_scaling_factor alone; and NeMo's
+# own parameters.
+_SCALED_BY_CORE = ("megatron", "bridge")
+_SCALING_OF_NEMO = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
 
 def missing_sizes(traits: MegatronTraits) -> list[str]:

@@ -41,12 +41,11 @@ def rotary_fields(
         return plain
     if local_base is not None:
         local_base = settings.number("rope_local_base_freq", default=local_base)
+        given, local = _layers_apart(settings)
+        local_base = _local_base(settings, local, local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
-        if local_base is None or not set(given) <= {"full_attention", "sliding_attention"}:
-            settings.note("layers with rotary positions of their own")
-            return plain
-        local_base = _local_base(settings, given.get("sliding_attention") or {}, local_base)
-        given = given.get("full_attention") or {}
+        settings.note("layers with rotary positions of their own")
+        return plain
     stated = given.get("rope_type") or given.get("type")
     if local_base is not None and not given.get("rope_type") and stated not in (None, "default"):
         settings.note(
@@ -84,6 +83,27 @@ def rotary_fields(
         return plain
     scaling = _scaling(kind, inner, settings)
     return {**fields, **scaling_fields(kind, scaling)}
+
+
+def _layers_apart(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the parameters of layers that attend to all positions, and of those with a window.
+
+    transformers 5, Gemma3TextConfig.convert_rope_params_to_dict, which passes over all others.
+    """
+    scaling = settings.source.get("rope_scaling") or {}
+    apart = settings.source.get("rope_parameters") or {}
+    known = ("full_attention", "sliding_attention")
+    is_known = isinstance(apart, Mapping) and all(
+        name in known and isinstance(value, Mapping | None) for name, value in apart.items()
+    )
+    if not is_known:
+        settings.note(
+            f"rope_parameters = {apart!r:.200}: transformers 5 reads {' and '.join(known)} of it "
+            "alone, each with parameters of its own"
+        )
+        return {}, {}
+    full, local = (apart.get(name) or {} for name in known)
+    return {**full, **scaling}, local
 
 
 def _local_base(settings: Settings, given: Mapping[str, Any], usual: float) -> float:

@@ -12,6 +12,7 @@ import yaml
 
 from export_scripts.checkpoints import recognise_format
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
@@ -138,6 +139,18 @@ def test_positions_windows_and_types_of_other_providers_are_read(
     assert (config.rotary_scaling_type, config.rotary_factor) == ("llama3", 32)
     assert config.rotary_original_max_position_embeddings == 8192
     assert config.sliding_window == 16
+
+
+def test_positions_are_scaled_by_a_stated_factor_alone(state: Tensors, tmp_path: Path) -> None:
+    """Its default differs between Bridge's classes; the others' names are not Bridge's."""
+    scaled = MODEL | {"rope_scaling": True, "scale_factor": 4.0, "low_freq_factor": 2.0}
+    run = write_bridge(tmp_path / "lacking", state, scaled)
+    with pytest.raises(CheckpointMismatchError, match="rope_scaling_factor"):
+        converted(run, tmp_path / "out")
+    run = write_bridge(tmp_path / "stated", state, scaled | {"rope_scaling_factor": 16.0})
+    config = FTReader(converted(run, tmp_path / "out")).config
+    assert isinstance(config, DenseConfig)
+    assert (config.rotary_factor, config.rotary_low_freq_factor) == (16.0, 1.0)
 
 
 def test_biased_decoders_with_learned_positions_are_gpts(tmp_path: Path) -> None:

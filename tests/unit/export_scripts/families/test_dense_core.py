@@ -121,6 +121,10 @@ def test_settings_of_megatron_core_are_carried(
             {"scale_positional_embedding": True, "seq_len_interpolation_factor": 4},
             "divided by 4 (seq_len_interpolation_factor) and scaled",
         ),
+        (
+            {"scale_positional_embedding": True, "low_freq_factor": 4},
+            "rotary_high_freq_factor = 4.0",
+        ),
     ],
 )
 def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(

@@ -223,9 +223,18 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
             "use_bidirectional_attention = True: attention reads both ways",
         ),
         (GEMMA2_9B, {"final_logit_softcapping": -1}, "final_logit_softcapping = -1 is out of"),
+        *(
+            (GEMMA3_1B, {"rope_scaling": None, "rope_parameters": found}, "transformers 5 reads")
+            for found in ({"rope_theta": 500.0}, {"rope_type": "yarn", "factor": 2.0})
+        ),
         (
             GEMMA3_1B,
-            {"rope_scaling": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+            {"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "layers with rotary positions of their own",
+        ),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             "layers with a window have plain rotary positions",
         ),
         (GRANITE_33_8B, {"attention_multiplier": "x"}, "attention_multiplier = 'x' is out of"),
