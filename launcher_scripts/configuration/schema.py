@@ -55,6 +55,7 @@ class KubernetesSection:
     token_secret: str | None = option("Secret whose key `tokens` holds accepted tokens", None)
     tls_secret: str | None = option("Secret of type kubernetes.io/tls", None)
     s3_secret: str | None = option("Secret with the variables of an object store", None)
+    pod_monitor: bool = option("a PodMonitor, for Prometheus' operator", False)
     pull_secret: str | None = option("Secret for the registry of the image", None)
     gpu_resource: str = option("name of the GPU resource", "nvidia.com/gpu")
     node_selector: dict[str, str] = option("labels that a node must have", {})

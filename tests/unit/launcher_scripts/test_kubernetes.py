@@ -162,6 +162,22 @@ def test_secrets_are_named_and_never_written(render: Render) -> None:
     assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 
 
+def test_the_operator_of_prometheus_is_told_what_it_needs(render: Render) -> None:
+    secrets = ("cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert")
+    wanted = "cluster.kubernetes.pod_monitor=true"
+    group, _, monitor = render(*CLAIM, *TWO_NODES, *secrets, wanted)
+    leader = group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    selected = monitor["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= leader["metadata"]["labels"].items()
+    assert selected["role"] == "leader"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    ports = [each["name"] for each in leader["spec"]["containers"][0]["ports"]]
+    assert endpoint["port"] in ports
+    assert endpoint["authorization"] == {"credentials": {"name": "tokens", "key": "tokens"}}
+    assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "cert", "key": "ca.crt"}}
+
+
 def test_conversations_stay_with_one_of_several_servers(render: Render) -> None:
     deployment, service = render(
         *CLAIM, "cluster.kubernetes.replicas=3", "export.triton_deployment.interactive=true"

@@ -45,8 +45,14 @@ def test_names_are_by_prometheus_conventions() -> None:
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     dashboard = json.loads((ROOT / "docker" / "grafana_dashboard.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     assert {name for each in expressions for name in re.findall(r"slipway_\w+", each)} == NAMES
+    chosen = r'slipway_\w+\{namespace=~"\$namespace", model=~"\$model"\}'
+    for each in expressions:
+        assert not re.search(r"slipway_\w+", re.sub(chosen, "", each)), each
+    variables = [each["name"] for each in dashboard["templating"]["list"]]
+    assert variables == ["datasource", "namespace", "model"]
 
 
 def test_the_alerts_are_about_metrics_that_there_are() -> None:
