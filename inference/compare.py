@@ -1,43 +1,186 @@
-"""Command: compare two evaluations, `python -m inference.compare RUN_A RUN_B`."""
+"""Command: compare evaluations, `python -m inference.compare FIRST SECOND [MORE ...]`."""
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
-from inference.evaluation.report.compare import compare_runs, comparison_text, render_comparison
-from inference.evaluation.report.files import read_run
+from inference.evaluation.bounds import PairedBound, parse_bounds, sentences_of
+from inference.evaluation.gate import (
+    EXIT_GATE_BREACHED,
+    EXIT_INSUFFICIENT,
+    EXIT_NOT_EVALUATED,
+    EXIT_PASS,
+)
+from inference.evaluation.options import Bound
+from inference.evaluation.record import Report
+from inference.evaluation.report.compare import (
+    IN_TERMINAL,
+    ComparedRun,
+    Run,
+    compare_runs,
+    comparison_document,
+    comparison_text,
+    judged,
+)
+from inference.evaluation.report.files import read_run, verdicts_junit
 from inference.evaluation.report.history import find_run
+from inference.evaluation.task import Metric
+
+# What an upgrade asks of each metric by its unit, unless its gate names bounds.
+DEFAULT_BOUNDS = {
+    "fraction": "no {word} of more than 1 point at 95 %",
+    "perplexity": "no {word} of more than 1 % at 95 %",
+}
+_STATUSES = (EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED, EXIT_INSUFFICIENT)  # the worst first
+_UNPAIRED = "its samples are not those of the first run, or were scored by other rules"
+
+
+def default_bounds(first: Report) -> dict[str, Bound]:
+    """Return a bound for each figure of a report that has samples to be paired by."""
+    bounds = {}
+    for metric in first.metrics:
+        if metric.scale and (sentence := DEFAULT_BOUNDS.get(metric.unit)):
+            word = "drop" if metric.higher_is_better else "rise"
+            bounds[metric.name] = Bound(paired=sentence.format(word=word))
+    return bounds
+
+
+def decide(
+    runs: Mapping[str, Run | str], bounds: Mapping[str, Bound], output_dir: Path
+) -> tuple[str, int]:
+    """Judge the runs after the first against it, and write upgrade.html, .md, .json and junit.xml.
+
+    A run without a report is the reason why it has none. Returns the text for a terminal and the
+    exit status: 3 if a bound is breached in a run, 4 if a run has no figures to compare, 5 if the
+    samples do not show that all bounds hold, else 0.
+
+    Raises:
+        ValueError: the first run has no report, or a bound cannot be applied to it.
+    """
+    (name, first), *others = runs.items()
+    if isinstance(first, str):
+        raise ValueError(f"{name}, which the others are compared with, has no report: {first}")
+    bounds = dict(bounds) or default_bounds(first[0])
+    if problems := _problems(bounds, first[0]):
+        raise ValueError("\n".join(problems))
+    failed: dict[str, str] = {}
+    compared: list[ComparedRun] = []
+    for other, run in others:
+        if isinstance(run, str):
+            failed[other] = run
+            continue
+        found = compare_runs(first, run, name=other)
+        missing = bounds.keys() - {new.name for _, new in found.shared}
+        if missing or not found.is_paired:
+            failed[other] = f"it measured no {', '.join(missing)}" if missing else _UNPAIRED
+        else:
+            compared.append(found)
+    compared = judged(first[0], compared, bounds)
+    document = comparison_document(first[0], compared, name=name, failed=failed)
+    statuses = {run.gate.exit_code for run in compared} | {EXIT_NOT_EVALUATED for _ in failed}
+    status = next((each for each in _STATUSES if each in statuses), EXIT_PASS)
+    record = {
+        "schema_version": 1,
+        "first": name,
+        "runs": {run.name: {"run_id": run.report.run_id, **asdict(run.gate)} for run in compared},
+        "failed": failed,
+        "bounds": {each: asdict(bound) for each, bound in bounds.items()},
+        "exit_status": status,
+    }
+    suites = {run.name: run.gate.verdicts for run in compared}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for file, text in {
+        "junit.xml": verdicts_junit(suites, failed),
+        "upgrade.md": document.markdown(),
+        "upgrade.html": document.html(),
+        "upgrade.json": json.dumps(record, indent=1) + "\n",
+    }.items():
+        replace_file(output_dir / file, text)
+    shown = comparison_document(first[0], compared, name=name, failed=failed, most=IN_TERMINAL)
+    return comparison_text(shown), status
+
+
+def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
+    """Return the bounds that cannot be applied to samples of the first run."""
+    metrics = {metric.name: metric for metric in first.metrics}
+    if not bounds:
+        return ["the first run has no figure that can be compared by samples."]
+    problems = [
+        f"{name}: the first run has no such figure; it has {', '.join(metrics)}."
+        for name in bounds
+        if name not in metrics
+    ]
+    for name, bound in bounds.items():
+        if name in metrics:
+            problems += filter(
+                None, (_problem(each, metrics[name]) for each in sentences_of(bound))
+            )
+    return problems
+
+
+def _problem(sentence: str, metric: Metric) -> str:
+    try:
+        PairedBound.parse(sentence).margin(metric)
+    except ValueError as error:
+        return f"{metric.name}: {error}"
+    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the differences of two runs, write a page of them with --output; return the status."""
+    """Print the differences of runs, write a page of them with --output; return the status."""
     parser = argparse.ArgumentParser(
-        prog="python -m inference.compare", description="Compare two evaluations."
+        prog="python -m inference.compare", description="Compare evaluations with the first one."
     )
-    parser.add_argument("first", help="a report.json or its folder, a run id, latest or latest~1")
-    parser.add_argument("second", help="the run to compare with it")
+    parser.add_argument("runs", nargs="+", help="a report.json, its folder, a run id, or latest~1")
     parser.add_argument("--history-dir", type=Path, help="run store that ids are looked up in")
     parser.add_argument("--output", type=Path, help="also write the comparison as an HTML page")
+    parser.add_argument(
+        "--gate",
+        metavar="FOLDER",
+        type=Path,
+        help="judge the runs after the first, write upgrade.html, .md, .json and junit.xml there, "
+        "and return the status of the gate: 0, 3, 4 or 5",
+    )
+    parser.add_argument(
+        "--bound",
+        metavar="METRIC=SENTENCE",
+        action="append",
+        default=[],
+        help="what --gate asks, such as 'boolq_accuracy=no drop of more than 1 point at 95 %%'; "
+        "without one, 1 point of each share and 1 %% of each perplexity",
+    )
     options = parser.parse_args(arguments)
     accept_any_text()
     try:
-        first, second = (
-            read_run(find_run(run, history_dir=options.history_dir))
-            for run in (options.first, options.second)
-        )
-        comparison = compare_runs(first, second)
-        print(comparison_text(comparison))  # noqa: T201 - this is the command's output
+        if len(options.runs) < 2:
+            raise ValueError("name at least two runs.")
+        paths = [find_run(run, history_dir=options.history_dir) for run in options.runs]
+        runs = {path.parent.name: read_run(path) for path in paths}
+        if len(runs) < len(paths):
+            runs = {run[0].run_id: run for run in map(read_run, paths)}
+        if options.gate is not None:
+            bounds, problems = parse_bounds(dict(each.split("=", 1) for each in options.bound))
+            if problems:
+                raise ValueError("\n".join(problems))
+            text, status = decide(runs, bounds, options.gate)
+            print(text)  # noqa: T201 - this is the command's output
+            return status
+        first, *others = runs.values()
+        document = comparison_document(first[0], [compare_runs(first, each) for each in others])
+        print(comparison_text(document))  # noqa: T201 - this is the command's output
         if options.output is not None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(options.output, render_comparison(comparison))
+            replace_file(options.output, document.html())
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - this is the command's output
         return 2
-    return 0
+    return EXIT_PASS
 
 
 if __name__ == "__main__":

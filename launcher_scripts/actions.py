@@ -66,7 +66,7 @@ def _compare(config: Config, console: Console) -> int:
     """Print the differences of two evaluations, and draw them in the run store if there is one."""
     from inference.compare import main as compare
 
-    if len(config.runs) != 2:
+    if len(config.runs) < 2:
         console.say("action=compare needs two runs, such as action=compare latest~1 latest.")
         return EXIT_USAGE
     history_dir = config.evaluate.history_dir

@@ -28,6 +28,8 @@ examples
   PROGRAM export=gpt3/sample 'stages=[deploy]'          a server, until Ctrl-C
   PROGRAM action=status                                 the last run; also logs and cancel
   PROGRAM action=watch export.run.training_dir=/runs/a  each checkpoint, while training runs
+  PROGRAM action=upgrade 'upgrade.rows={now:{},next:{deploy.executable:/next/vllm}}'
+                                                        two versions on the same samples, judged
 
 options
   --help all               every key, with its meaning, and the files to choose from

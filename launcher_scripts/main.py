@@ -1,13 +1,16 @@
 """The command: compose the configuration, check every stage, run or submit them."""
 
+from __future__ import annotations
+
 import functools
 import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # While the modules below are loaded, which takes seconds from a slow disk, Ctrl-C ends the command
 # without a traceback.
@@ -46,6 +49,9 @@ from stages.job_process import close_to_others  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
 
 signal.signal(signal.SIGINT, _AT_INTERRUPT)
+
+if TYPE_CHECKING:
+    from launcher_scripts.sweep import Combination, Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +113,9 @@ def _run(words: Sequence[str]) -> int:
     if composition.config.action != "run":
         if problems:
             return _report(problems)
-        if composition.config.action == "watch":
-            return _watch(arguments, composition.config, console)
+        actions = {"watch": _watch, "upgrade": _upgrade}
+        if (act := actions.get(composition.config.action)) is not None:
+            return act(arguments, composition.config, words, console)
         from launcher_scripts.actions import look_after
 
         return look_after(composition.config, console)
@@ -133,12 +140,37 @@ def _welcome(problems: Sequence[str], console: Console) -> int:
 
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    from launcher_scripts.invocation import execute, prepare_run
-    from launcher_scripts.launchers.slurm_state import queued_jobs
-    from launcher_scripts.sweep import Outcome, combinations, compose_all, run_and_compare
+    from launcher_scripts.sweep import combinations, run_and_compare
 
     wanted, problems = combinations(arguments.overrides)
     problems = [*arguments.problems, *problems]
+    return _run_combinations(arguments, wanted, problems, words, console, run_and_compare)
+
+
+def _upgrade(arguments: Arguments, config: Config, words: Sequence[str], console: Console) -> int:
+    """Evaluate the rows of an upgrade, and judge them against the first."""
+    from launcher_scripts.upgrade import combinations_of_rows, problems_of_upgrade, run_and_decide
+
+    if problems := problems_of_upgrade(config):
+        return _report(problems)
+    rows = combinations_of_rows(config, arguments.overrides)
+    start = functools.partial(run_and_decide, config)
+    return _run_combinations(arguments, rows, [], words, console, start)
+
+
+def _run_combinations(
+    arguments: Arguments,
+    wanted: Sequence[Combination],
+    problems: list[str],
+    words: Sequence[str],
+    console: Console,
+    start: Callable[[Sequence[Outcome], Console], int],
+) -> int:
+    """Check all combinations, then `start` them; return the exit status."""
+    from launcher_scripts.invocation import execute, prepare_run
+    from launcher_scripts.launchers.slurm_state import queued_jobs
+    from launcher_scripts.sweep import Outcome, compose_all
+
     outcomes: list[Outcome] = []
     queue = functools.cache(queued_jobs)
     composed = compose_all(wanted, functools.partial(compose_config, place=arguments.root))
@@ -160,12 +192,12 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
         problems += outcomes[0].run.launcher.refusals(count)
     if problems:
         return _report(problems)
-    start = functools.partial(run_and_compare, outcomes, console)
-    return execute([each.run for each in outcomes], start)
+    return execute([each.run for each in outcomes], functools.partial(start, outcomes, console))
 
 
-def _watch(arguments: Arguments, config: Config, console: Console) -> int:
+def _watch(arguments: Arguments, config: Config, words: Sequence[str], console: Console) -> int:
     """Evaluate every checkpoint of a training run, as it is written."""
+    del words
     from launcher_scripts.watch import RefusedError, Watch
 
     compose = functools.partial(compose_config, place=arguments.root)

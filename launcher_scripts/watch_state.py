@@ -196,33 +196,26 @@ class WatchState:
 
     def page(self) -> str:
         """Return the page of the watch, which charts every metric over the steps."""
-        from markupsafe import Markup
-
         from inference.evaluation.record import HistoryPoint
-        from inference.evaluation.report.charts import history_chart
-        from inference.evaluation.report.formatting import metric_title
-        from inference.evaluation.report.page import render_page
+        from inference.evaluation.report.document import Chart, Document, Section, Table
 
-        points, rows = [], []
+        points: list[HistoryPoint] = []
+        rows: list[tuple[str, ...]] = []
+        links: dict[str, str] = {}
         for each in self.in_order:
             step, shown = f"step {each.step}", self._state(each)
             if each.metrics:
                 points.append(HistoryPoint(step, str(self.run), step, {}, each.metrics))
                 report = f"step_{each.step:07d}/results/evaluate/report.html"
-                shown = Markup('<a href="{}">{}</a>').format(report, shown)
+                links[f"{len(rows)}.1"] = report
             remarks = (each.verdict or "-", each.problem or "-")
             rows.append((str(each.step), shown, each.checkpoint.label, *remarks))
-        names = dict.fromkeys(name for point in points for name in point.metrics)
-        return render_page(
-            "page.html",
-            title=f"Checkpoints of {self.run}",
-            charts=[(metric_title(name), history_chart(points, name)) for name in names],
-            head=("step", "state", "checkpoint", "against the best before it", "remark"),
-            rows=rows,
-            numbers=(0,),
-            footer=f"This page loads itself again every {_RELOAD_S} seconds.",
-            reload_s=_RELOAD_S,
-        )
+        head = ("step", "state", "checkpoint", "against the best before it", "remark")
+        charts = [Chart("history", points)] if points else []
+        section = Section("Checkpoints", (), charts, (Table(head, rows, (0,), 3, links),))
+        footer = f"This page loads itself again every {_RELOAD_S} seconds."
+        title = f"Checkpoints of {self.run}"
+        return Document(title, (section,), footer=footer, reload_s=_RELOAD_S).html()
 
     def figure(self, each: Watched) -> str:
         """Return the name and the value of a checkpoint's figure; empty without any figure."""

@@ -191,25 +191,43 @@ def apply_gate(measured: Iterable[Measured], bounds: Mapping[str, Bound]) -> Gat
     Raises:
         ValueError: a bound names a metric that was not measured.
     """
-    by_name = {each.metric.name: each for each in measured}
+    return apply_gates([measured], bounds)[0]
+
+
+def apply_gates(
+    runs: Sequence[Iterable[Measured]], bounds: Mapping[str, Bound]
+) -> list[GateResult]:
+    """Compare the metrics of several runs with the same bounds, all of which are tested together.
+
+    Raises:
+        ValueError: a bound names a metric that a run did not measure.
+    """
     sentences = [PairedBound.parse(each) for b in bounds.values() for each in sentences_of(b)]
-    relative = sum(each.word != CHANGE for each in sentences)
-    found: list[Verdict] = []
-    for name, bound in bounds.items():
-        if name not in by_name:
-            known = ", ".join(by_name) or "none"
-            raise ValueError(
-                f"evaluate.gate.{name}: this metric was not measured; measured: {known}."
-            )
-        found += _absolute(by_name[name], bound)
-        if bound.margin is not None or bound.sigmas is not None:
-            found.append(_unpaired(by_name[name], bound))
-        found += [_sentence(by_name[name], each, relative) for each in sentences_of(bound)]
-    decided = (
-        replace(each, remedy=by_name[each.metric].remedy) if each.status == BREACHED else each
-        for each in _with_holm(found)
-    )
-    return GateResult(tuple(decided))
+    tested = len(runs) * sum(each.word != CHANGE for each in sentences)
+    found: list[tuple[int, Measured, Verdict]] = []
+    for number, measured in enumerate(runs):
+        by_name = {each.metric.name: each for each in measured}
+        for name, bound in bounds.items():
+            own = by_name.get(name)
+            if own is None:
+                known = ", ".join(by_name) or "none"
+                raise ValueError(
+                    f"evaluate.gate.{name}: this metric was not measured; measured: {known}."
+                )
+            found += [(number, own, each) for each in _verdicts(own, bound, tested)]
+    decided = _with_holm([verdict for _, _, verdict in found])
+    results: list[list[Verdict]] = [[] for _ in runs]
+    for (number, own, _), verdict in zip(found, decided, strict=True):
+        remedy = own.remedy if verdict.status == BREACHED else ""
+        results[number].append(replace(verdict, remedy=remedy))
+    return [GateResult(tuple(each)) for each in results]
+
+
+def _verdicts(own: Measured, bound: Bound, tested: int) -> list[Verdict]:
+    found = _absolute(own, bound)
+    if bound.margin is not None or bound.sigmas is not None:
+        found.append(_unpaired(own, bound))
+    return [*found, *(_sentence(own, each, tested) for each in sentences_of(bound))]
 
 
 def _absolute(own: Measured, bound: Bound) -> list[Verdict]:

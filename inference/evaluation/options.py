@@ -16,7 +16,6 @@ from inference.front.access import Credentials
 
 REFERENCES = ("none", "huggingface")  # or a file
 OPENAI = "openai"  # the protocol
-TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
 LAMBADA_METRICS = (
     "lambada_last_word",
     "lambada_last_token",
@@ -269,7 +268,6 @@ class EvaluateSection:
     )
     baseline_path: str | None = option("the baseline's file", None, path=True)
     history_dir: str | None = option("run store that the report is added to", None, path=True)
-    trackers: list[str] = option("send the report to these too: mlflow, tensorboard", [])
     cpus_per_task: int | None = option("CPU cores for the evaluation", None, within=(1, NODE_CPUS))
     mem_gb: float | None = option(
         "memory for the evaluation, in GB", None, within=(0, NODE_MEMORY_GB)

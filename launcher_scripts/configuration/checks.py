@@ -24,6 +24,7 @@ _WRITTEN = (
     "evaluate.output_dir",
     "evaluate.history_dir",
     "watch.output_dir",
+    "upgrade.output_dir",
 )
 
 

@@ -264,6 +264,22 @@ class WatchSection:
 
 
 @dataclass
+class UpgradeSection:
+    """`upgrade`: what action=upgrade compares (conf/upgrade/default.yaml)."""
+
+    rows: dict[str, Any] = option(
+        "keys of each row by its name, next to those of the command line; the first serves today",
+        {},
+    )
+    gate: dict[str, Any] = option(
+        "bounds of each row against the first, as evaluate.gate has them; {}: no drop of more than "
+        "1 point of each share, and 1 % of each perplexity, at 95 %",
+        {},
+    )
+    output_dir: str = option("folder of the rows' results, and of the page", path=True)
+
+
+@dataclass
 class Config:
     """The whole configuration."""
 
@@ -276,13 +292,14 @@ class Config:
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs to their end", False)
     action: str = option(
-        "what to do: run, look after jobs with status, logs or cancel, compare evaluations, or "
-        "watch a training run and evaluate each of its checkpoints",
+        "what to do: run, look after jobs with status, logs or cancel, compare evaluations, judge "
+        "the rows of an upgrade, or watch a training run and evaluate each of its checkpoints",
         "run",
-        choices=("run", "status", "logs", "cancel", "compare", "watch"),
+        choices=("run", "status", "logs", "cancel", "compare", "upgrade", "watch"),
     )
     runs: list[str] = option(
-        "the two evaluations that action=compare compares: ids, latest, latest~1, or reports",
+        "the evaluations that action=compare compares with the first: ids, latest, latest~1, or "
+        "reports",
         ["latest~1", "latest"],
     )
     run_dir: str | None = option(
@@ -303,6 +320,7 @@ class Config:
     deploy: DeploySection = field(default_factory=DeploySection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     watch: WatchSection = field(default_factory=WatchSection)
+    upgrade: UpgradeSection = field(default_factory=UpgradeSection)
 
     def at(self, key: str) -> Any:
         """Return the value of a key, such as `deploy.http_port`, or the section of that name."""

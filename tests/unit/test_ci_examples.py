@@ -43,3 +43,33 @@ def test_both_workflows_gate_alike_and_comment_the_changes() -> None:
     assert shlex.split(commands[0]) == shlex.split(commands[1])
     for file in ("github.yml", "gitlab.yml"):
         assert any("report/changes.md" in each and "main.py" not in each for each in steps(file))
+
+
+def upgrade_steps(file: str) -> list[str]:
+    values: Any = yaml.safe_load((CI / file).read_text(encoding="utf-8"))
+    job = values["upgrade"] if "upgrade" in values else values["jobs"]["upgrade"]
+    return (
+        [each["run"] for each in job["steps"] if "run" in each] if "steps" in job else job["script"]
+    )
+
+
+@pytest.mark.parametrize("file", ["upgrade_github.yml", "upgrade_gitlab.yml"])
+def test_the_upgrade_of_a_workflow_is_accepted(file: str, tmp_path: Path) -> None:
+    (command,) = [each for each in upgrade_steps(file) if "main.py" in each]
+    _, _, *arguments = shlex.split(command.replace("$PWD", str(tmp_path)))
+    for name in ("now", "next"):
+        program = tmp_path / name / "bin" / "vllm"
+        program.parent.mkdir(parents=True)
+        program.touch(mode=0o755)
+        arguments = [each.replace(f":{name}/bin", f":{tmp_path}/{name}/bin") for each in arguments]
+    done = run(["main.py", *arguments, f"base_results_dir={tmp_path}", "dry_run=true"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {each.name for each in (tmp_path / "report").iterdir()} == {"now", "next"}
+
+
+def test_both_upgrades_are_alike() -> None:
+    commands = [
+        next(each for each in upgrade_steps(f"upgrade_{name}.yml") if "main.py" in each)
+        for name in ("github", "gitlab")
+    ]
+    assert shlex.split(commands[0]) == shlex.split(commands[1])

@@ -247,6 +247,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.compare": (
         "export_scripts",
         "export_scripts.files",
+        "inference.evaluation",
         "inference.evaluation.report",
     ),
     "stages": (

@@ -1,22 +1,27 @@
-"""Two runs side by side: shared metrics, samples by their content, shared points of latency.
+"""Runs next to the first one: metrics, samples by their content, latency, and verdicts of a gate.
 
-The comparison is text for the terminal and one HTML page.
+Differences are a run's figure minus the first's. The same document serves two runs side by side
+and an upgrade with several rows, whose bounds are tested together.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from export_scripts.tables import text_table
-from inference.evaluation.paired import compare_metric
-from inference.evaluation.record import (
-    Comparison,
-    LatencyPoint,
-    Prediction,
-    Report,
-    TaskReport,
+from inference.evaluation.gate import EXIT_GATE_BREACHED, GateResult, Measured, apply_gates
+from inference.evaluation.options import Bound
+from inference.evaluation.paired import compare_metric, pairs_of
+from inference.evaluation.record import Comparison, LatencyPoint, Prediction, Report, TaskReport
+from inference.evaluation.report.document import (
+    BAD,
+    GOOD,
+    QUIET,
+    UNDECIDED,
+    Chart,
+    Document,
+    Section,
+    Table,
 )
-from inference.evaluation.report.charts import comparison_chart, latency_comparison_chart
 from inference.evaluation.report.formatting import (
     difference_text,
     load_text,
@@ -27,26 +32,24 @@ from inference.evaluation.report.formatting import (
     spread_text,
     value_text,
 )
-from inference.evaluation.report.page import render_page
-from inference.evaluation.task import Metric
+from inference.evaluation.task import Metric, Tally
 
-_ON_PAGE, _IN_TERMINAL = 500, 14  # changed samples that are listed
+ON_PAGE, IN_TERMINAL = 500, 14  # changed samples that are listed
 _MOST_TEXT = 32  # characters of an answer in the terminal
-_METRIC_HEAD = ("metric", "first", "second", "difference", "95% of difference", "chance")
-_TASK_HEAD = (
-    "task", "samples in both", "only first", "only second", "same answer", "p50 first",
-    "p50 second", "generated tokens/s",
-)  # fmt: skip
-_LATENCY_HEAD = ("tokens in + out", "load", "p50 first", "p50 second", "tokens/s", "change")
-_CHANGED_HEAD = ("#", "expected", "first answered", "second answered", "changed")
+_METRIC_HEAD = ("metric", "run", "value", "difference", "95% of difference", "chance")
+_GATE_HEAD = ("run", "metric", "bound", "verdict", "found")
+_SAMPLES_HEAD = ("task", "run", "in both", "only first", "only here", "same answer", "no answer",
+                 *Tally.NAMES)  # fmt: skip
+_SPEED_HEAD = ("tokens in + out", "load", "run", "p50", "p95", "first token", "tokens/s", "change")
+_CHANGED_HEAD = ("#", "run", "passage", "expected", "first answered", "answered", "changed")
 
 Run = tuple[Report, Sequence[Prediction]]
-Pair = tuple[Prediction, Prediction]  # the same sample in the first and in the second run
+Pair = tuple[Prediction, Prediction]  # the same sample in the first run and in another
 
 
 @dataclass(frozen=True)
 class ChangedSample:
-    """A sample that the two runs scored differently; `words` say how, by metric."""
+    """A sample that two runs scored differently; `words` say how, by metric."""
 
     first: Prediction
     second: Prediction
@@ -54,30 +57,35 @@ class ChangedSample:
 
 
 @dataclass(frozen=True)
-class RunComparison:
-    """Two runs side by side; differences are the second minus the first.
+class ComparedRun:
+    """A run next to the first one.
 
     Attributes:
-        shared: the metrics that both runs have, of the first and of the second.
+        shared: the metrics that both have, of the first and of this run.
         metrics: their comparisons, in the same order.
-        tasks: the samples and the requests of each, as a row of text.
-        changed: samples of both runs that a fraction scores differently.
+        samples: rows of _SAMPLES_HEAD.
+        changed: samples of both that a fraction scores differently.
         latency: points measured in both.
         notes: why figures may not be comparable.
+        gate: the verdicts of bounds, if there are any.
+        is_paired: whether both have the same samples of each task that both have.
     """
 
-    first: Report
-    second: Report
+    name: str
+    report: Report
     shared: tuple[tuple[Metric, Metric], ...]
     metrics: tuple[Comparison, ...]
-    tasks: tuple[tuple[str, ...], ...]
+    samples: tuple[tuple[str, ...], ...]
     changed: tuple[ChangedSample, ...]
     latency: tuple[tuple[LatencyPoint, LatencyPoint], ...]
     notes: tuple[str, ...]
+    pairs: tuple[Pair, ...] = ()
+    gate: GateResult = field(default_factory=GateResult)
+    is_paired: bool = True
 
 
-def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
-    """Compare two runs.
+def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> ComparedRun:
+    """Compare a run with the first one.
 
     Raises:
         ValueError: they have no metric in common.
@@ -92,7 +100,8 @@ def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
             f"{', '.join(metric.name for metric in second.metrics) or 'none'}."
         )
     earlier = {task.name: task for task in first.tasks}
-    tasks, pairs = [], []
+    name = name or second.run_id
+    samples, pairs, is_paired = [], [], True
     notes = [
         f"{new.name} was measured in two ways: first, {old.method}; second, {new.method}."
         for old, new in shared
@@ -109,15 +118,16 @@ def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
         own = [(old[key], each) for key, each in new.items() if key in old]
         if reason := _not_paired(earlier[task.name], task, own):
             notes.append(f"{task.name}: {reason}; differences are not paired.")
+            is_paired = False
             continue
         pairs += own
+        is_paired = is_paired and len(own) == len(old) == len(new)
         if old or new:
             same = sum(one.answer == two.answer for one, two in own)
             counts = (len(own), len(old) - len(own), len(new) - len(own), same)
-            both = (earlier[task.name].requests, task.requests)
-            medians = (milliseconds_text(each.latency.p50_ms) for each in both)
-            speeds = " to ".join(number_text(each.tokens_per_s) for each in both)
-            tasks.append((task.name, *(f"{count:,}" for count in counts), *medians, speeds))
+            ends = (str(getattr(task.requests, each)) for each in Tally.NAMES)
+            silent = _silent([*new.values()])
+            samples.append((task.name, name, *(f"{each:,}" for each in counts), silent, *ends))
     points = {(shape_text(each), load_text(each)): each for each in first.latency}
     shared_points = [
         (points[key], each)
@@ -125,16 +135,50 @@ def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
         if (key := (shape_text(each), load_text(each))) in points
     ]
     found = [(new, old.values) for old, new in pairs]
-    return RunComparison(
-        first=first,
-        second=second,
+    return ComparedRun(
+        name=name,
+        report=second,
         shared=tuple(shared),
         metrics=tuple(compare_metric(new, old.value, found) for old, new in shared),
-        tasks=tuple(tasks),
+        samples=tuple(samples),
         changed=_changed([new for _, new in shared], pairs),
         latency=tuple(shared_points),
         notes=tuple(notes),
+        pairs=tuple(pairs),
+        is_paired=is_paired,
     )
+
+
+def _silent(predictions: Sequence[Prediction]) -> str:
+    """Return the share of samples with an empty answer; empty where no task asked for answers."""
+    empty = sum(not each.answer.strip() for each in predictions)
+    return "" if empty == len(predictions) else f"{empty / len(predictions):.1%}"
+
+
+def judged(
+    first: Report, runs: Sequence[ComparedRun], bounds: Mapping[str, Bound]
+) -> list[ComparedRun]:
+    """Return the runs with the verdicts of the bounds, tested together over all runs.
+
+    Raises:
+        ValueError: a bound is on a metric that a run has not in common with the first.
+    """
+    baseline = {metric.name: metric for metric in first.metrics}
+    measured = [
+        [
+            Measured(
+                metric,
+                baseline[metric.name],
+                pairs_of(metric, [(new, old.values) for old, new in run.pairs if old.task == task]),
+            )
+            for task, metrics in ((each.name, each.metrics) for each in run.report.tasks)
+            for metric in metrics
+            if metric.name in baseline
+        ]
+        for run in runs
+    ]
+    gates = apply_gates(measured, bounds)
+    return [replace(run, gate=gate) for run, gate in zip(runs, gates, strict=True)]
 
 
 def _not_paired(first: TaskReport, second: TaskReport, pairs: Sequence[Pair]) -> str:
@@ -165,33 +209,43 @@ def _word(before: float, after: float) -> str:
     return "better" if after > before else "worse"
 
 
-def comparison_text(comparison: RunComparison) -> str:
-    """Return the comparison as tables for the terminal."""
-    parts = [
-        f"first   {_described(comparison.first)}\nsecond  {_described(comparison.second)}",
-        "\n".join(comparison.notes),
-        *(
-            text_table(head, rows, right=range(1, len(head)), rule=False)
-            for head, rows in _tables(comparison).values()
-            if rows
-        ),
+def comparison_document(
+    first: Report,
+    runs: Sequence[ComparedRun],
+    *,
+    name: str = "",
+    failed: Mapping[str, str] | None = None,
+    most: int = ON_PAGE,
+) -> Document:
+    """Return the runs next to the first, verdicts first; `failed` runs by name have a reason."""
+    name = name or first.run_id
+    notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
+    described = (name, *(run.name for run in runs))
+    facts = [
+        (each, _described(report))
+        for each, report in zip(described, (first, *(run.report for run in runs)), strict=True)
     ]
-    if changed := comparison.changed:
-        s = "s" * (len(changed) > 1)
-        parts.append(f"{len(changed):,} sample{s} changed between right and wrong:")
-        rows = [_changed_row(each) for each in changed[:_IN_TERMINAL]]
-        parts.append(text_table(_CHANGED_HEAD, rows, rule=False))
-    return "\n\n".join(part for part in parts if part)
+    sections = [
+        *_verdict_sections(runs, failed or {}),
+        Section("Metrics", notes, _charts(name, runs), (_metric_table(name, first, runs),)),
+        *_table_sections(name, runs),
+        *_changed_sections(runs, most),
+    ]
+    verdict, status = outcome(runs, failed or {})
+    return Document(f"{first.run.name}: comparison", sections, verdict, status, facts)
 
 
-def _tables(comparison: RunComparison) -> dict[str, Any]:
-    """Return head and rows of each table, by its name in the page's template."""
-    metrics = zip(comparison.metrics, comparison.shared, strict=True)
-    return {
-        "metrics": (_METRIC_HEAD, [_metric_row(each, new.unit) for each, (_, new) in metrics]),
-        "tasks": (_TASK_HEAD, comparison.tasks),
-        "latency": (_LATENCY_HEAD, [_latency_row(*pair) for pair in comparison.latency]),
-    }
+def outcome(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> tuple[str, str]:
+    """Return what the runs came to in a few words, and its colour."""
+    if not failed and not any(run.gate.verdicts for run in runs):
+        return "", QUIET
+    found: dict[str, list[str]] = {BAD: [], UNDECIDED: list(failed), GOOD: []}
+    for run in runs:
+        is_breached = run.gate.exit_code == EXIT_GATE_BREACHED
+        found[BAD if is_breached else GOOD if run.gate.passed else UNDECIDED].append(run.name)
+    words = {BAD: "breached", UNDECIDED: "undecided", GOOD: "held"}
+    text = "; ".join(f"{words[each]}: {', '.join(names)}" for each, names in found.items() if names)
+    return text, next(each for each, names in found.items() if names)
 
 
 def _described(report: Report) -> str:
@@ -200,46 +254,113 @@ def _described(report: Report) -> str:
     return f"{report.run_id} ({', '.join(filter(None, known)) or 'of an unknown model'})"
 
 
-def _metric_row(each: Comparison, unit: str) -> tuple[str, ...]:
+def _verdict_sections(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> list[Section]:
+    rows = [
+        (run.name, each.metric, each.bound, each.status, each.text)
+        for run in runs
+        for each in run.gate.verdicts
+    ]
+    rows += [(name, "", "", "undecided", reason) for name, reason in failed.items()]
+    text = "All bounds of all runs are tested together, by Holm's method."
+    table = Table(_GATE_HEAD, rows, verdict=3)
+    return [Section("Verdicts", (text,), tables=(table,))] if rows else []
+
+
+def _charts(name: str, runs: Sequence[ComparedRun]) -> list[Chart]:
+    names = (name, *(run.name for run in runs))
+    news = [{new.name: new for _, new in run.shared} for run in runs]
+    rows = [
+        {"name": metric_title(old.name), "metrics": [old, *(new.get(old.name) for new in news)]}
+        for old in (old for old, _ in (runs[0].shared if runs else ()))
+        if old.unit == "fraction"
+    ]
+    return [Chart("runs", {"names": names, "rows": rows})] if rows else []
+
+
+def _metric_table(name: str, first: Report, runs: Sequence[ComparedRun]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for old in first.metrics:
+        rows.append((old.name, name, value_text(old.value, old.unit), "", "", ""))
+        for run in runs:
+            for each, (_, new) in zip(run.metrics, run.shared, strict=True):
+                if new.name == old.name:
+                    rows.append((new.name, run.name, *_difference(each, new)))
+    return Table(_METRIC_HEAD, rows, (2, 3, 4, 5))
+
+
+def _difference(each: Comparison, new: Metric) -> tuple[str, ...]:
     return (
-        each.metric,
-        value_text(each.reference, unit),
-        value_text(each.value, unit),
-        difference_text(each.difference, unit),
-        spread_text(each, unit),
+        value_text(each.value, new.unit),
+        difference_text(each.difference, new.unit),
+        spread_text(each, new.unit),
         "" if each.p_value is None else f"p = {each.p_value:.2g}",
     )
 
 
-def _latency_row(first: LatencyPoint, second: LatencyPoint) -> tuple[str, ...]:
-    change = second.tokens_per_s / first.tokens_per_s - 1 if first.tokens_per_s else 0.0
+def _table_sections(name: str, runs: Sequence[ComparedRun]) -> list[Section]:
+    samples = Table(
+        _SAMPLES_HEAD,
+        [row for run in runs for row in run.samples],
+        tuple(range(2, len(_SAMPLES_HEAD))),
+    )
+    speeds: dict[tuple[str, str], list[tuple[str, LatencyPoint]]] = {}
+    for run in runs:
+        for old, new in run.latency:
+            own = speeds.setdefault((shape_text(new), load_text(new)), [(name, old)])
+            own.append((run.name, new))
+    rows = [(*key, *_speed(*each, own[0][1])) for key, own in speeds.items() for each in own]
+    drawn = [{"name": ", ".join(key), "points": own} for key, own in speeds.items()]
+    names = (name, *(run.name for run in runs))
+    chart = Chart("speeds", {"names": names, "rows": drawn})
+    text = "Median and 95th percentile of a request, at points that the runs have in common."
+    sections = [
+        Section("Samples", ("Samples are matched by their content.",), tables=(samples,)),
+        Section("Latency", (text,), (chart,), (Table(_SPEED_HEAD, rows, (3, 4, 5, 6, 7)),)),
+    ]
+    return [each for each in sections if each.tables[0].rows]
+
+
+def _speed(name: str, point: LatencyPoint, first: LatencyPoint) -> tuple[str, ...]:
+    first_token = point.first_token_ms
+    is_other = point is not first and first.tokens_per_s
     return (
-        shape_text(second),
-        load_text(second),
-        milliseconds_text(first.latency.p50_ms),
-        milliseconds_text(second.latency.p50_ms),
-        f"{number_text(first.tokens_per_s)} to {number_text(second.tokens_per_s)}",
-        f"{change:+.1%}",
+        name,
+        milliseconds_text(point.latency.p50_ms),
+        milliseconds_text(point.latency.p95_ms),
+        "" if first_token is None else milliseconds_text(first_token),
+        number_text(point.tokens_per_s),
+        f"{point.tokens_per_s / first.tokens_per_s - 1:+.1%}" if is_other else "",
     )
 
 
-def _changed_row(each: ChangedSample) -> tuple[str, ...]:
-    texts = (each.second.target, each.first.answer, each.second.answer)
+def _changed_sections(runs: Sequence[ComparedRun], most: int) -> list[Section]:
+    """Return the samples that a run got right and the first wrong, or the other way round."""
+    changed = [(run.name, each) for run in runs for each in run.changed]
+    if not changed:
+        return []
+    rows = [_changed_row(*each) for each in islice(changed, most)]
+    s = "s" * (len(changed) > 1)
+    text = f"{len(changed):,} sample{s} changed between right and wrong"
+    text += f"; the first {most} are listed." if len(changed) > most else "."
+    return [Section("Changed samples", (text,), tables=(Table(_CHANGED_HEAD, rows, (0,), 6),))]
+
+
+def _changed_row(name: str, each: ChangedSample) -> tuple[str, ...]:
     words = ", ".join(f"{metric_title(n).lower()} {word}" for n, word in each.words.items())
-    return str(each.second.index), *(" ".join(t.split())[:_MOST_TEXT] for t in texts), words
+    texts = (each.second.text, each.second.target, each.first.answer, each.second.answer)
+    return str(each.second.index), name, *texts, words
 
 
-def render_comparison(comparison: RunComparison) -> str:
-    """Return the comparison as one self-contained HTML page."""
-    first, second, latency = comparison.first, comparison.second, comparison.latency
-    fractions = [pair for pair in comparison.shared if pair[1].unit == "fraction"]
-    return render_page(
-        "comparison.html",
-        title=f"{second.run.name}: comparison",
-        runs=(_described(first), _described(second)),
-        comparison=comparison,
-        accuracies=fractions and comparison_chart(fractions),
-        latency_chart=latency and latency_comparison_chart(latency),
-        most=_ON_PAGE,
-        **_tables(comparison),
-    )
+def comparison_text(document: Document) -> str:
+    """Return a comparison as tables for the terminal."""
+    parts = [f"{document.title}: {document.verdict}"] if document.verdict else []
+    parts.append(Table(("", ""), document.facts).text().strip("\n"))
+    for section in document.sections:
+        parts += section.text
+        for table in section.tables:
+            long = [" ".join(cell.split()) for row in table.rows for cell in row]
+            shown = [cell[:_MOST_TEXT] for cell in long] if table.head == _CHANGED_HEAD else long
+            width = len(table.head)
+            rows = [tuple(shown[at : at + width]) for at in range(0, len(shown), width)]
+            parts.append(replace(table, rows=rows).text())
+    return "\n\n".join(parts)

@@ -1,10 +1,6 @@
-"""Numbers, durations and rows of tables as people read them, the same in every page of a report.
+"""Numbers, durations and rows of tables as people read them, the same in every page of a report."""
 
-Functions named `..._text`, `..._title` and `..._hint` are filters of the templates; `..._rows`,
-`..._note`, `..._facts` and `verdict` are called there.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD
 from inference.evaluation.record import (
@@ -16,12 +12,10 @@ from inference.evaluation.record import (
 )
 from inference.evaluation.task import Metric, Tally
 
-SIDE_BY_SIDE_HEAD = ("", "total", "in flight", "generated tokens/s")
 METRIC_HEAD = (
     "metric", "value", "95% interval", "n", "reference", "difference", "95% of difference",
     "samples agree",
 )  # fmt: skip
-GATE_HEAD = ("metric", "bound", "tier", "verdict", "found")
 LATENCY_HEAD = (
     "tokens in + out", "load", "requests", "mean", "p50", "p95", "p99", "first token",
     "each further", "tokens/s",
@@ -114,17 +108,6 @@ def metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
     return rows
 
 
-def side_by_side_rows(task: TaskReport) -> list[tuple[str, ...]]:
-    """Return the times of the served model and of its reference, under SIDE_BY_SIDE_HEAD."""
-    if task.reference is None or task.reference.requests is None:
-        return []
-    sides = (("served", task.requests), (task.reference.source, task.reference.requests))
-    return [
-        (name, seconds_text(each.seconds), str(each.concurrency), number_text(each.tokens_per_s))
-        for name, each in sides
-    ]
-
-
 def times(report: Report) -> dict[str, str]:
     """Return how long the requests of each task took, and those of its reference, in one line."""
     found = {}
@@ -157,18 +140,6 @@ def interval_text(metric: Metric) -> str:
     """Return the 95% interval of a metric."""
     low, high = value_text(metric.low, metric.unit), value_text(metric.high, metric.unit)
     return f"{low} to {high}"
-
-
-def interval_hint(metric: Metric) -> str:
-    """Return a metric's value with its 95% interval."""
-    return f"{value_text(metric.value, metric.unit)} (95%: {interval_text(metric)})"
-
-
-def percent_axis(ticks: Sequence[float]) -> Callable[[float], str]:
-    """Return the text of an axis of fractions, with as many digits as its steps need."""
-    step = 100 * (ticks[1] - ticks[0])
-    digits = 0 if step >= 1 - 1e-9 else 1 if step >= 0.1 - 1e-9 else 2
-    return lambda tick: f"{100 * tick:.{digits}f}%"
 
 
 def seconds_text(seconds: float) -> str:
@@ -256,33 +227,3 @@ def verdict(report: Report) -> str:
         return f"gate undecided ({len(gate.deciding)} of {checked} bounds need more samples)"
     others = ", the others are advisory" * (held < checked)
     return f"gate passed ({held} of {checked} bounds hold{others})"
-
-
-def gate_rows(report: Report) -> list[tuple[str, ...]]:
-    """Return the bounds and what was found, under GATE_HEAD."""
-    return [
-        (each.metric, each.bound, each.tier, each.status, each.text)
-        for each in report.gate.verdicts
-    ]
-
-
-def run_facts(report: Report) -> list[tuple[str, str]]:
-    """Return what was served, as names and values, without those that are not known."""
-    run = report.run
-    listed = [
-        ("run", report.run_id),
-        ("started", report.started_at),
-        ("took", seconds_text(report.seconds)),
-        ("checkpoint", run.checkpoint),
-        ("family", run.family),
-        ("engine", run.engine),
-        ("server", run.server),
-        ("parallelism", run.parallelism),
-        ("weights", run.weights),
-        ("computed in", run.data_type),
-        ("batch limit", str(run.max_batch_size or "")),
-        ("model SHA-256", run.model_sha256),
-        ("cluster", run.cluster),
-        ("git revision", run.git_revision),
-    ]
-    return [(name, value) for name, value in listed if value]

@@ -2,8 +2,7 @@
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import MISSING
@@ -14,7 +13,6 @@ from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     REFERENCES,
-    TRACKERS,
     Bound,
     EvaluateSection,
     EvaluationOptions,
@@ -66,7 +64,6 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     problems += gate_problems
     problems += check_bounds(whole, known=known)
     problems += _check_baseline(options, bounds)
-    problems += _check_trackers(options.trackers)
     problems += _check_reference(options)
     return problems
 
@@ -124,19 +121,6 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
             f"a folder with config.json; export.model.checkpoint_path={source} is not one. Set "
             "evaluate.reference=none."
         )
-    return problems
-
-
-def _check_trackers(trackers: Sequence[str]) -> list[str]:
-    problems = []
-    for name in trackers:
-        if name not in TRACKERS:
-            known = ", ".join(TRACKERS)
-            problems.append(f"unknown tracker {name!r} in evaluate.trackers; known: {known}.")
-        elif find_spec(name) is None:
-            problems.append(
-                f"evaluate.trackers has {name}, which is not installed: pip install {name}."
-            )
     return problems
 
 

@@ -23,7 +23,6 @@ from inference.evaluation.report.files import (
     write_report,
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history
-from inference.evaluation.report.trackers import track
 from inference.evaluation.run.answered import forget_answered
 from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
@@ -145,8 +144,6 @@ def _evaluate(
     forget_answered(output_dir)
     if store is not None:
         append_run(store, report, output_dir)
-    for tracker in options.trackers:
-        track(tracker, report, output_dir, folder=store or output_dir)
     return report
 
 

@@ -49,10 +49,13 @@ class Measure:
     """
 
     name: str
-    key: str
-    method: str
     score: Callable[[str, Sequence[str]], float]
+    key: str = ""
+    method: str = ""
     is_share: bool = True
+
+
+CorpusMetric = Callable[[Sequence[Sample], Sequence[Score]], Metric]
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,7 @@ class TextTaskKind:
     measures: tuple[Measure, ...]
     template: str
     output_len: int
-    corpus: Mapping[str, Callable[[Sequence[Sample], Sequence[Score]], Metric]] = field(
-        default_factory=dict
-    )
+    corpus: Mapping[str, CorpusMetric] = field(default_factory=dict)
     grouped: bool = False
     choices: Mapping[str, str] = field(default_factory=dict)
     likelihood_template: str = ""

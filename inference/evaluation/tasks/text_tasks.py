@@ -1,4 +1,4 @@
-"""BoolQ, MNLI, XNLI, SQuAD, translation and summarisation: a row of TEXT_TASKS each.
+"""BoolQ, MNLI, XNLI, SQuAD, translation and summarisation: text_tasks.yaml, and their scores.
 
 BLEU is sacrebleu's and ROUGE is rouge-score's; both are imported when first used. Exact match and
 F1 follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
@@ -8,10 +8,14 @@ articles, the best of several right answers.
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from inference.evaluation.options import TextTaskOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
 from inference.evaluation.tasks.datasets import (
@@ -22,11 +26,10 @@ from inference.evaluation.tasks.datasets import (
     squad_rows,
     translation_rows,
 )
-from inference.evaluation.tasks.text_task import Measure, TextTaskKind
+from inference.evaluation.tasks.text_task import CorpusMetric, Measure, TextTaskKind
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ROUGE_METHOD = "mean F-measure of rouge-score, of the first four sentences"
 _RESAMPLES = 300  # of the bootstrap behind the interval of BLEU
 
 
@@ -99,107 +102,52 @@ def corpus_bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
     )
 
 
-# The development set of SQuAD 1.1 (CC BY-SA 4.0), the official JSON.
-_SQUAD_URL = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
-_SQUAD_SHA256 = "95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9"
-# The validation set of BoolQ (CC BY-SA 3.0), 3,270 rows, as SuperGLUE publishes it. The authors'
-# own address has been seen to give another file.
-_BOOLQ = DataSource(
-    "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
-    "853fbe7922f70c59629f06a39e8d9ca440c3d740e760fd3b87a5ddf3dcba2436",
-    member="BoolQ/val.jsonl",
-)
-_TRUTH = {"0": "false", "1": "true"}
-_INFERENCE = {"0": "entailment", "1": "neutral", "2": "contradiction"}
-_ACCURACY = Measure("accuracy", "acc", "share of answers that equal the right one", equal)
+# What text_tasks.yaml names: scores of an answer, and metrics of all answers together.
+SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
+    "equal": equal,
+    "exact_match": exact_match,
+    "token_f1": token_f1,
+    "sentence_bleu": sentence_bleu,
+    **{name: partial(rouge, name) for name in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
+}
+CORPUS: Mapping[str, CorpusMetric] = {"translation_bleu": corpus_bleu}
 
 
-def _from_hub(name: str, split: str, file: str, *, config: str = "") -> str:
-    """Return the line that makes the file of a data set on the Hugging Face hub."""
-    arguments = ", ".join(f'"{each}"' for each in (name, config) if each)
-    return (
-        f"python -c 'import datasets; datasets.load_dataset({arguments}, "
-        f'split="{split}").to_json("{file}")\''
+def _articles(path: Path, options: TextTaskOptions) -> list[Row]:
+    """Return the rows of a summarisation, whose tokenised negations are joined again."""
+    del options
+    rows = read_rows(path, "article", "highlights")
+    return [
+        Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
+        for row in rows
+    ]
+
+
+# The forms of data, by what `rows` in text_tasks.yaml calls them.
+FORMS: Mapping[str, Callable[..., list[Row]]] = {
+    "labels": lambda path, _, texts, labels: labelled_rows(path, *texts, labels=labels),
+    "squad": lambda path, _: squad_rows(path),
+    "lines": lambda path, options: translation_rows(path, options.target_path),
+    "articles": _articles,
+}
+
+
+def _kind(name: str, rows: Mapping[str, Any], **values: Any) -> TextTaskKind:
+    """Return the definition of a task in text_tasks.yaml."""
+    form, source = FORMS[rows["form"]], values.pop("source", None)
+    measures = [
+        Measure(each, **{**given, "score": SCORES[given["score"]]})
+        for each, given in values.pop("measures").items()
+    ]
+    return TextTaskKind(
+        name,
+        partial(form, **{key: value for key, value in rows.items() if key != "form"}),
+        tuple(measures),
+        corpus={each: CORPUS[each] for each in values.pop("corpus", ())},
+        source=source and DataSource(**source),
+        **values,
     )
 
 
-_KINDS = (
-    TextTaskKind(
-        "boolq",
-        lambda path, _: labelled_rows(path, "passage", "question", labels=_TRUTH),
-        (_ACCURACY,),
-        template="{passage}{question}",
-        output_len=10,
-        choices={"true": " yes", "false": " no"},
-        likelihood_template="{passage}\nQuestion: {question}\nAnswer:",
-        source=_BOOLQ,
-    ),
-    TextTaskKind(
-        "mnli",
-        lambda path, _: labelled_rows(path, "premise", "hypothesis", labels=_INFERENCE),
-        (_ACCURACY,),
-        template="mnli hypothesis: {hypothesis} premise: {premise}",
-        output_len=10,
-        grouped=True,
-        recipe=_from_hub("nyu-mll/multi_nli", "validation_matched", "mnli.jsonl"),
-    ),
-    TextTaskKind(
-        "xnli",
-        lambda path, _: labelled_rows(path, "premise", "hypothesis", labels=_INFERENCE),
-        (_ACCURACY,),
-        template="xnli: premise: {premise} hypothesis: {hypothesis}",
-        output_len=10,
-        grouped=True,
-        recipe=_from_hub("facebook/xnli", "test", "xnli.jsonl", config="de")
-        + ' (of other languages, "de" is their code; rows may name theirs in a field language)',
-    ),
-    TextTaskKind(
-        "squad",
-        lambda path, _: squad_rows(path),
-        (
-            Measure(
-                "exact_match",
-                "em",
-                "share of answers equal to a right one without case, punctuation and articles",
-                exact_match,
-            ),
-            Measure(
-                "f1",
-                "f1",
-                "mean F1 of the words that answer and best right answer share",
-                token_f1,
-                is_share=False,
-            ),
-        ),
-        template="question: {question} context: {context}",
-        output_len=32,
-        source=DataSource(_SQUAD_URL, _SQUAD_SHA256),
-    ),
-    TextTaskKind(
-        "translation",
-        lambda path, own: translation_rows(path, own.target_path),
-        (Measure("sentence_bleu", "", "", sentence_bleu),),
-        corpus={"translation_bleu": corpus_bleu},
-        template="translate English to German: {source}",
-        output_len=128,
-        package="sacrebleu",
-        recipe="sacrebleu -t wmt14 -l en-de --echo src > en.txt, and with --echo ref > de.txt for "
-        "evaluate.translation.target_path",
-    ),
-    TextTaskKind(
-        "summarization",
-        lambda path, _: [
-            Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
-            for row in read_rows(path, "article", "highlights")
-        ],
-        tuple(
-            Measure(kind, kind, _ROUGE_METHOD, partial(rouge, kind), is_share=False)
-            for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")
-        ),
-        template="summarize: {article}",
-        output_len=200,
-        package="rouge_score",
-        recipe=_from_hub("abisee/cnn_dailymail", "test", "cnn_test.jsonl", config="3.0.0"),
-    ),
-)
-TEXT_TASKS: dict[str, TextTaskKind] = {kind.name: kind for kind in _KINDS}
+_DATA = Path(__file__).with_name("text_tasks.yaml").read_text(encoding="utf-8")
+TEXT_TASKS = {name: _kind(name, **values) for name, values in yaml.safe_load(_DATA).items()}

@@ -1,108 +1,488 @@
 "use strict";
-// The table of samples: search, filter, pages. Without it the rest of the report stands.
+// Draws a document (document.py): its facts, and of each section the text, charts and tables; then the samples.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const element = (id) => document.getElementById(id);
-  const [search, filter, body] = ["search", "filter", "rows"].map(element);
-  const PAGE = 20;
-  const SIGNS = { 0: "\u2717", 1: "\u2713" };
-  const KINDS = { 0: "bad", 1: "good" };
-  let found = data.rows;
-  let page = 0;
+  const page = JSON.parse(document.getElementById("data").textContent);
+  const main = document.getElementById("main");
+  const SVG = new Set(["svg", "line", "rect", "circle", "text", "title", "polyline", "path"]);
 
-  const differs = (row) => row.marks.some((mark, i) => row.reference[i] !== null && row.reference[i] !== mark);
-  const filters = {
-    all: () => true,
-    differs,
-    ...Object.fromEntries(
-      data.metrics.flatMap((_, i) => [
-        [`right${i}`, (row) => row.marks[i] === 1],
-        [`wrong${i}`, (row) => row.marks[i] === 0],
-      ]),
-    ),
+  const make = (tag, attributes = {}, ...children) => {
+    const element = SVG.has(tag)
+      ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+      : document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children);
+    return element;
   };
 
-  const cell = (row, kind, text) => {
-    const td = document.createElement("td");
-    td.className = kind;
-    td.textContent = text;
-    row.append(td);
-    return td;
+  // Numbers, as formatting.py writes them.
+
+  const numberText = (value) => {
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e9 || size < 1e-3) return value.toExponential(2);
+    return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+  };
+  const timeText = (ms) => {
+    if (ms >= 1000) return `${(ms / 1000).toFixed(2)} s`;
+    return `${ms < 100 ? ms.toFixed(1) : ms.toFixed(0)} ms`;
+  };
+  const valueText = (value, unit) => {
+    if (unit === "fraction") return `${(100 * value).toFixed(2)}%`;
+    if (unit === "points") return `${value > 0 ? "+" : ""}${numberText(value)}`;
+    return unit === "ms" ? timeText(value) : numberText(value);
   };
 
-  const highlight = (text, words) => {
-    const span = document.createElement("span");
-    const at = words ? text.toLowerCase().indexOf(words) : -1;
-    if (at < 0) {
-      span.textContent = text;
-      return span;
+  // Axes: a place is in percent of the plotting area, so that a chart fills whatever width it is given.
+
+  const roundTicks = (low, high, count) => {
+    const span = high - low || 1;
+    const raw = span / count;
+    const magnitude = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 2.5, 5, 10].map((each) => each * magnitude).find((each) => each >= raw * (1 - 1e-9));
+    const first = Math.floor(low / step + 1e-9);
+    const last = Math.ceil(high / step - 1e-9);
+    return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
+  };
+  const logTicks = (low, high) => {
+    const steps = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
+      steps.push(...[1, 2, 5].map((each) => each * 10 ** power));
     }
-    const mark = document.createElement("mark");
-    mark.textContent = text.slice(at, at + words.length);
-    span.append(text.slice(0, at), mark, text.slice(at + words.length));
-    return span;
+    const first = steps.findLastIndex((each) => each <= low * (1 + 1e-9));
+    const last = steps.findIndex((each) => each >= high * (1 - 1e-9));
+    return steps.slice(first, Math.max(last, first + 1) + 1);
+  };
+  const axis = (ticks, { isLog = false, isUp = false, end = ticks.at(-1) } = {}) => {
+    const scale = isLog ? Math.log : (value) => value;
+    const [low, high] = [scale(ticks[0]), scale(end)];
+    return (value) => {
+      const share = (scale(value) - low) / (high - low);
+      return Number((100 * (isUp ? 1 - share : share)).toFixed(2));
+    };
+  };
+  const tickText = (ticks, unit) => {
+    if (unit !== "fraction") return numberText;
+    const step = 100 * (ticks[1] - ticks[0]);
+    return (tick) => `${(100 * tick).toFixed(step >= 1 - 1e-9 ? 0 : step >= 0.1 - 1e-9 ? 1 : 2)}%`;
+  };
+  const hint = (element, text) => {
+    element.append(make("title", {}, text));
+    return element;
+  };
+  const legend = (entries) =>
+    make("ul", { class: "key" }, ...entries.map(([kind, text]) => make("li", {}, make("i", { class: kind }), text)));
+  const note = (text, attributes) => make("text", { class: "note", ...attributes }, text);
+
+  // Rows: `rows` of a name with `points` (value, low, high, series or mark) and `bars` (from, to).
+
+  const rowsChart = ({ rows, unit = "", keys = [], from = null }) => {
+    const ends = rows.flatMap((row) => [
+      ...(row.points ?? []).flatMap((each) => [each.value, each.low ?? each.value, each.high ?? each.value]),
+      ...(row.bars ?? []).flatMap((each) => [each.from, each.to]),
+    ]);
+    const ticks = roundTicks(from ?? Math.min(...ends), Math.max(...ends, (from ?? 0) + 1e-9), 5);
+    const x = axis(ticks);
+    const text = tickText(ticks, unit);
+    const chart = make("div", { class: "rows" });
+    for (const row of rows) {
+      const points = (row.points ?? []).filter((each) => !each.mark);
+      const height = 34 + 22 * Math.max(0, points.length - 1);
+      const svg = make("svg", { height });
+      for (const tick of ticks) {
+        svg.append(make("line", { class: tick ? "grid" : "base", x1: `${x(tick)}%`, x2: `${x(tick)}%`, y2: "100%" }));
+      }
+      points.forEach((each, i) => {
+        const y = 17 + 22 * i;
+        const kind = `s${(each.series ?? 0) % 8}`;
+        const [low, high] = [x(each.low ?? each.value), x(each.high ?? each.value)];
+        svg.append(
+          make("line", { class: `whisker ${kind}`, x1: `${low}%`, x2: `${high}%`, y1: y, y2: y }),
+          hint(make("circle", { class: `point ${kind}`, cx: `${x(each.value)}%`, cy: y, r: 6 }), each.hint),
+          note(each.text ?? valueText(each.value, unit), { x: `${high}%`, dx: 9, y: y + 4 }),
+        );
+      });
+      for (const each of (row.points ?? []).filter((one) => one.mark)) {
+        const inner = make("svg", { x: `${x(each.value)}%`, y: 17 });
+        inner.append(hint(make("rect", { class: each.mark }), each.hint));
+        svg.append(inner);
+      }
+      (row.bars ?? []).forEach((each, i) => {
+        const [left, right] = [x(each.from), x(each.to)];
+        const place = { x: `${left}%`, y: 6, width: `${Math.max(right - left, 0.2)}%`, height: 22, rx: 3 };
+        svg.append(
+          hint(make("rect", { class: `bar s${(each.series ?? i) % 8}`, ...place }), each.text),
+          note(each.text, { x: `${right}%`, dx: 7, y: 22 }),
+        );
+      });
+      chart.append(make("b", {}, row.name), svg);
+    }
+    const labels = make("svg", { height: 24 });
+    for (const tick of ticks) labels.append(make("text", { class: "middle", x: `${x(tick)}%`, y: 16 }, text(tick)));
+    chart.append(make("b"), labels);
+    return [chart, ...(keys.length ? [legend(keys)] : [])];
   };
 
-  const toggle = (row) => row.setAttribute("aria-expanded", String(row.classList.toggle("open")));
+  // Columns: `points` at x, as bars or marks with a line up to `high`; `line` joins them, `ends` label the sides.
 
-  const tableRow = (row, words) => {
-    const tr = document.createElement("tr");
-    tr.tabIndex = 0;
-    tr.setAttribute("aria-expanded", "false");
-    if (differs(row)) {
-      tr.classList.add("differs");
-      tr.title = "differs from the reference";
+  const columnsChart = (data) => {
+    const { points, unit = "", names = null, xName = "", yName = "", series = [], line = "", markers = [] } = data;
+    const isBar = data.bars === true;
+    const values = points.flatMap((each) => [each.value, each.high ?? each.value, each.low ?? each.value]);
+    const [lowest, highest] = [Math.min(...values), Math.max(...values, data.mean ?? 0)];
+    const isLog = data.mayBeLog === true && lowest > 0 && highest / lowest > 15;
+    const from = line === "curve" ? Math.max(0, lowest - (highest - lowest) / 10) : 0;
+    const yTicks = isLog ? logTicks(lowest, highest) : roundTicks(from, highest || 1, 4);
+    const y = axis(yTicks, { isLog, isUp: true });
+    const text = tickText(yTicks, unit);
+    const right = points.map((each) => each.to ?? each.x);
+    const xTicks = names ? [-0.5, names.length - 0.5] : roundTicks(0, Math.max(...right, ...markers.map((each) => each.x), 1e-9), 5);
+    const x = axis(xTicks, { end: data.end });
+    const svg = make("svg", { height: 200 });
+    for (const tick of yTicks) {
+      svg.append(
+        make("line", { class: tick === 0 ? "base" : "grid", x2: "100%", y1: `${y(tick)}%`, y2: `${y(tick)}%` }),
+        make("text", { class: "end", y: `${y(tick)}%`, dx: -8, dy: 4 }, text(tick)),
+      );
     }
-    cell(tr, "number soft", row.index);
-    cell(tr, "passage", "").append(highlight(row.text, words));
-    cell(tr, "answer", row.target);
-    cell(tr, "answer soft", row.answer);
-    for (const mark of row.marks) {
-      cell(tr, `mark ${KINDS[mark] ?? "soft"}`, SIGNS[mark] ?? mark ?? "");
+    const labels = names?.map((name, i) => [i, name]) ?? xTicks.map((tick) => [tick, numberText(tick)]);
+    for (const [at, words] of labels) {
+      if (words && x(at) <= 100) svg.append(make("text", { class: "middle", x: `${x(at)}%`, y: "100%", dy: 18 }, words));
     }
-    cell(tr, "number soft time", row.ms);
-    tr.addEventListener("click", () => String(getSelection()) || toggle(tr));
-    tr.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" || event.key === " ") {
+    if (line) {
+      const places = points.map((each) => `${x(each.x)},${y(each.value)}`).join(" ");
+      const inner = make("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none" });
+      inner.append(make("polyline", { class: "curve s0", points: places }));
+      svg.append(inner);
+    }
+    for (const each of points) {
+      const kind = `s${(each.series ?? 0) % 8}`;
+      const [at, top] = [x(each.x), y(each.value)];
+      const words = each.hint ?? valueText(each.value, unit);
+      if (isBar) {
+        const [left, end] = [x(each.from), x(each.to)];
+        const place = { x: `${left}%`, y: `${top}%`, width: `${Math.max(end - left - 0.2, 0.3)}%`, height: `${100 - top}%` };
+        svg.append(hint(make("rect", { class: `bar ${kind}`, ...place }), words));
+        if (each.label && end - left > 7) {
+          svg.append(note(each.label, { class: "note middle", x: `${(left + end) / 2}%`, y: `${top}%`, dy: -5 }));
+        }
+        continue;
+      }
+      if (each.high !== undefined) {
+        const [low, high] = [y(each.low ?? each.value), y(each.high)];
+        svg.append(make("line", { class: `whisker ${kind}`, x1: `${at}%`, x2: `${at}%`, y1: `${low}%`, y2: `${high}%` }));
+      }
+      if (line !== "area") svg.append(hint(make("circle", { class: `point ${kind}`, cx: `${at}%`, cy: `${top}%`, r: 5 }), words));
+    }
+    markers.forEach((each, i) => {
+      const side = x(each.x) > 60 ? { x: -5, class: "note end" } : { x: 5 };
+      const inner = make("svg", { x: `${x(each.x)}%`, y: 13 * i - 36 });
+      inner.append(make("line", { class: "marker", y2: 236 - 13 * i }), note(each.text, { y: 8, ...side }));
+      svg.append(inner);
+    });
+    if (data.mean !== undefined) {
+      const at = `${y(data.mean)}%`;
+      svg.append(make("line", { class: "marker", x2: "100%", y1: at, y2: at }), note(data.meanText, { class: "note end", x: "100%", y: -22 }));
+    }
+    const entries = series.map((name, i) => [`s${i % 8}`, name]);
+    return [
+      make("div", { class: "axis" }, isLog ? `${yName}, log scale` : yName),
+      ...(entries.length > 1 ? [legend(entries)] : []),
+      svg,
+      make("div", { class: "axis" }, xName),
+    ];
+  };
+
+  // The kinds of charts, each of its part of the record (record.py).
+
+  const title = (name) => {
+    const words = name.split("_");
+    const text = (words.length > 1 ? words.slice(1) : words).join(" ");
+    return text.charAt(0).toUpperCase() + text.slice(1).toLowerCase();
+  };
+  const intervalText = ({ low, high, unit }) => `${valueText(low, unit)} to ${valueText(high, unit)}`;
+  const intervalPoint = (metric, series = 0) => {
+    const { value, low, high, unit } = metric;
+    const text = valueText(value, unit);
+    return { value, low, high, series, text, hint: `${text} (95%: ${intervalText(metric)})` };
+  };
+  const shapeText = (point) => (point.output_len ? `${point.input_len} + ${point.output_len}` : `${point.input_len}`);
+  const loadText = ({ batch_size: rows, concurrency }) => `${rows > 1 ? `batch ${rows}, ` : ""}${concurrency} in flight`;
+  const referenceOf = (task, metric) => task.reference?.metrics.find((each) => each.metric === metric.name);
+  const card = (name, ...parts) => make("div", { class: "card" }, make("h3", {}, name), ...parts);
+  const figure = (name, parts) => card(name, make("figure", { role: "img", "aria-label": name }, ...parts));
+  const pair = (cards) => make("div", { class: "pair" }, ...cards);
+
+  const small = (task, metric) => {
+    const found = referenceOf(task, metric);
+    if (!found) return [];
+    const kind = found.agreeing === null ? "" : found.disagreeing ? "bad" : "good";
+    const words = kind === "good" ? "equals the reference on all samples" : `reference ${valueText(found.reference, metric.unit)}`;
+    return [make("div", { class: `small ${kind}` }, words)];
+  };
+  const cards = (tasks) =>
+    make(
+      "div",
+      { class: "cards" },
+      ...tasks.flatMap((task) =>
+        task.metrics.map((metric) =>
+          make(
+            "div",
+            { class: "card", title: metric.method },
+            make("div", { class: "title" }, `${task.name} \u00b7 ${title(metric.name).toLowerCase()}`),
+            make("div", { class: "big" }, valueText(metric.value, metric.unit)),
+            make("div", { class: "small" }, `95%: ${intervalText(metric)}`),
+            ...small(task, metric),
+          ),
+        ),
+      ),
+    );
+
+  const accuracies = ({ task, baseline, bounds, baseline_source: source }) => {
+    const metrics = task.metrics.filter((each) => each.unit === "fraction");
+    const others = [
+      ["reference", `reference: ${task.reference?.source}`, (metric) => referenceOf(task, metric)?.reference],
+      ["baseline", `baseline: ${source}`, (metric) => baseline[metric.name]?.value],
+      ["bound", "lower bound of the gate", (metric) => bounds[metric.name]?.min],
+    ];
+    const keys = [["k-value", "measured, with 95% interval"]];
+    const rows = metrics.map((metric) => ({ name: title(metric.name), points: [intervalPoint(metric)] }));
+    for (const [mark, words, valueOf] of others) {
+      const values = metrics.map((metric) => valueOf(metric) ?? null);
+      values.forEach((value, i) => {
+        if (value !== null) rows[i].points.push({ value, mark, hint: `${mark} ${valueText(value, "fraction")}` });
+      });
+      if (values.some((value) => value !== null)) keys.push([`k-${mark}`, words]);
+    }
+    return rows.length ? figure("Accuracies with 95% intervals", rowsChart({ rows, unit: "fraction", from: 0, keys })) : "";
+  };
+
+  const load = ({ latency, completed, interval_s: interval, seconds, per_s: mean }) => {
+    const edges = latency.edges_ms;
+    const bars = latency.counts.map((count, i) => {
+      const end = i === latency.counts.length - 1 ? "and above" : `to ${timeText(edges[i + 1])}`;
+      return { x: edges[i], from: edges[i], to: edges[i + 1], value: count, hint: `${count} requests, ${timeText(edges[i])} ${end}` };
+    });
+    const markers = ["p50", "p95", "p99"].map((name) => ({ x: latency[`${name}_ms`], text: `${name} ${timeText(latency[`${name}_ms`])}` }));
+    const last = completed.length - 1; // The last interval is cut off by the end of the run.
+    const points = completed.map((count, i) => ({
+      x: Math.min((i + 0.5) * interval, seconds),
+      value: count / (i === last ? Math.max(seconds - interval * last, interval / 4) : interval),
+    }));
+    const time = { points, line: "area", end: seconds, mean, meanText: `mean ${numberText(mean)}/s` };
+    return pair([
+      figure("Latency under this load", columnsChart({ points: bars, bars: true, markers, xName: "latency, ms", yName: "requests" })),
+      figure("Throughput", columnsChart({ ...time, xName: "time, s", yName: "requests per second" })),
+    ]);
+  };
+
+  // Title, axis, and the value of a point with the higher one up to which a line is drawn.
+  const SWEEP = [
+    ["Latency of a request", "latency p50 (to p95), ms", (point) => [point.latency.p50_ms, point.latency.p95_ms]],
+    ["Throughput", "tokens per second", (point) => [point.tokens_per_s]],
+    ["Time to the first token", "first token p50 (to p95), ms", (point) => [point.first_token_ms, point.first_token_p95_ms]],
+    ["Each further token", "each further token, ms", (point) => [point.per_token_ms]],
+  ];
+  const sweep = (all) => {
+    const [shapes, loads] = [shapeText, loadText].map((text) => [...new Set(all.map(text))]);
+    const width = Math.min(0.7 / loads.length, 0.12 * shapes.length); // of a shape's place
+    const xName = all.some((each) => each.output_len) ? "tokens in + out" : "tokens in";
+    const charts = SWEEP.map(([name, yName, valuesOf]) => {
+      const bars = name === "Throughput";
+      const points = all.flatMap((point) => {
+        const [value, high] = valuesOf(point);
+        if (value === null) return [];
+        const series = loads.indexOf(loadText(point));
+        const x = shapes.indexOf(shapeText(point)) + (series - (loads.length - 1) / 2) * width;
+        const text = bars ? `${numberText(value)} tokens/s` : timeText(value);
+        const place = { x, from: x - 0.45 * width, to: x + 0.45 * width, series, value };
+        const hint = `${shapeText(point)} tokens, ${loadText(point)}: ${text}`;
+        return [{ ...place, hint, label: bars ? numberText(value) : "", ...(high === undefined || high === null ? {} : { high }) }];
+      });
+      return points.length ? figure(name, columnsChart({ points, bars, mayBeLog: !bars, names: shapes, series: loads, xName, yName })) : "";
+    });
+    return pair(charts.filter(Boolean));
+  };
+
+  const history = (runs) =>
+    pair(
+      Object.keys(runs.at(-1).metrics).map((name) => {
+        const known = runs.filter((each) => each.metrics[name]);
+        const points = known.map((run, x) => {
+          const point = intervalPoint(run.metrics[name]);
+          return { ...point, x, hint: `${point.hint}, ${run.run_id}` };
+        });
+        const names = known.map((run, i) => (i && i < known.length - 1 ? "" : run.started_at.slice(0, 16).replace("T", " ")));
+        return figure(title(name), columnsChart({ points, line: "curve", unit: known[0].metrics[name].unit, names }));
+      }),
+    );
+
+  const stages = (all) => {
+    let end = 0; // A stage without its own start follows the one before it.
+    const rows = all.map(({ name, seconds, start_s: start }, series) => {
+      const from = start ?? end;
+      end = Math.max(end, from + seconds);
+      return { name, bars: [{ from, to: from + seconds, text: `${numberText(seconds)} s`, series }] };
+    });
+    return figure("Seconds per stage", rowsChart({ rows, from: 0 }));
+  };
+
+  // Several runs below each other: their metrics, and their latencies with a line up to the 95th percentile.
+  const series = (names) => names.map((name, i) => [`s${i % 8}`, name]);
+  const runs = ({ names, rows: all }) => {
+    const rows = all.map(({ name, metrics }) => ({
+      name,
+      points: metrics.flatMap((metric, i) => (metric ? [intervalPoint(metric, i)] : [])),
+    }));
+    return figure("Accuracies, with 95% intervals", rowsChart({ rows, unit: "fraction", keys: series(names) }));
+  };
+  const speeds = ({ names, rows: all }) => {
+    const point = ([name, { latency }]) => {
+      const [value, high] = [latency.p50_ms, latency.p95_ms];
+      const text = timeText(value);
+      return { value, high, text, hint: `${name}: p50 ${text}, p95 ${timeText(high)}`, series: names.indexOf(name) };
+    };
+    const rows = all.map(({ name, points }) => ({ name, points: points.map(point) }));
+    return figure("Latency, ms", rowsChart({ rows, from: 0, keys: series(names) }));
+  };
+
+  const KINDS = { cards, accuracies, load, sweep, history, stages, runs, speeds };
+
+  // Tables: words of a verdict are coloured.
+
+  const WORDS = [
+    [/\b(breached|breaches|now wrong|worse|differs)\b/, "bad"],
+    [/\b(insufficient|undecided)\b/, "open"],
+    [/\b(held|holds|now right|better)\b/, "good"],
+  ];
+  const tableOf = ({ head, rows, numbers, verdict, links }) => {
+    const kind = (column) => (numbers.includes(column) ? { class: "number" } : {});
+    const headRow = make("tr", {}, ...head.map((text, i) => make("th", { scope: "col", ...kind(i) }, text)));
+    const body = rows.map((row, r) =>
+      make(
+        "tr",
+        {},
+        ...row.map((text, i) => {
+          const href = links[`${r}.${i}`];
+          const colour = i === verdict ? WORDS.find(([pattern]) => pattern.test(text))?.[1] : undefined;
+          if (href) return make("td", kind(i), make("a", { href }, text));
+          return make("td", kind(i), colour ? make("b", { class: colour }, text) : text);
+        }),
+      ),
+    );
+    return make("div", { class: "card scroll", tabindex: 0 }, make("table", {}, make("thead", {}, headRow), make("tbody", {}, ...body)));
+  };
+
+  for (const [name, value] of page.facts) {
+    document.getElementById("facts").append(make("li", {}, `${name} `, make("b", {}, value)));
+  }
+  for (const section of page.sections) {
+    main.append(make("h2", {}, section.title), ...section.text.map((each) => make("p", { class: "lead" }, each)));
+    if (section.code) main.append(make("div", { class: "card" }, make("pre", {}, section.code)));
+    main.append(...section.charts.map(({ kind, data }) => KINDS[kind](data)));
+    main.append(...section.tables.map(tableOf));
+  }
+
+  // Samples: search, filter, pages.
+
+  const showSamples = ({ metrics, titles, rows }) => {
+    const PAGE = 20;
+    const SIGNS = { 0: "\u2717", 1: "\u2713" };
+    const COLOURS = { 0: "bad", 1: "good" };
+    const differs = (row) => row.marks.some((mark, i) => row.reference[i] !== null && row.reference[i] !== mark);
+    const filters = {
+      all: ["all samples", () => true],
+      ...Object.fromEntries(
+        metrics.flatMap((_, i) => [
+          [`right${i}`, [`${titles[i]} right`, (row) => row.marks[i] === 1]],
+          [`wrong${i}`, [`${titles[i]} wrong`, (row) => row.marks[i] === 0]],
+        ]),
+      ),
+      ...(rows.some((row) => row.reference.some((each) => each !== null))
+        ? { differs: ["differs from the reference", differs] }
+        : {}),
+    };
+    const search = make("input", { id: "search", type: "search", placeholder: "Search the samples", "aria-label": "Search the samples" });
+    const filter = make(
+      "select",
+      { id: "filter", "aria-label": "Which samples" },
+      ...Object.entries(filters).map(([value, [text]]) => make("option", { value }, text)),
+    );
+    const [count, place] = [make("span", { id: "count" }), make("span", { id: "page" })];
+    const [previous, next] = ["Back", "Next"].map((text) => make("button", { type: "button", id: text.toLowerCase() }, text));
+    const body = make("tbody", { id: "rows" });
+    const head = [["number", "#"], ["", "passage"], ["", "expected"], ["", "answer"], ...titles.map((each) => ["mark", each]), ["number time", "ms"]];
+    let found = rows;
+    let at = 0;
+
+    const highlight = (text, words) => {
+      const start = words ? text.toLowerCase().indexOf(words) : -1;
+      if (start < 0) return make("span", {}, text);
+      const end = start + words.length;
+      return make("span", {}, text.slice(0, start), make("mark", {}, text.slice(start, end)), text.slice(end));
+    };
+    const toggle = (row) => row.setAttribute("aria-expanded", String(row.classList.toggle("open")));
+    const tableRow = (row, words) => {
+      const tr = make(
+        "tr",
+        { tabindex: 0, "aria-expanded": "false" },
+        make("td", { class: "number soft" }, row.index),
+        make("td", { class: "passage" }, highlight(row.text, words)),
+        make("td", { class: "answer" }, row.target),
+        make("td", { class: "answer soft" }, row.answer),
+        ...row.marks.map((mark) => make("td", { class: `mark ${COLOURS[mark] ?? "soft"}` }, SIGNS[mark] ?? (mark === null ? "" : numberText(mark)))),
+        make("td", { class: "number soft time" }, row.ms),
+      );
+      if (differs(row)) {
+        tr.classList.add("differs");
+        tr.title = "differs from the reference";
+      }
+      tr.addEventListener("click", () => String(getSelection()) || toggle(tr));
+      tr.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
         event.preventDefault();
         toggle(tr);
-      }
-    });
-    return tr;
-  };
-
-  const show = () => {
-    const words = search.value.trim().toLowerCase();
-    const pages = Math.max(1, Math.ceil(found.length / PAGE));
-    page = Math.min(page, pages - 1);
-    const shown = found.slice(page * PAGE, (page + 1) * PAGE);
-    body.replaceChildren(...shown.map((row) => tableRow(row, words)));
-    element("count").textContent =
-      `${found.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")} samples`;
-    element("page").textContent = `page ${page + 1} of ${pages}`;
-    element("previous").disabled = page === 0;
-    element("next").disabled = page === pages - 1;
-  };
-
-  const select = () => {
-    const words = search.value.trim().toLowerCase();
-    const keep = filters[filter.value];
-    found = data.rows.filter(
-      (row) =>
-        keep(row) &&
-        (!words || `${row.index} ${row.text} ${row.target} ${row.answer}`.toLowerCase().includes(words)),
+      });
+      return tr;
+    };
+    const show = () => {
+      const words = search.value.trim().toLowerCase();
+      const pages = Math.max(1, Math.ceil(found.length / PAGE));
+      at = Math.min(at, pages - 1);
+      body.replaceChildren(...found.slice(at * PAGE, (at + 1) * PAGE).map((row) => tableRow(row, words)));
+      count.textContent = `${found.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} samples`;
+      place.textContent = `page ${at + 1} of ${pages}`;
+      previous.disabled = at === 0;
+      next.disabled = at === pages - 1;
+    };
+    const select = () => {
+      const words = search.value.trim().toLowerCase();
+      const [, keep] = filters[filter.value];
+      const text = (row) => `${row.index} ${row.text} ${row.target} ${row.answer}`.toLowerCase();
+      found = rows.filter((row) => keep(row) && (!words || text(row).includes(words)));
+      at = 0;
+      show();
+    };
+    const turn = (by) => () => {
+      at += by;
+      show();
+    };
+    search.addEventListener("input", select);
+    filter.addEventListener("change", select);
+    previous.addEventListener("click", turn(-1));
+    next.addEventListener("click", turn(1));
+    const headRow = make("tr", {}, ...head.map(([kind, text]) => make("th", { class: kind, scope: "col" }, text)));
+    main.append(
+      make("h2", {}, "Samples"),
+      make("p", { class: "lead" }, "Click a row to read it whole."),
+      make(
+        "div",
+        { class: "card" },
+        make("div", { class: "tools" }, search, filter, count),
+        make("div", { class: "scroll" }, make("table", { id: "samples" }, make("thead", {}, headRow), body)),
+        make("div", { class: "pager" }, place, previous, next),
+      ),
     );
-    page = 0;
-    show();
+    select();
   };
-
-  const turn = (by) => () => {
-    page += by;
-    show();
-  };
-  search.addEventListener("input", select);
-  filter.addEventListener("change", select);
-  element("previous").addEventListener("click", turn(-1));
-  element("next").addEventListener("click", turn(1));
-  select();
+  if (page.samples) showSamples(page.samples);
 })();

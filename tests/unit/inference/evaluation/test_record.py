@@ -135,7 +135,7 @@ def test_the_markdown_page_shows_value_interval_and_breach(full, predictions, tm
     write_report(tmp_path, full, predictions)
     page = (tmp_path / "report.md").read_text()
     assert "# sample: gate breached (1 of 1 bounds)" in page
-    assert "| `lambada_last_word` | **50.00%** | 40.00% to 60.00% | 100 |" in page
+    assert "| lambada_last_word | 50.00% | 40.00% to 60.00% | 100 |" in page
     assert "| lambada_last_word | min 0.6 | critical | breached | 0.5 |" in page
     assert "| convert | completed | 2.0 s |" in page
 

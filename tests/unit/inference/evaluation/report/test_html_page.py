@@ -1,39 +1,31 @@
-"""The HTML page: self-contained, escaped, and drawn from the record."""
+"""The HTML page: self-contained, escaped, legible, and readable where no script runs."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
-from xml.etree import ElementTree as ET
+from typing import Any
 
 import pytest
 
+from inference.evaluation.gate import GateResult, Measured, apply_gate
 from inference.evaluation.options import Bound
-from inference.evaluation.record import (
-    Comparison,
-    LatencyPoint,
-    ReferenceComparison,
-    RequestStatistics,
-    StageTiming,
-)
-from inference.evaluation.report.charts import (
-    accuracy_chart,
-    latency_comparison_chart,
-    latency_histogram,
-    log_ticks,
-    nice_ticks,
-    stages_chart,
-    sweep_charts,
-    throughput_chart,
-)
-from inference.evaluation.report.files import render_html
+from inference.evaluation.record import LatencyPoint, Prediction, Report, StageTiming
+from inference.evaluation.report.document import Table
+from inference.evaluation.report.pages import report_document
 from inference.evaluation.run.timing import distribution
 
 _VOID = {"meta", "input", "br"}
+
+
+def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
+    return report_document(report, predictions).html()
 
 
 class Page(HTMLParser):
@@ -91,14 +83,14 @@ def test_text_of_samples_stays_data(report, predictions, text):
     hostile = [replace(predictions[0], text=text, target=text, answer=text), predictions[1]]
     page = render_html(report, hostile)
     data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert json.loads(data)["rows"][0]["text"] == text
+    assert json.loads(data)["samples"]["rows"][0]["text"] == text
     assert not set(data) & set("<>&\u2028\u2029")
     assert "alert" not in script
 
 
 def test_marks_of_samples_are_in_the_data(page):
     (data, _) = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert [row["marks"] for row in json.loads(data)["rows"]] == [[1], [0]]
+    assert [row["marks"] for row in json.loads(data)["samples"]["rows"]] == [[1], [0]]
 
 
 @pytest.mark.parametrize("tag", ["style", "script"])
@@ -109,11 +101,22 @@ def test_the_policy_allows_the_pages_own_style_and_script_alone(page, tag):
     assert "unsafe" not in page
 
 
+def data_of(page: str) -> Any:
+    return json.loads(re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[0])
+
+
 def test_metrics_of_one_quantity_share_a_column(report, predictions, make_metric):
     parts = (make_metric(), make_metric("lambada_last_word_de", sample_value="lambada_last_word"))
     task = replace(report.tasks[0], metrics=parts)
     page = render_html(replace(report, tasks=(task,)), predictions)
-    assert page.count('<th class="mark">') == 1
+    assert data_of(page)["samples"]["metrics"] == ["lambada_last_word"]
+
+
+def test_a_figure_that_json_has_no_number_for_leaves_the_page_readable(report, make_metric):
+    task = replace(report.tasks[0], metrics=(make_metric(high=float("inf")),))
+    page = render_html(replace(report, tasks=(task,)), ())
+    assert "Infinity" not in page
+    assert data_of(page)["sections"][0]["charts"][0]["data"][0]["metrics"][0]["high"] is None
 
 
 def test_names_are_escaped(report, predictions):
@@ -128,151 +131,74 @@ def test_light_and_dark_define_the_same_colours(page):
     assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= names
 
 
-def test_the_verdict_is_shown(report, predictions, make_metric):
-    assert "no gate set" in render_html(report, predictions)
-    passed = render_html(replace(report, bounds={"lambada_last_word": Bound(min=0)}), predictions)
-    assert 'class="pill good"' in passed
+@pytest.mark.parametrize(
+    ("bound", "words", "kind"),
+    [
+        (Bound(min=0), "gate passed (1 of 1 bounds hold)", "good"),
+        (Bound(min=1), "gate breached (1 of 1 bounds)", "bad"),
+        (None, "no gate set", "quiet"),
+    ],
+)
+def test_the_verdict_comes_first(report, predictions, bound, words, kind):
+    bounds = {"lambada_last_word": bound} if bound else {}
+    gate = apply_gate(map(Measured, report.metrics), bounds)
+    page = render_html(replace(report, bounds=bounds, gate=gate), predictions)
+    assert f'class="pill {kind}">{words}</span>' in page
+    sections = [each["title"] for each in data_of(page)["sections"]]
+    assert sections[0] == ("Gate" if bound else "Results")
+
+
+def test_undecided_is_neither_good_nor_bad(report, predictions):
+    bounds = {"lambada_last_word": Bound(min=0)}
+    (held,) = apply_gate(map(Measured, report.metrics), bounds).verdicts
+    gate = GateResult((replace(held, status="insufficient"),))
+    page = render_html(replace(report, bounds=bounds, gate=gate), predictions)
+    assert 'class="pill open">gate undecided' in page
+
+
+def test_the_page_holds_the_markdown_for_readers_without_scripts(report, predictions):
+    document = report_document(report, predictions)
+    (shown,) = re.findall(r"<noscript><pre>(.*?)</pre></noscript>", document.html(), re.DOTALL)
+    assert html.unescape(shown) == document.markdown()
+    assert "| lambada_last_word | 50.00% | 40.00% to 60.00% | 100 |" in document.markdown()
+
+
+def test_cells_of_markdown_hold_no_markup_and_call_nobody(report):
+    text = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b | end"
+    table = Table(("a",), [(text,)]).markdown()
+    assert table.splitlines()[2] == (
+        "| \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` \\_word\\_ a_b \\| end |"
+    )
 
 
 def test_a_report_without_optional_parts_is_drawn(report):
     page = render_html(report, ())
-    assert "Samples" not in page
+    assert data_of(page)["samples"] is None
     assert Page(page).open == []
 
 
-def drawn(chart: str) -> ET.Element:
-    return ET.fromstring(f"<div>{chart}</div>")
+def luminance(colour: str) -> float:
+    """Return the relative luminance of #rrggbb (WCAG 2.2)."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def marks(chart: str, tag: str, kind: str) -> list[ET.Element]:
-    """Return the elements of a tag and of a class, in their order."""
-    return [each for each in drawn(chart).iter(tag) if kind in each.get("class", "").split()]
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_words_and_marks_have_the_contrast_of_wcag_aa(page, scheme):
+    block = re.findall(r":root \{(.*?)\}", page, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
 
+    def contrast(front: str, back: str) -> float:
+        low, high = sorted(luminance(colours[each]) + 0.05 for each in (front, back))
+        return high / low
 
-def place(element: ET.Element, name: str) -> float:
-    return float(element.attrib[name].removesuffix("%"))
-
-
-def numbers(chart: str) -> list[float]:
-    found = re.findall(r' (?:x1|x2|y1|y2|cx|cy|r|width|height)="([^"%]*)%?"', chart)
-    return [float(each) for each in found]
-
-
-def test_accuracy_marks_lie_in_order_on_one_scale(report, make_metric):
-    compared = (Comparison("lambada_last_word", 0.5, 0.4, 0.1), Comparison("other", 0.2, 0.1, 0.1))
-    task = replace(
-        report.tasks[0],
-        metrics=(make_metric(value=0.5),),
-        reference=ReferenceComparison("another run", compared),
-    )
-    report = replace(
-        report,
-        baseline={"lambada_last_word": make_metric(value=0.45)},
-        bounds={"lambada_last_word": Bound(min=0.3), "other_perplexity": Bound(max=9.0)},
-    )
-    chart = accuracy_chart(report, task)
-    (value,) = marks(chart, "circle", "value")
-    places = {
-        each[0].attrib["class"]: place(each, "x")
-        for each in drawn(chart).iter("svg")
-        if "x" in each.attrib
-    }
-    assert places.keys() == {"reference", "baseline", "bound"}
-    assert places["bound"] < places["reference"] < places["baseline"] < place(value, "cx")
-    assert "reference: another run" in chart
-
-
-def test_what_is_not_drawn_has_no_key(report):
-    chart = accuracy_chart(replace(report, bounds={"other": Bound(min=0.3)}), report.tasks[0])
-    assert [each.text for each in drawn(chart).iter("li")] == [None]
-    assert "measured" in chart
-    assert "bound" not in chart
-
-
-@pytest.mark.parametrize("values", [[0.01], [0.01] * 5, [0.001 * n for n in range(1, 300)]])
-def test_latency_histogram_counts_every_request(values):
-    chart = latency_histogram(distribution(values))
-    hints = [each.text or "" for each in drawn(chart).iter("title")]
-    assert sum(int(hint.split()[0]) for hint in hints) == len(values)
-    assert all(number >= 0 for number in numbers(chart))
-
-
-def test_throughput_of_the_shortest_run_is_drawn():
-    requests = RequestStatistics(1, 1, 0.01, 100.0, distribution([0.01]), 0.1, (1,))
-    assert all(number >= 0 for number in numbers(throughput_chart(requests)))
-
-
-def sweep(title: str, points) -> str:
-    return dict(sweep_charts(points))[title]
-
-
-def test_sweep_charts_draw_every_point():
-    points = [
-        LatencyPoint(1, 32, length, flight, 4, 32, distribution([0.1, 0.3]), 50.0 * flight, 9.0)
-        for length in (1, 64)
-        for flight in (1, 4)
-    ]
-    assert len(marks(sweep("Latency of a request", points), "circle", "point")) == 4
-    throughput = sweep("Throughput", points)
-    assert len(marks(throughput, "rect", "bar")) == 4
-    assert len(list(drawn(throughput).iter("li"))) == 2
-
-
-def sweep_point(latency_s: float, *, flight: int = 1, further_ms: float | None = 2.0):
-    latency = distribution([latency_s, 1.5 * latency_s])
-    return LatencyPoint(1, 32, 8, flight, 4, 32, latency, 50.0, 9.0, further_ms, 12.0)
-
-
-def test_times_far_apart_are_drawn_on_a_log_scale():
-    near = sweep("Latency of a request", [sweep_point(0.1), sweep_point(0.2, flight=4)])
-    far = sweep("Latency of a request", [sweep_point(0.001), sweep_point(0.9, flight=4)])
-    assert "log scale" in far
-    assert "log scale" not in near
-    low, high = (place(each, "cy") for each in marks(far, "circle", "point"))
-    assert high < low
-    assert all(number >= 0 for number in numbers(far))
-
-
-def test_points_without_further_tokens_are_left_out_of_their_chart():
-    points = [sweep_point(0.1), sweep_point(0.1, flight=4, further_ms=None)]
-    assert len(marks(sweep("Each further token", points), "circle", "point")) == 1
-    assert len(marks(sweep("Time to the first token", points), "circle", "point")) == 2
-
-
-def test_runs_are_compared_point_by_point():
-    pair = (sweep_point(0.1), sweep_point(0.05))
-    chart = latency_comparison_chart([pair])
-    first, second = (place(each, "cx") for each in marks(chart, "circle", "point"))
-    assert second < first
-    assert any(each.text == "32 + 8, 1 in flight" for each in drawn(chart).iter("b"))
-
-
-def test_stages_follow_each_other_unless_they_say_when():
-    stages = [
-        StageTiming("a", "done", 4.0),
-        StageTiming("b", "done", 4.0),
-        StageTiming("c", "", 1, 2),
-    ]
-    bars = marks(stages_chart(stages), "rect", "bar")
-    first, second, third = (place(each, "x") for each in bars)
-    width = place(bars[0], "width")
-    assert second == pytest.approx(first + width, abs=0.1)
-    assert third == pytest.approx(first + width / 2, abs=0.1)
-
-
-def test_log_ticks_reach_around_the_values():
-    assert log_ticks(3, 40) == pytest.approx([2, 5, 10, 20, 50])
-    assert log_ticks(0.2, 0.2) == pytest.approx([0.2, 0.5])
-    assert log_ticks(1, 1000)[-1] == pytest.approx(1000)
-
-
-@pytest.mark.parametrize(
-    ("high", "ticks"),
-    [(1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (7, [0, 2, 4, 6, 8]), (0.0, [0, 1]), (230, None)],
-)
-def test_ticks_are_round_and_reach_the_top(high, ticks):
-    found = nice_ticks(high)
-    assert found[-1] >= high
-    assert len(found) <= 7
-    if ticks is not None:
-        assert found == pytest.approx(ticks)
+    backs = ("page", "card", "quiet-back")
+    for ink in ("ink", "soft", "faint", "good", "bad", "open", "accent"):
+        for back in backs:
+            assert contrast(ink, back) >= 4.5, (ink, back)
+    for pill in ("good", "bad", "open"):
+        assert contrast(pill, f"{pill}-back") >= 4.5, pill
+    assert contrast("ink", "mark") >= 4.5
+    for number in range(8):  # of graphics
+        assert contrast(f"s{number}", "card") >= 3, number

@@ -360,8 +360,8 @@ def test_a_run_is_compared_with_the_baseline_sample_by_sample(options, model, tm
         ("lambada_last_word", "breached"),
     ]
     changes = (tmp_path / "out" / "changes.md").read_text()
-    assert "4 of 4 samples score differently from the baseline, the most changed first:" in changes
-    assert "last word 1 -> 0" in changes
+    assert "4 of 4 samples score differently from the baseline, the most changed first." in changes
+    assert "last word 1 to 0" in changes
     suite = ET.parse(tmp_path / "out" / "junit.xml").getroot().find("testsuite[@name='gate']")
     assert suite is not None
     assert [case.get("name") for case in suite] == [

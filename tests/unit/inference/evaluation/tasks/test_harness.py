@@ -22,7 +22,7 @@ from inference.evaluation.options import (
     OpenAIClientOptions,
 )
 from inference.evaluation.record import Report, RequestStatistics
-from inference.evaluation.report.files import render_html, render_markdown
+from inference.evaluation.report.pages import report_document
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
 from inference.evaluation.run.task_run import run_task
@@ -330,8 +330,9 @@ def test_a_task_that_sends_its_own_requests_has_a_page_without_charts_of_load(
         make_metric("harness_x_perplexity", 1e9, stderr=1e8, low=8e8, high=1.2e9, unit=""),
     )
     own = replace(report.tasks[0], name="harness:x", metrics=metrics, requests=nothing)
-    page = render_html(replace(report, tasks=(own,)), [])
-    assert "Harness:x" in page
-    assert "Latency under this load" not in page
-    assert "Latency under this load" in render_html(report, [])
-    assert "harness_x_perplexity" in render_markdown("report.md", replace(report, tasks=(own,)), ())
+    document = report_document(replace(report, tasks=(own,)), [])
+    kinds = {each.title: [chart.kind for chart in each.charts] for each in document.sections}
+    assert kinds["Harness:x"] == ["accuracies"]
+    (lambada,) = (e for e in report_document(report, []).sections if e.title == "Lambada")
+    assert [chart.kind for chart in lambada.charts] == ["accuracies", "load"]
+    assert "harness_x_perplexity" in document.markdown()

@@ -1,0 +1,129 @@
+"""`action=upgrade`: the same evaluation of several engines, versions or settings, and a decision.
+
+A row of `upgrade.rows` is a set of keys next to those of the command line; the first row is what
+serves today. Each is a run of its own, on any cluster. All are asked the same samples, and judged
+against the first together. A row that has finished is not run again.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.evaluation.bounds import parse_bounds
+from launcher_scripts.configuration.arguments import hydra_text
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from launcher_scripts.console import Console
+from launcher_scripts.sweep import Combination, Outcome, run_sweep
+
+_NAME = re.compile(r"[\w.-]+")
+# What rows may say of how they are asked; all else of `evaluate` is the same for all.
+_OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
+                    "harness.url", "request_timeout_s", "retry_s")  # fmt: skip
+_OF_ALL = ("action", "stages", "cluster_type", "base_results_dir", "export.run.results_dir", "wait")
+_GATED = (3, 5)  # exit statuses with a report
+_FEWEST = 2
+
+
+def problems_of_upgrade(config: Config) -> list[str]:
+    """Return what is wrong with the section `upgrade`."""
+    rows = config.upgrade.rows
+    _, found = parse_bounds(config.upgrade.gate)
+    problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
+    if len(rows) < _FEWEST:
+        problems.append(
+            f"action=upgrade compares rows, and upgrade.rows has {len(rows)}; give what serves "
+            "today and what is to replace it, such as 'upgrade.rows={now:{},next:"
+            "{deploy.executable:/venvs/next/bin/vllm}}'."
+        )
+    if "evaluate" not in config.stages:
+        problems.append(f"action=upgrade evaluates: stages={config.stages} lacks evaluate.")
+    for name, keys in rows.items():
+        if not _NAME.fullmatch(name):
+            problems.append(f"upgrade.rows.{name}: use letters, digits, '.', '_' and '-'.")
+        if not isinstance(keys, Mapping):
+            problems.append(
+                f"upgrade.rows.{name}={keys} is not a mapping of keys to values, such as "
+                "{deploy.engine: vllm}; {} for the command line's own."
+            )
+            continue
+        problems += [
+            f"upgrade.rows.{name}: {key} is the same for all rows; give it outside of upgrade.rows."
+            for key in keys
+            if not _may_differ(str(key))
+        ]
+    return problems
+
+
+def _may_differ(key: str) -> bool:
+    section, _, rest = key.partition(".")
+    if section == "evaluate":
+        return rest in _OWN_OF_EVALUATE
+    return section not in ("watch", "upgrade", "runs") and key not in _OF_ALL
+
+
+def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combination]:
+    """Return the command line of each row, with a results folder of its own."""
+    words = [each for each in overrides if each.lstrip("+").partition("=")[0] not in _OF_ALL[:1]]
+    found = []
+    for name, keys in config.upgrade.rows.items():
+        results = hydra_text(str(Path(config.upgrade.output_dir) / name))
+        own = [f"{key}={_value(value)}" for key, value in keys.items()]
+        whole = (*words, *own, f"export.run.results_dir={results}")
+        found.append(Combination({"row": name}, whole))
+    return found
+
+
+def _value(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_value, value)) + "]"
+    return hydra_text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def run_and_decide(config: Config, outcomes: Sequence[Outcome], console: Console) -> int:
+    """Run the rows and judge them; return the exit status.
+
+    Jobs that wait in a queue are not judged: the same command does, once they have ended.
+    """
+    from inference.compare import decide
+
+    folder = Path(config.upgrade.output_dir)
+    status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder / "jobs")
+    if status == EXIT_INTERRUPTED:
+        return status
+    queued = [each for each in outcomes if each.run.jobs and not each.run.launcher.in_foreground]
+    if queued and not config.wait:
+        console.say("\nthe rows run in the queue; the same command judges them afterwards")
+        return status
+    bounds, _ = parse_bounds(config.upgrade.gate)
+    try:
+        text, decision = decide(dict(map(_result, outcomes)), bounds, folder)
+    except ValueError as error:
+        console.say(f"\nnothing is decided: {error}")
+        return status or EXIT_FAILED
+    console.say(f"\n{text}\n\npage: {folder / 'upgrade.html'}")
+    return decision
+
+
+def _result(outcome: Outcome) -> tuple[str, Any]:
+    """Return a row's name, and its evaluation or the reason why there is none."""
+    from inference.evaluation.report.files import read_run
+
+    name = outcome.combination.values["row"]
+    if outcome.status not in (EXIT_OK, *_GATED):
+        return name, "; ".join(_errors(outcome)) or f"it ended with status {outcome.status}"
+    try:
+        return name, read_run(Path(outcome.run.config.evaluate.output_dir) / "report.json")
+    except (OSError, ValueError) as error:
+        return name, str(error)
+
+
+def _errors(outcome: Outcome) -> Iterator[str]:
+    for stage, found in outcome.run.records().items():
+        if found is not None and found.error:
+            yield f"{stage}: {found.error.splitlines()[0]}"

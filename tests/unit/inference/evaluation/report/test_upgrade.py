@@ -1,0 +1,193 @@
+"""The upgrade gate: several runs judged against the first, all bounds together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from inference.compare import decide, main
+from inference.evaluation import gate
+from inference.evaluation.gate import BREACHED, Measured, apply_gates
+from inference.evaluation.options import Bound
+from inference.evaluation.paired_tests import POWER, Pairs, smallest_drop
+from inference.evaluation.record import Prediction, Report
+from inference.evaluation.report.compare import Run, compare_runs, judged
+from inference.evaluation.report.files import write_report
+from inference.evaluation.task import Metric
+from tests.conftest import present
+
+SAMPLES = 1850
+RIGHT = 0.6  # of the first row's answers
+CHANGED = 0.01  # of the answers, in a healthy upgrade
+ROWS = 3
+NO_DROP = {"lambada_x": Bound(paired="no drop at 95 %")}
+
+
+def simulated(rng: np.random.Generator, old: np.ndarray, drop: float) -> Pairs:
+    """Return the scores of a row: as many answers are lost as gained, and `drop` more are lost."""
+    draw = rng.random(len(old))
+    lost, gained = (CHANGED / 2 + drop) / RIGHT, CHANGED / 2 / (1 - RIGHT)
+    new = np.where(old == 1.0, draw >= lost, draw < gained).astype(float)
+    return Pairs(tuple(new.tolist()), tuple(old.tolist()))
+
+
+def breached_rows(
+    rng: np.random.Generator, metric: Metric, drops: Sequence[float], count: int = SAMPLES
+) -> list[bool]:
+    """Return which rows of one simulated upgrade are found to be worse."""
+    old = (rng.random(count) < RIGHT).astype(float)
+    rows = [simulated(rng, old, drop) for drop in drops]
+    found = apply_gates([[Measured(metric, metric, each)] for each in rows], NO_DROP)
+    return [each.verdicts[0].status == BREACHED for each in found]
+
+
+@pytest.fixture
+def metric(make_metric, monkeypatch) -> Metric:
+    # The power of each row is not what is simulated, and takes most of the time.
+    monkeypatch.setattr(gate, "smallest_drop", lambda *_, **__: None)
+    return make_metric("lambada_x", 0.6, scale="mean")
+
+
+def rates(metric: Metric, upgrades: int) -> tuple[float, float, float]:
+    """Return the share of healthy upgrades with an alarm, and of those with a planted drop of one
+    point in the second row that find it, and that accuse another.
+    """
+    rng = np.random.default_rng(11)
+    healthy = [any(breached_rows(rng, metric, [0.0] * ROWS)) for _ in range(upgrades)]
+    planted = [breached_rows(rng, metric, [0.0, 0.01, 0.0]) for _ in range(upgrades)]
+    return (
+        float(np.mean(healthy)),
+        float(np.mean([each[1] for each in planted])),
+        float(np.mean([each[0] or each[2] for each in planted])),
+    )
+
+
+def stated_power() -> float:
+    """Return the smallest drop that 80 % of upgrades catch, as the verdicts state it."""
+    found = smallest_drop(SAMPLES, CHANGED**0.5, 0.0, alpha=0.05 / ROWS, binary=True)
+    return present(found)
+
+
+@pytest.mark.soak
+def test_a_point_lost_in_one_row_is_found_and_healthy_rows_are_not_accused(metric, soak):
+    upgrades = 200 * min(soak, 20)
+    alarms, found, accused = rates(metric, upgrades)
+    assert stated_power() == pytest.approx(0.01, abs=0.001)
+    errors = 3 / upgrades**0.5  # three standard errors of a share
+    assert max(alarms, accused) <= 0.05 + errors * (0.05 * 0.95) ** 0.5
+    assert found >= POWER - errors * (POWER * (1 - POWER)) ** 0.5
+
+
+def run_of(report: Report, metric: Metric, scores: Sequence[float], name: str) -> Run:
+    """Return a run that scores its samples so."""
+    own = replace(metric, value=sum(scores) / len(scores), count=len(scores))
+    task = replace(report.tasks[0], metrics=(own,))
+    predictions = [
+        Prediction(
+            "lambada", i, f"text {i}", "lamp", f"says {score:g}", {metric.name: score}, 0.01,
+            id=f"id{i}",
+        )
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+    return replace(report, run_id=name, tasks=(task,)), predictions
+
+
+GOOD = [1.0] * 300 + [0.0] * 100
+WORSE = [0.0] * 20 + [1.0] * 280 + [0.0] * 100
+
+
+@pytest.fixture
+def runs(report, make_metric) -> dict[str, Run | str]:
+    metric = make_metric("lambada_x", scale="mean")
+    return {
+        name: run_of(report, metric, scores, f"run_{name}")
+        for name, scores in (("now", GOOD), ("next", GOOD), ("fp8", WORSE), ("tp2", GOOD))
+    }
+
+
+def test_the_row_that_lost_is_named_with_its_samples(runs, tmp_path):
+    shown, status = decide(runs, {}, tmp_path)
+    assert status == 3
+    assert shown.startswith("sample: comparison: breached: fp8; held: next, tp2")
+    saved = json.loads((tmp_path / "upgrade.json").read_text())
+    statuses = {row: each["verdicts"][0]["status"] for row, each in saved["runs"].items()}
+    assert statuses == {"next": "held", "fp8": "breached", "tp2": "held"}
+    assert saved["first"] == "now"
+    assert saved["runs"]["fp8"]["verdicts"][0]["smallest"] > 0.01
+    root = ET.parse(tmp_path / "junit.xml").getroot()
+    assert {suite.get("name"): suite.get("failures") for suite in root} == {
+        "next": "0", "fp8": "1", "tp2": "0",
+    }  # fmt: skip
+    page = (tmp_path / "upgrade.md").read_text()
+    assert "| 0 | fp8 | text 0 | lamp | says 1 | says 0 | x now wrong |" in page
+    assert page.count("now wrong") == 20
+
+
+def test_bounds_of_all_rows_are_adjusted_together(runs):
+    first, *others = (each for each in runs.values() if not isinstance(each, str))
+    compared = [compare_runs(first, each) for each in others]
+    bounds = {"lambada_x": Bound(paired="no drop at 95 %")}
+    together = judged(first[0], compared, bounds)[1].gate.verdicts[0]
+    (alone,) = judged(first[0], compared[1:2], bounds)
+    assert present(together.p_value) == pytest.approx(3 * present(alone.gate.verdicts[0].p_value))
+    assert present(together.smallest) > present(alone.gate.verdicts[0].smallest)
+
+
+def test_a_row_without_figures_is_not_passed(runs, report, make_metric, tmp_path):
+    del runs["fp8"]
+    runs["tp2"] = "deploy: out of memory"
+    other = run_of(report, make_metric("lambada_x", scale="mean"), GOOD[1:], "run_short")
+    _, status = decide({**runs, "short": other}, {}, tmp_path)
+    assert status == 4
+    saved = json.loads((tmp_path / "upgrade.json").read_text())
+    assert saved["failed"]["tp2"] == "deploy: out of memory"
+    assert {*saved["failed"]} == {"tp2", "short"}
+    root = ET.parse(tmp_path / "junit.xml").getroot()
+    assert root.findall("testsuite[@name='tp2']/testcase/error")
+
+
+def test_too_few_samples_leave_an_upgrade_undecided(report, make_metric, tmp_path):
+    metric = make_metric("lambada_x", scale="mean")
+    few = {name: run_of(report, metric, GOOD[:40], name) for name in ("now", "next")}
+    _, status = decide(few, {}, tmp_path)
+    assert status == 5
+    assert 'class="pill open">undecided: next' in (tmp_path / "upgrade.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reported"),
+    [
+        ({"other": Bound(paired="no drop at 95 %")}, "other: the first run has no such figure"),
+        ({"lambada_x": Bound(paired="no rise at 95 %")}, "lambada_x gets worse by a drop"),
+    ],
+)
+def test_bounds_that_cannot_be_applied_are_refused(runs, tmp_path, bounds, reported):
+    with pytest.raises(ValueError, match=reported):
+        decide(runs, bounds, tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+
+
+def test_nothing_is_judged_without_the_first_run(runs, tmp_path):
+    with pytest.raises(ValueError, match=r"now, .* has no report: it failed"):
+        decide({**runs, "now": "it failed"}, {}, tmp_path)
+
+
+def test_the_command_judges_reports(runs, tmp_path: Path, capsys):
+    paths = []
+    for name, (report, predictions) in runs.items():
+        (tmp_path / name).mkdir()
+        write_report(tmp_path / name, report, predictions)
+        paths.append(str(tmp_path / name))
+    assert main([*paths, "--gate", str(tmp_path / "page")]) == 3
+    assert "breached: fp8" in capsys.readouterr().out
+    words = ["--gate", str(tmp_path / "page"), "--bound", "lambada_x=no drop of more than 20 %"]
+    assert main([*paths, *words]) == 2
+    assert "is not a bound" in capsys.readouterr().err
+    words[-1] += " at 95 %"
+    assert main([*paths, *words]) == 0

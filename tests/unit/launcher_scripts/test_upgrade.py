@@ -1,0 +1,131 @@
+"""action=upgrade: rows are checked, composed with folders of their own, and judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.record import RunFacts
+from inference.evaluation.run.evaluator import evaluate
+from launcher_scripts import upgrade
+from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.console import Console
+from launcher_scripts.main import main
+from launcher_scripts.sweep import Combination
+from launcher_scripts.upgrade import combinations_of_rows, problems_of_upgrade, run_and_decide
+from tests.fake_model import partly_right_model, write_passages
+
+SAMPLE = ["action=upgrade", "export=gpt3/sample", "stages=[evaluate]"]
+TP = "export.model.tensor_model_parallel_size"
+
+
+def config_of(*words: str) -> Any:
+    composition = compose_config([*SAMPLE, *words])
+    assert composition.problems == ()
+    return composition.config
+
+
+@pytest.mark.parametrize(
+    ("rows", "reported"),
+    [
+        ("{}", "upgrade.rows has 0"),
+        ("{now:{},next:{evaluate.limit:5}}", "evaluate.limit is the same for all rows"),
+        ("{now:{},next:{evaluate.lambada.data_path:/x}}", "data_path is the same for all rows"),
+        ("{now:{},next:{stages:[deploy]}}", "stages is the same for all rows"),
+        ("{now:{},next:5}", "upgrade.rows.next=5 is not a mapping"),
+        ("{now:{},a/b:{}}", "upgrade.rows.a/b: use letters"),
+    ],
+)
+def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str) -> None:
+    (problem,) = problems_of_upgrade(config_of(f"++upgrade.rows={rows}"))
+    assert reported in problem
+
+
+def test_a_wrong_key_of_a_row_is_named_with_its_row(tmp_path: Path, capsys) -> None:
+    rows = "upgrade.rows={now:{},next:{deploy.engin:vllm}}"
+    assert main([*SAMPLE, rows, f"base_results_dir={tmp_path}"]) == 2
+    assert "unknown key deploy.engin " in capsys.readouterr().err
+
+
+def test_a_wrong_sentence_is_refused_before_anything_starts(tmp_path: Path, capsys) -> None:
+    words = ["upgrade.rows={now:{},next:{}}", "upgrade.gate.lambada_last_word=no harm"]
+    assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
+    assert "upgrade.gate.lambada_last_word" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_each_row_has_its_keys_and_a_folder(tmp_path: Path) -> None:
+    rows = f"upgrade.rows={{now:{{}},next:{{{TP}:4,deploy.command:[a b,'c={{port}}']}}}}"
+    words = [*SAMPLE, f"++{rows}", f"base_results_dir={tmp_path}"]
+    now, following = combinations_of_rows(config_of(*words[3:]), words)
+    assert now.label == "row=now"
+    composition = compose_config(following.overrides)
+    assert composition.problems == ()
+    config = cast(Any, composition.config)
+    assert config.action == "run"
+    assert config.export.model.tensor_model_parallel_size == 4
+    assert config.deploy.command == ["a b", "c={port}"]
+    assert config.results_dir == tmp_path / "gpt_books_5m" / "upgrade" / "next"
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path, monkeypatch) -> list[Any]:
+    """Return two rows that have ended, the second of which says nothing that is right."""
+    options = EvaluationOptions(
+        output_dir="",
+        data_dir=tmp_path,
+        lambada=LambadaOptions(data_path=str(write_passages(tmp_path / "passages.jsonl"))),
+        latency=LatencyOptions(enabled=False),
+    )
+    model, found = partly_right_model(), []
+    for name in ("now", "next"):
+        evaluate(replace(options, output_dir=str(tmp_path / name)), RunFacts(name), model=model)
+        model.continuations.clear()
+        model.log_prob = -3.0
+        run = SimpleNamespace(
+            jobs={},
+            launcher=SimpleNamespace(in_foreground=True),
+            records=dict,
+            config=SimpleNamespace(evaluate=SimpleNamespace(output_dir=str(tmp_path / name))),
+        )
+        found.append(SimpleNamespace(combination=Combination({"row": name}, ()), run=run, status=0))
+    monkeypatch.setattr(upgrade, "run_sweep", lambda *_, **__: 0)
+    return found
+
+
+def decided(outcomes: list[Any], tmp_path: Path) -> int:
+    rows = "++upgrade.rows={now:{},next:{}}"
+    config = config_of(rows, f"upgrade.output_dir={tmp_path}/page")
+    return run_and_decide(config, outcomes, Console())
+
+
+def test_the_rows_are_judged_and_drawn(outcomes, tmp_path: Path, capsys) -> None:
+    assert decided(outcomes, tmp_path) == 3
+    assert "breached: next" in capsys.readouterr().out
+    assert {each.name for each in (tmp_path / "page").iterdir()} == {
+        "junit.xml", "upgrade.html", "upgrade.json", "upgrade.md",
+    }  # fmt: skip
+
+
+def test_a_row_that_failed_is_not_judged_by_an_earlier_report(outcomes, tmp_path: Path) -> None:
+    outcomes[1].status = 1
+    assert decided(outcomes, tmp_path) == 4
+
+
+def test_nothing_is_decided_without_the_first_row(outcomes, tmp_path: Path, capsys) -> None:
+    outcomes[0].status = 1
+    assert decided(outcomes, tmp_path) == 1
+    assert "nothing is decided" in capsys.readouterr().out
+    assert not (tmp_path / "page").exists()
+
+
+def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> None:
+    outcomes[0].run.launcher.in_foreground = False
+    outcomes[0].run.jobs = {"evaluate": None}
+    assert decided(outcomes, tmp_path) == 0
+    assert "the same command judges them" in capsys.readouterr().out
