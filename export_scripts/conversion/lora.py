@@ -47,7 +47,7 @@ _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 # Settings of PEFT's LoRA that are read here, and those that change nothing in how it is merged. Any
 # other that is set, of this or a later version, is refused.
-_PEFT_KNOWN = frozenset({
+PEFT_KNOWN = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora",
     "init_lora_weights",
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
@@ -387,7 +387,7 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
 def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
     config = json_file(path / _PEFT_CONFIG)
     weights = next((path / name for name in _PEFT_WEIGHTS if (path / name).is_file()), None)
-    problems = _peft_problems(config, path / _PEFT_CONFIG)
+    problems = peft_problems(config, path / _PEFT_CONFIG)
     if weights is None:
         problems.append(f"{path} has no weights; expected {' or '.join(_PEFT_WEIGHTS)}")
     if problems or weights is None:
@@ -427,7 +427,8 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
     return _Adapter(path, tuple(changes), (path / _PEFT_CONFIG, weights))
 
 
-def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
+def peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
+    """Return every setting of PEFT's configuration by which an adapter cannot be merged."""
     problems = []
     if (kind := config.get("peft_type")) != "LORA":
         return [f"{where}: peft_type = {kind!r}; expected LORA"]
@@ -440,7 +441,7 @@ def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
     problems += [
         f"{where}: {key} = {value!r:.100} is not supported: {remedy}"
         for key, value in config.items()
-        if value and key not in _PEFT_KNOWN
+        if value and key not in PEFT_KNOWN
     ]
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.conversion.lora import PEFT_KNOWN, peft_problems
 from export_scripts.errors import CheckpointMismatchError
 from tests.tiny import (
     TinyGPT,
@@ -85,6 +86,17 @@ def merge_by_peft(base: Path, folder: Path, *adapters: Path) -> Path:
 
 
 ALL_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_each_setting_of_the_installed_peft_is_known_or_refused() -> None:
+    usual = peft.LoraConfig().to_dict()
+    assert peft_problems(usual, Path("adapter_config.json")) == []
+    for name in usual.keys() - PEFT_KNOWN:
+        changed = usual | {name: {"of": "next year"}}
+        (problem,) = peft_problems(changed, Path("adapter_config.json"))
+        assert f": {name} = " in problem
+
+
 PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "attention": ("llama", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
     "every matrix": ("llama", {"r": 4, "lora_alpha": 7, "target_modules": ALL_LLAMA}),

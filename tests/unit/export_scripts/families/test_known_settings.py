@@ -76,6 +76,8 @@ def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str) -> Non
         ({"qk_l2_norm": True, "hidden_dropout": 0.7, "fp8": "hybrid"}, {"qk_l2_norm"}),
         ({"a_setting_of_next_year": 1, "another": None}, {"a_setting_of_next_year"}),
         ({"a_setting_of_next_year": False}, {"a_setting_of_next_year"}),
+        # Megatron Bridge 0.6, HybridModelProvider
+        ({"mamba_chunk_size": 128, "mamba_num_groups": 8, "keep_mtp_spec_in_bf16": False}, set()),
         ({"softmax_type": "vanilla", "normalize_attention_scores": True}, set()),
         ({"moe_latent_size": 8, "use_mup": True}, {"use_mup"}),
     ],
