@@ -119,7 +119,7 @@ def rounds(
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield what every program does with each batch and each length of prompts."""
-    # Of every contender's process: the threads of torch, and memory as a server has it.
+    # In every contender's process: the threads of torch, and memory as a server has it.
     os.environ |= {**memory_variables(), "OMP_NUM_THREADS": str(args.threads)}
     torch.set_num_threads(args.threads)
     model = decoder_model(args.model, args.work_dir, weight_data_type=args.weight_data_type)
@@ -177,7 +177,7 @@ def step_bytes(
     computed = compute_dtype(data_type, torch.device(device))
     kept = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed
     matrix_bytes = 1 if int8 else kept.itemsize
-    # Of the embedding one row is read per token, unless it is the head as well.
+    # One row of the embedding is read per token, unless it is the head as well.
     unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
     weights = sum(
         prod(tensor.shape) * (matrix_bytes if len(tensor.shape) > 1 else computed.itemsize)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MINORS = range(11, 15)
-# What points pip and uv at files of one machine.
+# Variables that point pip and uv at files of one machine.
 _LOCAL = {"PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_CONSTRAINT"}
 _LOCAL |= {"UV_FIND_LINKS", "UV_NO_INDEX", "UV_CONFIG_FILE"}
 

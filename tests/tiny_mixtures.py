@@ -12,7 +12,7 @@ from tests.tiny_huggingface import read_tensors
 
 _ATTENTION = "decoder.layers.{}.self_attention."
 _EXPERTS = "decoder.layers.{}.mlp.experts."
-# Of both models: 4 heads in 2 groups.
+# In both models: 4 heads in 2 groups.
 _GROUPS = 2
 
 # Megatron-LM's arguments of the models in tests/tiny_transformers.py.

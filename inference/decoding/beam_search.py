@@ -21,7 +21,7 @@ from inference.decoding.rows import FinishReason, PromptResult, RowRequest, RowR
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
-# What every beam but the first starts from, so that the first step fills all from one.
+# The score that every beam but the first starts from, so that the first step fills all from one.
 UNSTARTED = -1e20
 
 
@@ -71,7 +71,7 @@ class BeamRow:
         self._vocab_size = vocab_size
         self.prompt = PromptResult()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
-        # What all beams share; each has its own answer.
+        # Values that all beams share; each has its own answer.
         self._logit_bias = RowBias(o, output_len=0).arrays()
         self._prompt_ids = prompt_ids(request.context_ids, vocab_size)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from inference.decoding.tensor_fields import Array, TensorFields
 
-# Of all rows of a request: each step looks at every word.
+# For all rows of a request: each step looks at every word.
 MOST_IDS = 1 << 18
 Words = tuple[tuple[int, ...], ...]
 

@@ -112,7 +112,7 @@ class Capacity:
         return problems
 
 
-# What generates text.
+# Architectures that generate text.
 GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
 
 

@@ -45,7 +45,7 @@ from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement, RankSettings
 
-# What a program that computes in its own process needs.
+# Names that a program needs to compute in its own process.
 __all__ = ["Engine", "EngineOptions", "Placement"]
 
 _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}

@@ -31,7 +31,7 @@ from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm import make_gemm
 from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
-# Of attention and MLP: the norms before and after, and the adapter.
+# The norms before and after attention and MLP, and the adapter.
 _ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
 _MLP_PLACES = ("post_attention_layernorm", "mlp_output_layernorm", "after_ffn_adapter.")
 

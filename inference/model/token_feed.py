@@ -61,7 +61,7 @@ class TokenFeed:
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._vocab = vocab
         self._vocab_size = len(vocab) if vocab_size is None else vocab_size
-        # Of the whole vocabulary on every rank, (slots + 1, V), see `marks_bytes`.
+        # The whole vocabulary on every rank, (slots + 1, V), see `marks_bytes`.
         self._seen = torch.zeros(slots + 1, self._vocab_size, dtype=torch.uint8, device=device)
         self._bias = torch.zeros(slots + 1, self._vocab_size, device=device)
         self._gather = gather

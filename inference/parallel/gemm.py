@@ -11,7 +11,7 @@ from inference.parallel import gemm_cpu
 from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
 from inference.parallel.int8 import Int8Gemm
 
-# Of a linear without a residual: (N, O) for (N, I).
+# A linear without a residual: (N, O) for (N, I).
 Product = Callable[[torch.Tensor], torch.Tensor]
 # activation(x W + bias) + residual, (N, O), for x (N, I) and residual (N, O) or None.
 Gemm = Callable[..., torch.Tensor]

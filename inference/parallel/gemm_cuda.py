@@ -215,7 +215,7 @@ def _some_rows(
     share = tl.cdiv(tl.cdiv(inputs, INPUTS), PARTS) * INPUTS
     begin = tl.program_id(1) * share
     wait_for_earlier(EARLY)
-    # Of weights that are widened as the second operand, tensor cores take 32 bits at once from
+    # For weights that are widened as the second operand, tensor cores take 32 bits at once from
     # shared memory, as the first 16.
     NARROW: tl.constexpr = scale_at is not None
     total = tl.zeros((ROWS, OUTPUTS) if NARROW else (OUTPUTS, ROWS), tl.float32)

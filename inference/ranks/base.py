@@ -84,7 +84,7 @@ class RankBase(ABC):
     architecture: Architecture
     model: StageModel
     cache: KVCache  # of ranks that generate
-    # What ranks of some kinds have recorded.
+    # Records of ranks of some kinds.
     _graphs: Any = None
     _prompt_graphs: Any = None
     _encoder_graphs: Any = None

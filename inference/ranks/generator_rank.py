@@ -106,7 +106,7 @@ class GeneratorRank(RankBase):
             step = self._step(
                 ids[first:stop], segments, mine, has_virtual=has_virtual, embeddings=embeddings
             )
-            # Of a last layer only rows with logits are computed, unless hidden states are pooled.
+            # A last layer computes only rows with logits, unless hidden states are pooled.
             narrows = self.model.narrows and self.layout.is_last_stage and not plan.pool
             steps.append(replace(step, narrows=narrows))
             first = stop

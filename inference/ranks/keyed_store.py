@@ -35,7 +35,7 @@ _GREETING_S = 5.0  # to prove possession of the key
 _MOST_GREETINGS = 64
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
 
-# Of torch's store that the server applies; a wait is a client's, which asks again.
+# The timeout that torch's store applies on the server; a wait is a client's, which asks again.
 _OPERATIONS = ("set", "get", "add", "check", "compare_set", "delete_key", "num_keys")
 
 Answer = Callable[..., Any]

@@ -15,7 +15,7 @@ import transformers
 from export_scripts.conversion.convert import ConversionRequest, convert, folder_problems
 from tests.golden.test_shards import GOLDEN
 
-# What Hugging Face cannot express, and the reason given.
+# Models that Hugging Face cannot express, and the reason given.
 REFUSED = {
     "t5_nemo/train_tp2_pp1_relative_geglu_nobias": "",  # an equal
     "gpt_megatron/v3_tp2_pp1_adapters": "adapter_inter_size is 12 in the model",

@@ -60,7 +60,7 @@ T5_KEYS = (
     "decoder.tie_word_embeddings",
 )  # fmt: skip
 
-# What the reference's clients and examples also read of a Hugging Face model.
+# Files of a Hugging Face model that the reference's clients and examples also read.
 T5_CLIENT_KEYS = tuple(
     f"*.{key}"
     for key in (

@@ -1,4 +1,4 @@
-"""Ranks that a launcher started: how they meet, what they are reported, and who is missed."""
+"""Ranks that a launcher started: how they meet, what they are reported, and which is missed."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ MODELS: dict[str, tuple[ModelFamily, Any]] = {
         ),
     ),
 }
-# Of the largest logit: the order of sums; 20 units of fp16's 2**-11 and 15 of bf16's 2**-8, the
-# rounding of the numbers between three layers' products.
+# Relative to the largest logit: the order of sums; 20 units of fp16's 2**-11 and 15 of bf16's 2**-8,
+# the rounding of the numbers between three layers' products.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
 PROMPT = [7, 3, 11, 2, 40, 17, 5]
 
@@ -191,7 +191,7 @@ def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_
         expected = prompt_logits(exact, PROMPT * 10)
         for length in (7, 28, 64, 70):
             error = prompt_logits(small, (PROMPT * 10)[:length]).cpu() - expected[:length]
-            # Of 12 quantised products some 1% each in int8, 4% in FP8, and 8 bits of bf16 between.
+            # 12 quantised products add some 1% each in int8, 4% in FP8, and 8 bits of bf16 between.
             assert error.norm() / expected[:length].norm() < (0.2 if "fp8" in form else 0.1)
         assert len(small.generate(request).rows) == 3
 

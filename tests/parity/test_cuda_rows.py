@@ -16,7 +16,7 @@ from inference.model.layers import QueryKeyNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
-# Of values up to 4: a unit of fp16's 2**-11, and the order of sums in fp32.
+# For values up to 4: a unit of fp16's 2**-11, and the order of sums in fp32.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 

@@ -13,7 +13,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.megatron_core_checkpoints import Save, save_all
 from tests.rank_threads import logits_of
 
-# Of the largest logit; fp32 on both sides, in another order of summation.
+# Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
 
 # The first of each model is saved by one rank; megatron-core cuts the others from it.

@@ -18,7 +18,7 @@ from tests.engine_logits import prompt_logits
 from tests.ft_folders import unpack_case
 from tests.rank_threads import logits_of
 
-# Of the largest logit. fp32: another order of summation. fp16: weights rounded to 11 bits.
+# Relative to the largest logit. fp32: another order of summation. fp16: weights rounded to 11 bits.
 FP32_TOLERANCE = 1e-4
 FP16_TOLERANCE = 1e-2
 

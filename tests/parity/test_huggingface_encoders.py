@@ -16,7 +16,7 @@ from inference.engine.encoding import EncodingResult, parse_encoding
 from inference.ranks.settings import Placement
 from tests.rank_threads import logits_by, states_by
 
-# Of the largest value, in fp32: another order of summation.
+# Relative to the largest value, in fp32: another order of summation.
 TOLERANCE = 1e-4
 # The tanh form of gelu in place of erf, which is what FasterTransformer always computes.
 TANH_TOLERANCE = 2e-3

@@ -55,7 +55,7 @@ SCALED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**families.FALCON, "new_decoder_architecture": True, "num_kv_heads": 1},
     ),
 }  # fmt: skip
-# What transformers 4 cannot compute, and what it does instead.
+# Models that transformers 4 cannot compute, and its behaviour instead.
 NOT_IN_4: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "olmo2-yarn": ("Olmo2Config", {**OLMO2, **_YARN}, "refuses"),
     "nemotron-linear": ("NemotronConfig", {**LLAMA, **rope("linear", factor=3.0)}, "ignores"),

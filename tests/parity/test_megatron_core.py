@@ -16,7 +16,7 @@ from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 
-# Of the largest logit; fp32 on both sides, in another order of summation.
+# Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
 
 
@@ -54,7 +54,7 @@ def test_a_hybrid_model_gives_the_recorded_logits(
 
 
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
-# What Megatron Bridge writes of each model in tests.tiny_transformers, but its sizes.
+# Megatron Bridge's settings for each model in tests.tiny_transformers, but its sizes.
 GEMMAS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {
@@ -79,7 +79,7 @@ RENAMED = {
     "self_attn.k_norm": "self_attention.k_layernorm.weight",
     "mlp.down_proj": "mlp.linear_fc2.weight",
 }
-# Of a Gemma, and of its successors.
+# A Gemma's, and its successors'.
 NORMS = {"post_attention_layernorm": "mlp.linear_fc1.layer_norm_weight"}
 NORMS2 = {
     "pre_feedforward_layernorm": "mlp.linear_fc1.layer_norm_weight",

@@ -128,7 +128,7 @@ def test_damaged_file_is_named_with_the_first_layer_that_deviates(
     assert difference.max_abs == pytest.approx(3)
     assert report.first_place is not None
     assert str(report.first_place.place) == place
-    # What comes before is right to the last digits.
+    # The layers before are right to the last digits.
     before = report.activations[: report.activations.index(report.first_place)]
     assert all(each.relative < 1e-5 for each in before)
 

@@ -24,7 +24,7 @@ from tests.rank_threads import logits_of
 from tests.settings_sweep import BASE, IDS, pairs, singles
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 
-# Of the largest logit; fp32 on both sides, in another order of summation.
+# Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = 12  # times 100 in `make soak`, which is all of them

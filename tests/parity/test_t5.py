@@ -24,7 +24,7 @@ from tests.tiny_t5_tuning import (
     write_prompts,
 )
 
-# Of the largest value. fp32: another order of summation. fp16: weights rounded to 11 bits.
+# Relative to the largest value. fp32: another order of summation. fp16: weights rounded to 11 bits.
 FP32_TOLERANCE = 1e-4
 FP16_TOLERANCE = 1e-2
 

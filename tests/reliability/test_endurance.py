@@ -33,7 +33,7 @@ pytestmark = pytest.mark.triton
 CLIENTS = 64
 SOAK_SECONDS = 6.0  # times 100 in `make soak`
 EXAMPLES = 3  # times 100 in `make soak`
-# What allocators keep; one lost request of a kilobyte in a hundred would soon be more.
+# Allocators keep this much; one lost request of a kilobyte in a hundred would soon be more.
 GROWTH_BYTES = 64 << 20
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 

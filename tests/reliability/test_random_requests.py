@@ -61,9 +61,9 @@ WAIT_S = 120
 POSITIONS = 64
 LONGEST_PROMPT, LONGEST_ANSWER = 32, 24
 PREEMPTED_SHARE = 0.1  # of the steps in which no other step is under way
-# Of a sum of some dozen hidden states, in fp32.
+# Relative to a sum of some dozen hidden states, in fp32.
 POOLED_TOLERANCE = 1e-3
-# Of the largest value: BERT's gelu is the tanh form here, as in FasterTransformer.
+# Relative to the largest value: BERT's gelu is the tanh form here, as in FasterTransformer.
 GELU_TOLERANCE = 5e-3
 
 DECODERS = (
@@ -109,7 +109,7 @@ class Oracle:
         # Granite multiplies what it is given in place of tokens, too; the engine's first layer
         # reads that as it is.
         self._scale = getattr(model.config, "embedding_multiplier", 1.0)
-        # Of LongRoPE: longer sequences have other factors.
+        # LongRoPE has other factors for longer sequences.
         self._short = getattr(model.config, "original_max_position_embeddings", None)
         if not model.config.is_encoder_decoder:
             base = model.base_model

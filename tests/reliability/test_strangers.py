@@ -532,7 +532,7 @@ def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
         ),
         (infer, json.dumps({"inputs": [_shaped(1, 2)] * 10_000}).encode(), {}),
         (infer, json.dumps({"parameters": {str(key): 1 for key in range(50_000)}}).encode(), {}),
-        # What it says of this one names 500 kB; the front looks for names of its own in it.
+        # Its message about this one names 500 kB; the front looks for names of its own in it.
         (infer, json.dumps({**INFER, "outputs": [{"name": "unix:" * 100_000}]}).encode(), {}),
         # It ends at those of a text, such as an ensemble returns.
         (infer, json.dumps({**INFER, "outputs": [CLASSES]}).encode(), {}),

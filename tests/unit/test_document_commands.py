@@ -20,7 +20,7 @@ DOCUMENTS = (
     "fastertransformer_backend.md",
     "pytriton.md",
 )
-# What only the reader has, or what asks a cluster; each is tested elsewhere.
+# Commands that need the reader's files or ask a cluster; each is tested elsewhere.
 NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'", "margin:")
 
 

@@ -384,9 +384,9 @@ def _leave_head(
     HEADS: tl.constexpr,  # a power of two, at least G
     JOINED: tl.constexpr,  # parts that are read at once
 ):
-    """Store G query heads' results; of a head in parts, this part: who stores the last joins all.
+    """Store the results of G query heads, or of this part of heads that are cut into parts.
 
-    The state is that of `_attend_keys`.
+    The program that stores the last part of a head joins all its parts. The state is that of `_attend_keys`.
     """
     largest, total, mixed = state
     WIDTH: tl.constexpr = heads.WIDTH
@@ -463,8 +463,8 @@ def flash_decode(
     """Flash decoding with split keys: each key is read once for all query heads that share it.
 
     The heads of all tokens lie end to end, in tiles of cached tokens, of which each program takes
-    an equal share; who ends a head's last part joins its parts. New keys and values, if any, are
-    stored and seen.
+    an equal share; the one that ends a head's last part joins its parts. New keys and values, if
+    any, are stored and seen.
     """
     NEW: tl.constexpr = inputs.key_at is not None
     let_next_begin(EARLY)

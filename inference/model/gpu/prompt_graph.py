@@ -53,7 +53,7 @@ def tile_room(tokens: int, slots: int, tile_sizes: tuple[int, int]) -> tuple[int
 @dataclass(frozen=True)
 class _PromptGraph:
     graph: torch.cuda.CUDAGraph
-    # Of ids, shifts, slots, places, output rows, and four fields of each size's tiles.
+    # Ids, shifts, slots, places, output rows, and four fields of each size's tiles.
     lengths: list[int]
     inputs: torch.Tensor
     step: Step

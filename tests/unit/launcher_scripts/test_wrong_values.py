@@ -66,7 +66,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
     said = [re.split("[=:]| names ", text)[0] for text in composition.problems]
     assert said == [name for name, _ in WRONG]
     assert all(len(text) < 800 for text in composition.problems)
-    # What was refused has left no trace.
+    # The refused command has left no trace.
     assert composition.config == compose_config([]).config
 
 

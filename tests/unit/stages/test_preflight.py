@@ -36,7 +36,7 @@ def rank(folder: Path, number: int, *, ranks: int = 2, mpi: str = "none") -> sub
 
 
 def test_every_rank_reaches_the_first(tmp_path: Path) -> None:
-    # What an earlier start has left is not believed for long.
+    # Files of an earlier start are not believed for long.
     (tmp_path / "ping.json").write_text('{"hosts": ["localhost"], "port": 9}')
     ranks = [rank(tmp_path, 1), rank(tmp_path, 0)]
     for number, process in zip((1, 0), ranks, strict=True):

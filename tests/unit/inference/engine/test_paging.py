@@ -245,7 +245,7 @@ def test_beams_hold_their_prompt_once() -> None:
     prompt = [draw * 31 % VOCAB for draw in range(512)]
     for _ in range(2):
         running = world.add(prompt, 32, beam_width=4, end_id=VOCAB)
-        # Of each beam the blocks of 31 tokens of its answer; the last one is never cached.
+        # Each beam's blocks of 31 tokens of its answer; the last one is never cached.
         most = 512 // SIZE + 4 * 8
         while not running.future.done():
             assert world.turn()

@@ -132,7 +132,7 @@ def test_eight_bit_product_of_nothing_is_the_bias_and_of_nan_not_finite(
 @pytest.mark.parametrize("inputs", [24, 64])
 @pytest.mark.parametrize("kind", INT8_GEMMS)
 def test_eight_bit_weights_lose_under_three_percent(kind: type[Int8Gemm], inputs: int) -> None:
-    # Of normal values: 0.8% by the weights, as much by activations of 8 bits, twice that by 7.
+    # For normal values: 0.8% by the weights, as much by activations of 8 bits, twice that by 7.
     generator = torch.Generator().manual_seed(inputs)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((7, inputs), (inputs, 56)))
     exact = x @ weight

@@ -194,7 +194,7 @@ def test_shapes_that_the_served_model_has_no_room_for_are_refused(tmp_path):
     )
     (found,) = problems(weights_dir=folder, max_seq_len=40, latency=shapes("40+2"))
     assert "holds 40 tokens; lower it, or raise export.triton_deployment.parameters" in found
-    # Of another user's server nothing is known.
+    # Nothing is known of another user's server.
     assert problems(weights_dir=folder, server="a:1", latency=shapes("80+2")) == []
 
 
