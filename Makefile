@@ -4,7 +4,7 @@
 # make test         set up, add the tools of developers, run every test this machine can run,
 #                   WORKERS (3) files at a time
 # make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
-# make lint         ruff, mypy --strict, codespell; `make format` mends what ruff can mend
+# make lint         ruff, mypy --strict, codespell, words and links; `make format` mends what ruff can
 # make docs         the documentation as a site, into site/; fails on a warning or a broken link
 # make release      a release, into dist/: wheel and sdist that can be made again to the byte, checked,
 #                   with the list of their contents (SBOM) and notes from CHANGELOG.md; uploads nothing
@@ -123,6 +123,7 @@ lint: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m tests.texts
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

@@ -31,7 +31,7 @@ from inference.decoding.word_lists import banned_ids, ends_with
 
 # A probability is exp(l - max) / (sum + this).
 MASS_EPSILON = 1e-6
-# How many of the best tokens a nucleus row looks at before it considers the whole row.
+# Best tokens that a nucleus row looks at before it considers the whole row.
 NUCLEUS_PREFIX = {"cpu": 128, "cuda": 1024}
 # Logits this far below the best differ by a factor exp(-64): beyond, the order is a formality.
 _BUCKETS = 4096

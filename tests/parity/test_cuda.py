@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[ModelFamily, Any]] = {
         ),
     ),
 }
-# Relative to the largest logit: the order of sums; 20 units of fp16's 2**-11 and 15 of bf16's 2**-8,
+# Relative to the largest logit: order of sums; 20 units of fp16's 2**-11 and 15 of bf16's 2**-8,
 # the rounding of the numbers between three layers' products.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
 PROMPT = [7, 3, 11, 2, 40, 17, 5]

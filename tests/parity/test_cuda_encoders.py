@@ -26,7 +26,7 @@ from tests.tiny_t5_tuning import adapter_tensors, ia3_scalers, write_adapter, wr
 
 pytestmark = pytest.mark.gpu
 
-# Relative to the largest value: the order of sums; 20 units of fp16's 2**-11 and 25 of bf16's 2**-8,
+# Relative to the largest value: order of sums; 20 units of fp16's 2**-11 and 25 of bf16's 2**-8,
 # the rounding of the numbers between the products of the layers.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-1}
 MODELS = {

@@ -24,8 +24,8 @@ from tests.tiny_transformers import write_model
 
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
 
-# Relative to the largest logit. Both sides compute in fp32 and differ in the order of sums only: some
-# ten products of up to 96 terms one after the other, each good to a few units in the last place.
+# Relative to the largest logit. Both sides compute in fp32 and differ in the order of sums only:
+# some ten products of up to 96 terms in a row, each good to a few units in the last place.
 TOLERANCE = 1e-5
 
 COMMON = {"vocab_size": 53, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

@@ -386,7 +386,8 @@ def _leave_head(
 ):
     """Store the results of G query heads, or of this part of heads that are cut into parts.
 
-    The program that stores the last part of a head joins all its parts. The state is that of `_attend_keys`.
+    The program that stores the last part of a head joins all its parts. The state is that of
+    `_attend_keys`.
     """
     largest, total, mixed = state
     WIDTH: tl.constexpr = heads.WIDTH
