@@ -24,7 +24,7 @@ COMMANDS = (
     "export_scripts.synthesize",
     "inference.server",
     "inference.client",
-    "inference.parity",
+    "inference.certify",
     "inference.compare",
     "inference.pytriton.server",
 )

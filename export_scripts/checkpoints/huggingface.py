@@ -94,13 +94,23 @@ def open_huggingface(path: Path) -> CheckpointReader:
     Raises:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
+    reader, problems = index_huggingface(path)
+    refuse(problems)
+    return reader
+
+
+def index_huggingface(path: Path) -> tuple[CheckpointReader, list[str]]:
+    """Return the index of what a Hugging Face folder holds, and the problems of its files.
+
+    Raises:
+        CheckpointMismatchError: config.json is missing or damaged, or there are no weights.
+    """
     configuration = open_configuration(path)
     has_weights = any(each.is_file() for *_, pattern in _WEIGHTS for each in path.glob(pattern))
     if not has_weights and sharded_folders(path):
-        return with_sharded_weights(configuration, path)
-    files, index, facts = _weight_files(path)
+        return with_sharded_weights(configuration, path), []
+    files, index, facts, problems = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
-    problems: list[str] = []
     for file in files:
         try:
             found = index_tensors(file)
@@ -114,9 +124,9 @@ def open_huggingface(path: Path) -> CheckpointReader:
         ]
         tensors |= found
     tensors = without_wrappers(_with_aliases(tensors, facts))
-    refuse(listed(problems or _misplaced(path, index, tensors)))
     pieces = {key: (tensor,) for key, tensor in tensors.items()}
-    return dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
+    reader = dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
+    return reader, listed(problems) or listed(_misplaced(path, index, tensors))
 
 
 def open_sharded(path: Path) -> CheckpointReader:
@@ -135,17 +145,23 @@ def open_configuration(path: Path) -> CheckpointReader:
     return CheckpointReader("huggingface", path, json_file(file), {}, (file,), tokenizer=tokenizer)
 
 
-def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str], Mapping[str, Any]]:
-    """Return the files of weights, the index (a tensor's name -> its file's), and its metadata."""
+def _weight_files(
+    path: Path,
+) -> tuple[list[Path], Mapping[str, str], Mapping[str, Any], list[str]]:
+    """Return the files of weights, the index (a tensor's name -> its file's), and its metadata.
+
+    The last are the problems of the index, which may name files that are not there.
+    """
     for single, index, pattern in _WEIGHTS:
         if (path / single).is_file():
-            return [path / single], {}, {}
+            return [path / single], {}, {}, []
         if (path / index).is_file():
-            named, facts = _indexed_files(path / index)
-            return [path / name for name in sorted(set(named.values()))], named, facts
+            named, facts, problems = _indexed_files(path / index)
+            present = [path / name for name in sorted(set(named.values()))]
+            return present, without_wrappers(named), facts, problems
         # A named pipe would keep its reader waiting.
         if shards := sorted(each for each in path.glob(pattern) if each.is_file()):
-            return shards, {}, {}
+            return shards, {}, {}, []
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
         "model.safetensors, pytorch_model.bin, or either's index with its shards"
@@ -153,24 +169,20 @@ def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str], Mapping[st
     )
 
 
-def _indexed_files(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def _indexed_files(index: Path) -> tuple[dict[str, str], dict[str, Any], list[str]]:
     table = json_file(index)
     named, facts = table.get("weight_map"), table.get("metadata")
     if not isinstance(named, dict) or not named:
         raise CheckpointMismatchError(f"{index} has no weight_map of tensors; copy it again")
     present = {each.name for each in index.parent.iterdir() if each.is_file()}
-    missing = {
-        f"{name!r:.{_MOST_NAME}}"
-        for name in named.values()
-        if not isinstance(name, str) or name not in present
-    }
-    if missing:
-        raise CheckpointMismatchError(
-            f"{index}: weight_map names what is not a file next to it: "
-            f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
-            "those that are there"
-        )
-    return without_wrappers(named), facts if isinstance(facts, dict) else {}
+    there = {key: name for key, name in named.items() if isinstance(name, str) and name in present}
+    missing = {f"{named[key]!r:.{_MOST_NAME}}" for key in named.keys() - there.keys()}
+    problems = [
+        f"{index}: weight_map names what is not a file next to it: "
+        f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
+        "those that are there"
+    ]
+    return there, facts if isinstance(facts, dict) else {}, problems if missing else []
 
 
 def _with_aliases(

@@ -65,7 +65,7 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     """
     refuse(prompt_reasons(source))
     mapping, config, tensors = _chosen(source)
-    tensors += _carried(source, mapping)
+    tensors += carried_tensors(source, mapping)
     kind = source.config.weight_data_type
     shards = _shards(tensors, kind, source.request.max_shard_bytes)
     files, remarks = _other_files(source, mapping, config)
@@ -90,7 +90,7 @@ def _chosen(
 ) -> tuple[SourceMapping, dict[str, Any], tuple[WrittenTensor, ...]]:
     """Return the first configuration that holds, after its mapping and before its tensors."""
     tried: list[tuple[str, list[str]]] = []
-    is_tied = _is_tied(source)
+    is_tied = has_tied_head(source)
     for mapping, config in _configurations(source, is_tied):
         tensors, reasons = _tried(source, mapping, config, is_tied)
         if not reasons:
@@ -138,7 +138,7 @@ def _configurations(
     return [(mapping, written) for _, mapping, written in found]
 
 
-def _is_tied(source: ConversionPlan) -> bool:
+def has_tied_head(source: ConversionPlan) -> bool:
     """Return whether the head has the values of the embedding."""
     items = {item.tensor.name: item for item in source.tensors}
     head, embedding = (
@@ -161,7 +161,7 @@ def _tried(
     # Weights are named as in a folder that states its configuration and holds no tensor.
     empty = CheckpointReader("huggingface", folder, config, {}, ())
     facts = Facts(empty, tp_size=1, weight_data_type=kind, prefix=mapping.prefix)
-    tensors, reasons, homeless = _views(source, mapping, facts, is_tied)
+    tensors, reasons, homeless = written_views(source, mapping, facts, is_tied)
     pieces = {t.key: (StoredTensor(folder, 0, kind, t.shape),) for t in tensors}
     facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
     try:
@@ -190,7 +190,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _views(
+def written_views(
     source: ConversionPlan, mapping: SourceMapping, facts: Facts, is_tied: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str], tuple[str, ...]]:
     """Return the tensors as the mapping names them, reasons against it, and names without one."""
@@ -223,7 +223,7 @@ def _views(
     return tuple(tensors), reasons, tuple(homeless)
 
 
-def _carried(source: ConversionPlan, mapping: SourceMapping) -> tuple[WrittenTensor, ...]:
+def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[WrittenTensor, ...]:
     """Return the tensors that belong to the model and not to the family's layout."""
     patterns = mapping.carried
     if not patterns:
@@ -239,14 +239,17 @@ def _carried(source: ConversionPlan, mapping: SourceMapping) -> tuple[WrittenTen
         )
     facts = source.facts
     return tuple(
-        WrittenTensor(
-            key, ((TensorPlan(FTTensor(key, piece.shape), Copy(key), {}), same(piece.shape)),)
-        )
+        copied_tensor(key, piece.shape)
         for key in facts.reader.tensors
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
         for piece in facts.pieces(key)[:1]
         if piece.dtype in FLOATING_TYPES
     )
+
+
+def copied_tensor(key: str, shape: tuple[int, ...]) -> WrittenTensor:
+    """Return a tensor that is written as the source has it."""
+    return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), Copy(key), {}), same(shape)),))
 
 
 def _shards(

@@ -37,7 +37,7 @@ class TensorPlan:
         return [(key.format(**self.index), cut) for key, cut in self.source.reads]
 
     def build(
-        self, facts: Facts, config: FTConfig, read: Callable[[Piece], Any] | None = None
+        self, facts: Facts, config: FTConfig | None, read: Callable[[Piece], Any] | None = None
     ) -> Parts:
         """Return its parts: of the values of the pieces, or of what `read` makes of them."""
         read = read or (lambda piece: piece.load(facts.maps))

@@ -11,10 +11,10 @@ import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.certify.__main__ import main as certify
 from inference.evaluation.options import EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.run.evaluator import evaluate
-from inference.parity.__main__ import main as parity
 from inference.server.kinds import SLIPWAY
 from tests.integration.triton_process import AnyServer, hosted
 from tests.tiny_transformers import write_model
@@ -123,8 +123,8 @@ def test_damaged_shard_is_found_and_the_message_says_how_to_find_it(
     # The command as it is printed.
     assert command in (tmp_path / "out" / "report.md").read_text()
     words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "inference.parity"]
-    assert parity(words[3:]) == 1
+    assert words[:3] == ["python", "-m", "inference.certify"]
+    assert certify(words[3:]) == 1
     reported = capsys.readouterr().out
-    assert "first deviating layer:  layer 1, mlp" in reported
-    assert f"({DAMAGED}), layer 1" in reported
+    assert "layer 1, mlp: first layer that differs" in reported
+    assert f"{DAMAGED}: changed" in reported

@@ -76,7 +76,7 @@ def test_modules_have_the_same_names_as_in_a_checkout(installed: Path, elsewhere
     where = "import inference.client, export_scripts; print(export_scripts.__file__)"
     shown = run([installed / "python", "-c", where], elsewhere)
     assert Path(shown.strip()).is_relative_to(installed.parent)
-    for module in ("export_scripts.convert", "inference.client", "inference.parity"):
+    for module in ("export_scripts.convert", "inference.client", "inference.certify"):
         assert "usage:" in run([installed / "python", "-m", module, "--help"], elsewhere)
 
 

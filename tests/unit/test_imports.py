@@ -195,7 +195,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.ranks",
         "inference.server",
     ),
-    "inference.parity": (
+    "inference.certify": (
+        "export_scripts.__init__",
         "export_scripts",
         "export_scripts.checkpoints",
         "export_scripts.conversion",
@@ -204,10 +205,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.gpt",
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
+        "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.numeric",
-        "export_scripts.tables",
         "inference.backend",
+        "inference.front",
+        "inference.front.openai",
         "inference.model",
         "inference.ranks",
     ),
@@ -224,7 +227,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.ft",
         "inference.evaluation",
-        "inference.parity",
+        "inference.certify",
     ),
     "inference.evaluation.report": (
         "export_scripts.files",
@@ -241,7 +244,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation",
         "inference.evaluation.report",
         "inference.evaluation.tasks",
-        "inference.parity",
+        "inference.certify",
         "inference.server",
     ),
     "inference.compare": (

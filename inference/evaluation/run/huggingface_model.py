@@ -19,6 +19,8 @@ import torch
 
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
+from inference.certify.activations import NoLibraryError
+from inference.certify.huggingface import import_transformers, load_transformers_model
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import (
     Completion,
@@ -28,8 +30,6 @@ from inference.evaluation.task import (
     added_text,
 )
 from inference.evaluation.tasks.served_folder import served_prompts
-from inference.parity.activations import NoLibraryError
-from inference.parity.huggingface import import_transformers, load_transformers_model
 
 
 @dataclass(frozen=True)

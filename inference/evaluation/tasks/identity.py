@@ -24,11 +24,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.jax import step_directory
+from inference.certify.tolerances import tolerance_of
 from inference.evaluation.options import Bound
 from inference.evaluation.statistics import mean_and_stderr, mean_metric
 from inference.evaluation.task import TENSORS, Dataset, Metric, Sample, Score, Task, TextGenerator
 from inference.evaluation.tasks.datasets import drawn
-from inference.parity.tolerances import tolerance_of
 
 if TYPE_CHECKING:
     from inference.evaluation.tasks.identity_source import IdentitySource
@@ -84,9 +84,8 @@ class Identity(Task):
 
     def remedy(self) -> str:
         """Return the command that names the layer and the tensor behind a deviation."""
-        words = ["python", "-m", "inference.parity"]
-        words += ["--checkpoint-path", str(self.options.source_path)]
-        words += ["--ft-dir", str(self.options.weights_dir or "FOLDER_OF_SHARDS")]
+        words = ["python", "-m", "inference.certify", str(self.options.source_path)]
+        words.append(str(self.options.weights_dir or "FOLDER_OF_SHARDS"))
         return f"to find the layer and the tensor: {shlex.join(words)}"
 
     @cached_property

@@ -14,12 +14,12 @@ import torch
 
 from export_scripts.conversion.plan import plan_conversion
 from export_scripts.conversion.request import ConversionRequest
+from inference.certify.activations import Activations, ModelInputs, Place, size_of_errors
+from inference.certify.huggingface import load_huggingface
+from inference.certify.mesh_transformer import load_mesh_transformer
 from inference.evaluation.options import IdentityOptions
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.task import TextGenerator, generates
-from inference.parity.activations import Activations, ModelInputs, Place, size_of_errors
-from inference.parity.huggingface import load_huggingface
-from inference.parity.mesh_transformer import load_mesh_transformer
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class IdentitySource:
         )
         plan = plan_conversion(request)
         is_jax = plan.facts.reader.format == "jax"
-        self._model = load_mesh_transformer(plan) if is_jax else load_huggingface(plan)
+        self._model = load_mesh_transformer(plan) if is_jax else load_huggingface(checkpoint, plan)
         self._lock = threading.Lock()
 
     def draw_rows(self, options: IdentityOptions, seed: int) -> list[tuple[int, ...]]:

@@ -23,7 +23,8 @@ from export_scripts.conversion.convert import (
     folder_problems,
 )
 from export_scripts.families.mapping import sources
-from inference.parity.comparison import compare
+from inference.certify.certificate import Certificate
+from inference.certify.certify import CertifyRequest, certify
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -311,27 +312,25 @@ def test_a_hugging_face_folder_has_no_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "gptneox-parallel"])
-def test_parity_compares_the_folder_with_its_source(name: str, tmp_path: Path) -> None:
+def test_the_folder_is_certified_by_its_source_and_its_shards(name: str, tmp_path: Path) -> None:
     original = write_model(name, tmp_path / "original")
     shards = written(original, tmp_path, tp_size=2)
     folder = way_out(shards, tmp_path)
     for source in (original, shards):
-        report = compare(source, folder)
-        assert report.equal, report
-        assert report.activations
-        assert max(each.relative for each in report.activations) < 1e-5
-    assert not list(tmp_path.glob(".parity-*"))
+        assert_equal(certified(source, folder, tmp_path))
 
 
-def test_parity_names_the_layer_in_which_a_folder_differs(tmp_path: Path) -> None:
-    original = write_model("llama", tmp_path / "original")
-    scale = {"model.layers.1.input_layernorm.weight": torch.ones(24)}
-    changed = copy_of(way_out(original, tmp_path), tmp_path / "changed", tensors=scale)
-    report = compare(original, changed)
-    assert report.first_place is not None
-    assert str(report.first_place.place).startswith("layer 1")
-    assert report.first_file is not None
-    assert report.first_file.tensor == "model.layers.1.input_layernorm.weight"
+def certified(source: Path, folder: Path, tmp_path: Path, **fields: Any) -> Certificate:
+    return certify(CertifyRequest(source, folder, tmp_path / "certificate", **fields))
+
+
+def assert_equal(certificate: Certificate) -> None:
+    parts = {each.name: each for each in certificate.parts}
+    assert parts["tensors"].status == "equal", certificate.verdict
+    # Shards of some families do not record the longest sequence.
+    settings = {each.where for each in parts["settings"].findings}
+    assert settings <= {"max_position_embeddings"}, certificate.verdict
+    assert max(row["relative"] for row in parts["layers"].rows) < 1e-5
 
 
 ARGS = {
@@ -367,9 +366,7 @@ def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(
     folder = way_out(source, tmp_path / form, given=ids)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == ("llama" if ids else "gpt2")
-    report = compare(source, folder, given=ids)
-    assert report.equal, report
-    assert max(each.relative for each in report.activations) < 1e-5
+    assert_equal(certified(source, folder, tmp_path, given=ids))
 
 
 def test_forms_of_one_model_leave_as_the_same_bytes(tmp_path: Path) -> None:

@@ -181,8 +181,7 @@ def test_breach_names_the_command_that_finds_the_tensor(options: EvaluationOptio
     report = evaluate(options, RunFacts(name="tiny"), model=model)
     (breach,) = report.gate.of("breached")
     assert str(breach).endswith(
-        f"python -m inference.parity --checkpoint-path {options.source_path} "
-        f"--ft-dir '{options.weights_dir}'"
+        f"python -m inference.certify {options.source_path} '{options.weights_dir}'"
     )
     assert str(breach) in unescape(Path(options.output_dir, "junit.xml").read_text())
 
@@ -207,7 +206,7 @@ def test_bound_of_the_user_takes_the_place_of_the_tolerance(options: EvaluationO
     gate = {"identity_relative_difference": {"max": 1e-12}}
     report, _ = run(replace(options, gate=gate), ServedGPT2(options.source_path, error=1e-3))
     assert report.gate.exit_code == 3
-    assert "inference.parity" in str(report.gate.of("breached")[0])
+    assert "inference.certify" in str(report.gate.of("breached")[0])
 
 
 def test_options_that_cannot_be_used_are_reported(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from export_scripts.ft.reader import FTReader
-from inference.parity.activations import ModelInputs
-from inference.parity.shards import run_shards
+from inference.certify.activations import ModelInputs
+from inference.certify.shards import run_shards
 from inference.ranks.decoder_rank import DecoderRank
 from tests.ft_folders import write_gpt
 
@@ -25,7 +25,7 @@ def test_a_rank_that_fails_in_a_step_ends_the_others(
         return run(self, *inputs)
 
     monkeypatch.setattr(DecoderRank, "_run", fail)
-    monkeypatch.setattr("inference.parity.shards._TIMEOUT_S", 15.0)
+    monkeypatch.setattr("inference.certify.shards._TIMEOUT_S", 15.0)
     reader = FTReader(write_gpt(tmp_path, tp_size=2))
     began = monotonic()
     with pytest.raises(MemoryError, match="no room for a step"):

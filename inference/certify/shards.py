@@ -22,12 +22,12 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
+from inference.certify.activations import Activations, ModelInputs, Place
 from inference.model.encoder_decoder import EncoderDecoder
 from inference.model.layers import Sublayer
 from inference.model.rotary import position_shift
 from inference.model.stage import GeneratorModel
 from inference.model.step import Segment, Step, Tokens
-from inference.parity.activations import Activations, ModelInputs, Place
 from inference.ranks.base import RankBase
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.processes import threads_per_rank

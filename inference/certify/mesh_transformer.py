@@ -13,7 +13,7 @@ from export_scripts.checkpoints.base import FileMaps
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gptj import GPTJConfig
 from export_scripts.numeric.arrays import round_to
-from inference.parity.huggingface import HuggingFaceSource, import_transformers
+from inference.certify.huggingface import HuggingFaceSource, import_transformers
 
 # Modules of the release, within a layer "h.<layer>." or without, and those of transformers.
 _MODULES = {

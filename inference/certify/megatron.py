@@ -22,7 +22,7 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.numeric.arrays import to_float32
-from inference.parity.activations import ModelInputs, Place, Source, watch_layers
+from inference.certify.activations import ModelInputs, Place, Source, watch_layers
 
 # Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
 _UNFUSED = {

@@ -14,7 +14,7 @@ class NoLibraryError(ValueError):
     """A source's layers cannot be computed here; its weights can still be compared."""
 
 
-_TOKENS = 16  # that are computed unless some are given
+TOKENS = 16  # that are computed unless some are given
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class ModelInputs:
     decoder_ids: tuple[int, ...] = ()
 
 
+def spread_ids(count: int, vocab_size: int, first: int = 5) -> tuple[int, ...]:
+    """Return `count` token ids from all over a vocabulary, the same ones every time."""
+    return tuple((first + 7919 * place) % vocab_size for place in range(count))
+
+
 @dataclass(frozen=True)
 class Source(abc.ABC):
     """A checkpoint that its own library computes.
@@ -65,11 +70,11 @@ class Source(abc.ABC):
 
     def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
         """Return `ids`, or ids from all over the vocabulary."""
-        return ModelInputs(ids or self.spread_ids(min(_TOKENS, self.positions or _TOKENS)))
+        return ModelInputs(ids or self.spread_ids(min(TOKENS, self.positions or TOKENS)))
 
     def spread_ids(self, count: int) -> tuple[int, ...]:
         """Return `count` token ids from all over the vocabulary, the same ones every time."""
-        return tuple((5 + 7919 * place) % self.vocab_size for place in range(count))
+        return spread_ids(count, self.vocab_size)
 
     def run(self, inputs: ModelInputs) -> Activations:
         """Return what every layer computes, each place (N, W) fp32.

@@ -18,9 +18,9 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from inference.parity.activations import ModelInputs, NoLibraryError, Place, Source, watch_layers
+from inference.certify.activations import ModelInputs, NoLibraryError, Place, Source, watch_layers
 
-_ANSWER_TOKENS = 6
+ANSWER_TOKENS = 6
 
 
 # The stacks of the layouts: the name of one of several, the prefix of a layer's modules, within it
@@ -47,23 +47,23 @@ class HuggingFaceSource(Source):
 
     Attributes:
         model: of transformers.
-        architecture: what it is.
+        architecture: what it is; None where its family is not known.
         modules: module of the layout -> the library's.
     """
 
     model: Any
-    architecture: Architecture
+    architecture: Architecture | None
     modules: Mapping[str, str]
 
     @classmethod
     def of(
-        cls, plan: ConversionPlan, model: Any, modules: Mapping[str, str], note: str = ""
+        cls, plan: ConversionPlan | None, model: Any, modules: Mapping[str, str], note: str = ""
     ) -> HuggingFaceSource:
         """Return a loaded model as the source of a plan; `note` is added to its title."""
         library, config = import_transformers(), model.config
         title = f"transformers {library.__version__}, {type(model).__name__}{note}"
         positions = getattr(config, "max_position_embeddings", None)
-        architecture = plan.config.architecture()
+        architecture = None if plan is None else plan.config.architecture()
         return cls(title, config.vocab_size, positions, model, architecture, modules)
 
     def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
@@ -72,7 +72,7 @@ class HuggingFaceSource(Source):
         if not getattr(self.architecture, "decoder_num_layer", 0):
             return inputs
         start = self.model.config.decoder_start_token_id or 0
-        return ModelInputs(inputs.ids, (start, *self.spread_ids(_ANSWER_TOKENS)))
+        return ModelInputs(inputs.ids, (start, *self.spread_ids(ANSWER_TOKENS)))
 
     def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
         """Note what every layer computes."""
@@ -80,12 +80,16 @@ class HuggingFaceSource(Source):
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
             ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
+        # Of models whose layers the layout does not name, the library tells the states itself.
+        options = {} if handles else {"output_hidden_states": True}
         try:
             with torch.no_grad():
-                outputs = self.model(**ids, use_cache=False)
+                outputs = self.model(**ids, use_cache=False, **options)
         finally:
             for handle in handles:
                 handle.remove()
+        for number, states in enumerate(() if handles else outputs.hidden_states):
+            noted[_state_place(number, len(outputs.hidden_states))] = states[0].float()
         if "logits" in outputs:
             noted[Place("logits")] = outputs.logits[0].float()
         self._move_biases(noted)
@@ -125,15 +129,15 @@ class HuggingFaceSource(Source):
                 noted[Place(f"layer {number}", "mlp")] += bias.detach()
 
 
-def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
-    """Load a checkpoint folder in fp32; `plan` is how it becomes that of FT.
+def load_huggingface(path: Path, plan: ConversionPlan | None) -> HuggingFaceSource:
+    """Load a checkpoint folder in fp32; `plan` is how its family reads it, None for a decoder.
 
     Raises:
         NoLibraryError: transformers is not installed.
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
     transformers = import_transformers()
-    architecture = plan.config.architecture()
+    architecture = None if plan is None else plan.config.architecture()
     options: dict[str, Any] = {}
     kind = transformers.AutoModelForCausalLM
     if isinstance(architecture, EncoderArchitecture):
@@ -142,9 +146,15 @@ def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
         kind = transformers.AutoModelForTextEncoding
         if architecture.decoder_num_layer:
             kind = transformers.AutoModelForSeq2SeqLM
-    path = plan.request.checkpoint_path
     model = load_transformers_model(kind, path, attn_implementation="eager", **options)
-    return HuggingFaceSource.of(plan, model, _modules(plan, model))
+    return HuggingFaceSource.of(plan, model, {} if plan is None else _modules(plan, model))
+
+
+def _state_place(number: int, count: int) -> Place:
+    """Return the place of one of a library's hidden states: the last is normalised."""
+    if number == 0:
+        return Place("embedding")
+    return Place("final norm") if number == count - 1 else Place(f"layer {number - 1}")
 
 
 def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:

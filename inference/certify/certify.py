@@ -1,0 +1,166 @@
+"""Certify a folder: every part of the comparison, in order, resumed where it was interrupted."""
+
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TextIO
+
+from export_scripts import __version__
+from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.files.checksum import sha256_of
+from inference.certify.certificate import Certificate, Side
+from inference.certify.findings import Part
+from inference.certify.layers import compare_layers
+from inference.certify.pair import Pair, open_pair
+from inference.certify.settings import compare_generation, compare_settings
+from inference.certify.tensors import Progress, TensorRecord, compare_tensors
+from inference.certify.texts import compare_texts
+
+STATE_NAME = "certify.jsonl"  # what was compared so far
+
+
+@dataclass(frozen=True)
+class CertifyRequest:
+    """What to certify.
+
+    Attributes:
+        source: the checkpoint, in any format that is converted.
+        folder: a Hugging Face folder or a folder of shards, whoever made it.
+        output: where the certificate goes, and the state of an interrupted run.
+        given: config.ini values that the source does not state, as for a conversion.
+        data_type: in which shards are computed; everything else is computed in fp32.
+        tolerance: largest relative error of a layer; None for that of the types.
+        computes: whether layers and logits are computed.
+        key: of OpenSSH, to sign with.
+    """
+
+    source: Path
+    folder: Path
+    output: Path
+    given: tuple[tuple[str, str], ...] = ()
+    data_type: str = "fp32"
+    tolerance: float | None = None
+    prompt_ids: tuple[int, ...] = ()
+    computes: bool = True
+    key: Path | None = None
+
+
+def certify(request: CertifyRequest, progress: Progress = lambda *_: None) -> Certificate:
+    """Compare a folder with its source in every part.
+
+    Raises:
+        CheckpointMismatchError: the source cannot be read, or is a model of another family.
+        ValueError: a path is no checkpoint.
+    """
+    request.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=request.output, prefix=".scratch-") as scratch:
+        given = request.given
+        pair = open_pair(request.source, request.folder, given=given, scratch_dir=Path(scratch))
+        texts = compare_texts(pair)
+        with _State(request.output / STATE_NAME, _identity(pair, request)) as state:
+            tensors = compare_tensors(
+                pair,
+                tokens=texts.tokens,
+                done=state.records,
+                keep=state.keep,
+                progress=progress,
+            )
+            sides = [
+                Side(str(path), facts.reader.format, state.hashes(files, path))
+                for path, facts, files in zip(
+                    (request.source, request.folder),
+                    (pair.facts, pair.folder.facts),
+                    pair.files,
+                    strict=True,
+                )
+            ]
+        parts: list[Part] = [tensors, compare_settings(pair), *texts.parts]
+        parts.append(compare_generation(pair))
+        asked: list[str] = []
+        if request.computes:
+            layers, _ = compare_layers(
+                pair,
+                data_type=request.data_type,
+                tolerance=request.tolerance,
+                prompt_ids=request.prompt_ids,
+                scratch_dir=Path(scratch),
+            )
+            parts.append(layers)
+        else:
+            asked.append("layers and logits (--no-layers)")
+    return Certificate(
+        sides[0],
+        sides[1],
+        tuple(parts),
+        tuple(asked),
+        {"given": dict(given), "data_type": request.data_type, "tolerance": request.tolerance},
+    )
+
+
+def _identity(pair: Pair, request: CertifyRequest) -> str:
+    """Return what changes when a comparison has to begin anew."""
+    prints = [fingerprint_files([f for f in files if f.is_file()]) for files in pair.files]
+    facts = [__version__, *prints, request.given, str(request.source), str(request.folder)]
+    return sha256(json.dumps(facts).encode()).hexdigest()
+
+
+class _State:
+    """Records of an interrupted run: a line each, after one that says of what they are."""
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.records: dict[str, TensorRecord] = {}
+        self._hashes: dict[str, str] = {}
+        self._path, self._identity = path, identity
+        self._file: TextIO
+
+    def __enter__(self) -> "_State":
+        lines = self._path.read_text("utf-8").split("\n")[:-1] if self._path.is_file() else []
+        if lines and lines[0] == self._identity:
+            for line in lines[1:]:
+                self._read(json.loads(line))
+        else:
+            lines = []
+        self._file = self._path.open("w", encoding="utf-8")
+        self._file.write("".join(f"{line}\n" for line in lines or [self._identity]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _read(self, row: dict[str, Any]) -> None:
+        if "sha256" in row:
+            self._hashes[row["path"]] = row["sha256"]
+            return
+        names = {field.name for field in fields(TensorRecord)}
+        values = {name: _tuples(value) for name, value in row.items() if name in names}
+        record = TensorRecord(**values)
+        self.records[record.key] = record
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def keep(self, record: TensorRecord) -> None:
+        """Add a record."""
+        self._write(asdict(record))
+
+    def hashes(self, files: Iterable[Path], folder: Path) -> dict[str, str]:
+        """Return the SHA-256 of files by their names in a folder."""
+        found = {}
+        for path in sorted(each for each in files if each.is_file()):
+            name = str(path)
+            if name not in self._hashes:
+                self._hashes[name] = sha256_of(path)
+                self._write({"path": name, "sha256": self._hashes[name]})
+            inside = path.is_relative_to(folder)
+            found[str(path.relative_to(folder)) if inside and path != folder else path.name] = (
+                self._hashes[name]
+            )
+        return found
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

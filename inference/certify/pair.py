@@ -1,0 +1,273 @@
+"""A source and a folder made of it: what each tensor of the folder should hold.
+
+The source is planned as for a conversion, and the plan is turned into the tensors of the folder by
+the folder's own mapping: whoever wrote it, each stored tensor has its counterpart. Models of no
+known family are compared by name, where both sides are Hugging Face folders.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints import open_checkpoint
+from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, Piece
+from export_scripts.checkpoints.huggingface import (
+    TIED_TABLES,
+    index_huggingface,
+    is_huggingface,
+    snapshot_folder,
+)
+from export_scripts.checkpoints.quantized import quantization, with_plain_weights
+from export_scripts.conversion.ft_source import FTFolder, is_ft_folder, open_ft_folder
+from export_scripts.conversion.huggingface import (
+    carried_tensors,
+    copied_tensor,
+    has_tied_head,
+    written_views,
+)
+from export_scripts.conversion.plan import ConversionPlan, find_mapping, plan_conversion
+from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.tensor_plan import WrittenTensor
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
+
+# From the tokenizer of a NeMo or Megatron source, whose files may be missing: the folder's values
+# are used.
+_TOKEN_IDS = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id", "pad_id")
+_USUAL_TOKENS = (("start_id", "0"), ("end_id", "0"))
+_TIE = "tie_word_embeddings"
+
+
+def _anything(_: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder that is certified.
+
+    Attributes:
+        reader: its tensors, quantised ones widened.
+        mapping: how its family stores them; None where no family is known.
+        config: as its family reads it; None where it cannot be read.
+        quantised: what it states of its quantisation.
+        findings: problems of its files and its configuration.
+    """
+
+    path: Path
+    reader: CheckpointReader
+    facts: Facts
+    mapping: SourceMapping | None
+    config: FTConfig | None
+    quantised: Mapping[str, Any] | None
+    findings: tuple[Remark, ...]
+
+    @property
+    def is_shards(self) -> bool:
+        """Whether it is a folder of shards, not a Hugging Face folder."""
+        return isinstance(self.reader, FTFolder)
+
+    @property
+    def data_type(self) -> str:
+        """The floating type that most of its values have."""
+        pieces = [each for several in self.reader.tensors.values() for each in several]
+        kinds = {each.dtype for each in pieces if each.dtype in FLOATING_TYPES} or {"fp32"}
+        return max(kinds, key=lambda kind: sum(p.span_bytes for p in pieces if p.dtype == kind))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source and a folder.
+
+    Attributes:
+        plan: of the source, as for a conversion; None where it has no family.
+        facts: of the source.
+        tensors: what the folder should hold.
+        findings: what the source holds and the folder cannot.
+    """
+
+    source: Path
+    folder: Folder
+    plan: ConversionPlan | None
+    facts: Facts
+    tensors: tuple[WrittenTensor, ...]
+    findings: tuple[Remark, ...]
+
+    @property
+    def config(self) -> FTConfig | None:
+        """The source's configuration, as its family reads it."""
+        return None if self.plan is None else self.plan.config
+
+    @property
+    def files(self) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """The files of both sides, with those of their tokenizers."""
+        return tuple(  # type: ignore[return-value]
+            tuple(dict.fromkeys((*facts.reader.files, *(r.path for r in facts.tokenizer.values()))))
+            for facts in (self.facts, self.folder.facts)
+        )
+
+
+def open_folder(path: Path) -> Folder:
+    """Open a folder of shards, or a Hugging Face folder whatever is wrong with its files.
+
+    Raises:
+        ValueError: it is neither, or has no weights.
+    """
+    if is_ft_folder(path):
+        reader: CheckpointReader = open_ft_folder(path)
+        problems: list[Remark] = []
+    elif is_huggingface(path := snapshot_folder(path)):
+        reader, found = index_huggingface(path)
+        problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
+        problems += _ghosts(path, reader)
+    else:
+        raise ValueError(f"{path} holds neither config.json nor config.ini: name such a folder")
+    quantised = quantization(reader)
+    try:
+        reader = with_plain_weights(reader, _anything)
+    except CheckpointMismatchError as error:
+        problems += [Remark(NOT_COMPUTED, "quantisation", path.name, p) for p in error.problems]
+    facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
+    mapping, config = None, None
+    try:
+        mapping, facts = find_mapping(facts)
+        facts = dataclasses.replace(facts, tp_size=_ranks(reader))
+        config = mapping.config(facts)
+    except CheckpointMismatchError as error:
+        if mapping is not None:
+            problems += [Remark(DIFFERS, "config.json", path.name, p) for p in error.problems]
+    return Folder(path, reader, facts, mapping, config, quantised, tuple(problems))
+
+
+def _ranks(reader: CheckpointReader) -> int:
+    return max(map(len, reader.tensors.values()), default=1)
+
+
+def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
+    """Yield the tensors that an index lists and no file holds."""
+    for index in path.glob("*.index.json"):
+        table = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+        for key in table if isinstance(table, dict) else ():
+            if key not in reader.tensors:
+                status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS
+                yield Remark(status, "listed and not stored", key, f"{index.name} names it")
+
+
+def open_pair(
+    source: Path, folder: Path, *, given: Sequence[tuple[str, str]], scratch_dir: Path
+) -> Pair:
+    """Open both sides; gzip archives are unpacked in `scratch_dir` while the pair is in use.
+
+    `given` are (config.ini key, value) pairs that the source does not state, as for a conversion.
+
+    Raises:
+        CheckpointMismatchError: the source cannot be read, or cannot become a model of the
+            folder's family; every reason is listed.
+        ValueError: a path is not a checkpoint.
+    """
+    own = open_folder(folder)
+    if own.mapping is not None:
+        try:
+            return _planned(source, own, given, scratch_dir)
+        except CheckpointMismatchError:
+            if not (is_huggingface(snapshot_folder(source)) and not own.is_shards):
+                raise
+    elif not is_huggingface(snapshot_folder(source)):
+        raise CheckpointMismatchError(
+            f"{folder} is a model of no known family ({own.reader.config.get('model_type')}), "
+            "which is compared with Hugging Face folders of the same names alone"
+        )
+    return _by_name(source, own)
+
+
+def _planned(
+    source: Path, folder: Folder, given: Sequence[tuple[str, str]], scratch_dir: Path
+) -> Pair:
+    assert folder.mapping is not None
+    request = ConversionRequest(
+        checkpoint_path=source,
+        output_dir=scratch_dir,
+        tp_size=folder.facts.tp_size,
+        weight_data_type=folder.data_type if folder.data_type != "fp64" else "fp32",
+        allow=("*",),  # the conversion has logged what it left out
+        allow_setting=("*",),
+        model_type=folder.mapping.family.name,
+        given=(*_stated_tokens(source, folder), *given),
+        output_format="huggingface",
+        names={**OPTION_NAMES, "model_type": f"the family of {folder.path}"},
+    )
+    plan = plan_conversion(request, scratch_dir=scratch_dir)
+    facts = plan.facts
+    findings = [
+        Remark(DIFFERS, "not in the folder", key, "the source holds it") for key in _unread(plan)
+    ]
+    findings += _untied(plan)
+    if folder.is_shards:
+        tensors = tuple(WrittenTensor(item.tensor.name, ((item, None),)) for item in plan.tensors)
+        return Pair(source, folder, plan, facts, tensors, tuple(findings))
+    tensors, reasons, homeless = written_views(
+        plan, folder.mapping, folder.facts, has_tied_head(plan)
+    )
+    if not has_tied_head(plan) and (reasons or folder.reader.config.get(_TIE) is True):
+        detail = "the folder has one table for embedding and head, and the source has two"
+        findings.append(Remark(DIFFERS, "ties", _TIE, detail))
+    findings += [Remark(DIFFERS, "has no place in the folder", name) for name in homeless]
+    try:
+        tensors += carried_tensors(plan, folder.mapping)
+    except CheckpointMismatchError as error:
+        findings += [Remark(NOT_COMPUTED, "other tensors", "folder", p) for p in error.problems]
+    return Pair(source, folder, plan, facts, tensors, tuple(findings))
+
+
+def _stated_tokens(source: Path, folder: Folder) -> list[tuple[str, str]]:
+    if is_huggingface(snapshot_folder(source)) or is_ft_folder(source):
+        return []
+    if folder.config is None:
+        return list(_USUAL_TOKENS)
+    fields = {field.name for field in dataclasses.fields(folder.config)}
+    return [(name, str(getattr(folder.config, name))) for name in _TOKEN_IDS if name in fields]
+
+
+def _unread(plan: ConversionPlan) -> Iterator[str]:
+    """Yield the source's tensors of which a folder holds nothing."""
+    facts, mapping = plan.facts, plan.mapping
+    read = {key for item in plan.tensors for key, _ in item.reads}
+    used = {facts.resolve(key) for key in (*read, *mapping.copies(facts, plan.config))}
+    for key in facts.keys():  # noqa: SIM118 - not a mapping
+        if key not in used and not mapping.is_ignored(key):
+            yield key
+
+
+def _untied(plan: ConversionPlan) -> Iterator[Remark]:
+    """Yield that a source has two tables of tokens, and says that they are one."""
+    facts = plan.facts
+    items = (item for item in plan.tensors if item.tensor.name in ("model.wte", "shared.weight_T"))
+    tables = [key for item in items for key, _ in item.reads]
+    for key in plan.mapping.copies(facts, plan.config):
+        for table in tables:
+            if key.endswith(TIED_TABLES) and facts.has(key) and not facts.same_values(key, table):
+                detail = "the source ties it to its embedding, from which it differs: which of "
+                yield Remark(DIFFERS, "ties", key, f"{detail}them a library takes is its choice")
+
+
+def _by_name(source: Path, folder: Folder) -> Pair:
+    reader = with_plain_weights(open_checkpoint(source), _anything)
+    facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
+    tied = folder.reader.config.get(_TIE) is True and reader.config.get(_TIE) is True
+    tensors = tuple(
+        copied_tensor(key, pieces[0].shape)
+        for key, pieces in reader.tensors.items()
+        if key in folder.reader.tensors or not (tied and key.endswith(TIED_TABLES))
+    )
+    return Pair(source, folder, None, facts, tensors, ())
+
+
+def piece_of(reader: CheckpointReader, facts: Facts, key: str) -> Piece | None:
+    """Return the one piece of a Hugging Face folder's tensor; None if it does not hold it."""
+    name = facts.resolve(key)
+    return None if name is None else reader.tensors[name][0]

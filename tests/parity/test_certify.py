@@ -1,0 +1,650 @@
+"""Certificates: sound folders of every family pass; a planted fault is named at its place."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from inference.certify.__main__ import main
+from inference.certify.certificate import Certificate, certificate_text
+from inference.certify.certify import CertifyRequest, certify
+from tests.ft_folders import unpack_case
+from tests.openai_servers import write_tokenizer
+from tests.tiny import write_nemo
+from tests.tiny_megatron_core import core_state, write_core
+from tests.tiny_transformers import MIXTURES, MODELS, write_model
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+INDEX = "model.safetensors.index.json"
+LAYER = "model.layers.{}."
+
+
+def convert_to(source: Path, folder: Path, **fields: object) -> Path:
+    values = {"tp_size": 2, "weight_data_type": "fp32", **fields}
+    return convert(ConversionRequest(source, folder / "ft", **values)).ft_dir  # type: ignore[arg-type]
+
+
+def made(source: Path, folder: Path, *, layers: bool = False, **fields: Any) -> Certificate:
+    output = folder.with_name("certificate")
+    return certify(CertifyRequest(source, folder, output, computes=layers, **fields))
+
+
+def part(certificate: Certificate, name: str) -> Any:
+    return next(each for each in certificate.parts if each.name == name)
+
+
+@dataclass
+class Copy:
+    """A foreign folder, to be damaged."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tensors = load_file(self.path / "model.safetensors")
+
+    def save(self) -> None:
+        kept = {key: value.contiguous() for key, value in self.tensors.items()}
+        save_file(kept, self.path / "model.safetensors", {"format": "pt"})
+
+    def setting(self, file: str = "config.json", **changes: Any) -> None:
+        path = self.path / file
+        values = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+    def sharded(self, *ghosts: str) -> None:
+        """Replace the one file by an index and a file."""
+        (self.path / "model.safetensors").rename(self.path / "model-1.safetensors")
+        names = dict.fromkeys([*self.tensors, *ghosts], "model-1.safetensors")
+        (self.path / INDEX).write_text(json.dumps({"weight_map": names}))
+
+
+def write_source(name: str, folder: Path) -> Path:
+    """Write a model with a tokenizer of 300 tokens and a chat template."""
+    write_model(name, folder, vocab_size=300)
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("sources")
+
+    def source(name: str) -> Path:
+        path = folder / name
+        return path if path.exists() else write_source(name, path)
+
+    return source
+
+
+def exchange(copy: Copy, one: str, other: str) -> None:
+    copy.tensors[one], copy.tensors[other] = copy.tensors[other], copy.tensors[one]
+
+
+def experts(copy: Copy) -> None:
+    for matrix in ("gate_proj", "up_proj", "down_proj"):
+        name = "model.layers.0.mlp.experts.{}." + matrix + ".weight"
+        exchange(copy, name.format(1), name.format(2))
+
+
+def layers_exchanged(copy: Copy) -> None:
+    for key in [key for key in copy.tensors if key.startswith("model.layers.0.")]:
+        exchange(copy, key, key.replace("layers.0", "layers.1"))
+
+
+def rows_permuted(copy: Copy) -> None:
+    own = copy.tensors["model.layers.1.self_attn.q_proj.weight"]
+    own[8:16] = own[8:16].view(4, 2, -1).transpose(0, 1).reshape(8, -1).clone()
+
+
+def columns_permuted(copy: Copy) -> None:
+    own = copy.tensors["model.layers.0.self_attn.o_proj.weight"]
+    own[:] = own.view(24, 4, 8)[:, [1, 0, 2, 3]].reshape(24, 32).clone()
+
+
+def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Copy], None]:
+    def fault(copy: Copy) -> None:
+        copy.tensors[key] = change(copy.tensors[key].clone())
+
+    return fault
+
+
+def put(row: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[row] = value
+        return tensor
+
+    return change
+
+
+def padded(value: float) -> Callable[[Copy], None]:
+    def fault(copy: Copy) -> None:
+        for key in ("model.embed_tokens.weight", "lm_head.weight"):
+            more = torch.zeros(4, 24)
+            more[2] = value
+            copy.tensors[key] = torch.cat([copy.tensors[key], more])
+        copy.setting(vocab_size=304)
+
+    return fault
+
+
+def untied(copy: Copy) -> None:
+    copy.tensors["lm_head.weight"] = copy.tensors["model.embed_tokens.weight"] + 0.5
+    copy.setting(tie_word_embeddings=False)
+
+
+def tied(copy: Copy) -> None:
+    del copy.tensors["lm_head.weight"]
+    copy.setting(tie_word_embeddings=True)
+
+
+def ghosts(copy: Copy) -> None:
+    copy.save()
+    copy.sharded("model.layers.2.input_layernorm.weight")
+
+
+def lost_shard(copy: Copy) -> None:
+    copy.save()
+    copy.sharded()
+    table = json.loads((copy.path / INDEX).read_text())
+    table["weight_map"]["model.norm.weight"] = "model-2.safetensors"
+    (copy.path / INDEX).write_text(json.dumps(table))
+    del copy.tensors["model.norm.weight"]
+    save_file(copy.tensors, copy.path / "model-1.safetensors", {"format": "pt"})
+
+
+def stale_tokenizer(copy: Copy) -> None:
+    path = copy.path / "tokenizer.json"
+    table = json.loads(path.read_text())
+    table["model"]["merges"] = table["model"]["merges"][:-3]
+    path.write_text(json.dumps(table))
+
+
+def begins_texts(copy: Copy) -> None:
+    path = copy.path / "tokenizer.json"
+    table = json.loads(path.read_text())
+    token = "<|endoftext|>"
+    table["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": token, "type_id": 0}},
+                   {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [0], "tokens": [token]}},
+    }  # fmt: skip
+    path.write_text(json.dumps(table))
+
+
+def without_system_turn(copy: Copy) -> None:
+    own = TEMPLATE.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+    )
+    (copy.path / "chat_template.jinja").write_text(own)
+
+
+def no_template(copy: Copy) -> None:
+    (copy.path / "chat_template.jinja").unlink()
+
+
+def fp8(copy: Copy, *, off: bool) -> None:
+    """Quantise every matrix of the layers in blocks of 8 x 8, with scales of their own."""
+    for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
+        own = copy.tensors[key]
+        rows, columns = own.shape
+        blocks = own.view(rows // 8, 8, columns // 8, 8).transpose(1, 2)
+        scales = blocks.abs().amax((2, 3)) / 448
+        stored = (blocks / scales[..., None, None]).transpose(1, 2).reshape(rows, columns)
+        copy.tensors[key] = stored.to(torch.float8_e4m3fn)
+        if off and key == "model.layers.1.mlp.up_proj.weight":
+            scales[2, 1] = scales[2, 2]
+        copy.tensors[f"{key}_scale_inv"] = scales
+    copy.setting(quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})
+
+
+def in_fp16(copy: Copy) -> None:
+    copy.tensors = {key: value.half() for key, value in copy.tensors.items()}
+    copy.tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+# name -> model, fault, part, the place that is named, what is said of it
+FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
+    "two experts exchanged": (
+        "qwen3-moe", experts, "tensors", "model.layers.0.mlp.experts.1.down_proj.weight",
+        "model.layers.0.mlp.experts.2.down_proj.weight",
+    ),
+    "a norm of another layer": (
+        "llama", lambda c: c.tensors.update({NORM: c.tensors[NORM.replace("1", "0")].clone()}),
+        "tensors", NORM, "model.layers.0.input_layernorm.weight",
+    ),
+    "two layers exchanged": (
+        "llama", layers_exchanged, "tensors", "model.layers.0.mlp.up_proj.weight", "layers.1.mlp",
+    ),
+    "keys for values": (
+        "llama",
+        lambda c: exchange(c, *(LAYER.format(1) + f"self_attn.{k}_proj.weight" for k in "kv")),
+        "tensors", "model.layers.1.self_attn.k_proj.weight", "self_attn.v_proj",
+    ),
+    "gate for up": (
+        "llama",
+        lambda c: exchange(c, *(LAYER.format(1) + f"mlp.{k}_proj.weight" for k in ("gate", "up"))),
+        "tensors", "model.layers.1.mlp.gate_proj.weight", "mlp.up_proj",
+    ),
+    "ghost entries of the index": (
+        "llama", ghosts, "tensors", "model.layers.2.input_layernorm.weight",
+        "listed and not stored",
+    ),
+    "a lost shard": ("llama", lost_shard, "tensors", "model.norm.weight", "missing"),
+    "an untied head": ("gemma", untied, "tensors", "lm_head.weight", "plus 0.5"),
+    "a tied head": ("llama", tied, "tensors", "tie_word_embeddings", "ties"),
+    "a missing head": (
+        "llama", lambda c: c.tensors.pop("lm_head.weight"), "tensors", "lm_head.weight",
+        "missing",
+    ),
+    "rows of a head permuted": (
+        "llama", rows_permuted, "tensors", "model.layers.1.self_attn.q_proj.weight",
+        "rows are in another order; rows 9-14",
+    ),
+    "heads exchanged in the output": (
+        "llama", columns_permuted, "tensors", "model.layers.0.self_attn.o_proj.weight",
+        "columns are in another order",
+    ),
+    "one value": (
+        "llama", changed("model.norm.weight", put(3, 7.0)), "tensors", "model.norm.weight",
+        "rows 3-3",
+    ),
+    "a value that is no number": (
+        "llama", changed("model.norm.weight", put(3, torch.nan)), "tensors", "model.norm.weight",
+        "up to inf",
+    ),
+    "a norm stored as the distance from 1": (
+        "llama", changed(NORM, lambda t: t - 1), "tensors", NORM, "plus -1",
+    ),
+    "a matrix scaled": (
+        "llama", changed("model.layers.0.mlp.down_proj.weight", lambda t: t * 0.5), "tensors",
+        "model.layers.0.mlp.down_proj.weight", "times 0.5",
+    ),
+    "a transposed matrix": (
+        "olmo2", changed("model.layers.1.mlp.up_proj.weight", lambda t: t.T.reshape(t.shape)),
+        "tensors", "model.layers.1.mlp.up_proj.weight", "changed",
+    ),
+    "padding rows that are not zero": (
+        "llama", padded(0.25), "tensors", "lm_head.weight",
+        "not zero, but up to 0.25; rows 302-302",
+    ),
+    "a scale of FP8 of the next block": (
+        "llama", lambda c: fp8(c, off=True), "tensors", "model.layers.1.mlp.up_proj.weight",
+        "rows 16-23, columns 8-15",
+    ),
+    "a value beyond the range of the type": (
+        "llama", in_fp16, "tensors", "model.layers.0.mlp.up_proj.weight", "up to inf",
+    ),
+    "one tensor too many": (
+        "llama", lambda c: c.tensors.update({"model.layers.0.mlp.bias": torch.ones(24)}),
+        "tensors", "model.layers.0.mlp.bias", "extra",
+    ),
+    "a layer left out": (
+        "llama", lambda c: c.setting(num_hidden_layers=1), "settings", "num_layer", "2",
+    ),
+    "base of the rotary embedding": (
+        "llama",
+        lambda c: c.setting(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        "settings", "rotary.base", "500000.0",
+    ),
+    "scaling of the rotary embedding": (
+        "llama", lambda c: c.setting(rope_parameters=SCALED), "settings", "rotary.kind", "linear",
+    ),
+    "epsilon of the norms": (
+        "llama", lambda c: c.setting(rms_norm_eps=1e-3), "settings", "layernorm_eps", "0.001",
+    ),
+    "another activation": (
+        "llama", lambda c: c.setting(hidden_act="relu"), "settings", "activation", "relu",
+    ),
+    "a shorter longest sequence": (
+        "llama", lambda c: c.setting(max_position_embeddings=20), "settings",
+        "max_position_embeddings", "20",
+    ),
+    "a stale tokenizer": (
+        "llama", stale_tokenizer, "tokenizer", "tokenizer.json", "3 are on one side",
+    ),
+    "a token before every text": ("llama", begins_texts, "tokenizer", "'Hello world'", "[0, "),
+    "a template without the system turn": (
+        "llama", without_system_turn, "chats", "system turn", "one sentence",
+    ),
+    "no template": ("llama", no_template, "chats", "folder", "no chat template"),
+    "another end token": (
+        "llama", lambda c: c.setting("generation_config.json", eos_token_id=7), "generation",
+        "folder", "[7]",
+    ),
+    "another default of sampling": (
+        "llama", lambda c: c.setting("generation_config.json", temperature=0.2), "generation",
+        "temperature", "0.2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_named_at_its_place(
+    name: str, tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    family, fault, where, place, said = FAULTS[name]
+    source = sources(family)
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    fault(copy)
+    if not (copy.path / INDEX).exists():
+        copy.save()
+    certificate = made(source, copy.path)
+    assert certificate.status == "differs", certificate_text(certificate)
+    assert certificate.verdict.startswith("differs: ")
+    named = [str(each) for each in part(certificate, where).of("differs")]
+    hits = [each for each in named if place in each and said in each]
+    assert hits, certificate_text(certificate)
+    # Nothing else is blamed.
+    others = [each.name for each in certificate.parts if each.status == "differs"]
+    assert set(others) <= {where, *(["tensors"] if where == "settings" else [])}
+
+
+def in_bf16(copy: Copy) -> None:
+    copy.tensors = {key: value.bfloat16() for key, value in copy.tensors.items()}
+
+
+def truncated_to_bf16(copy: Copy) -> None:
+    for key, value in copy.tensors.items():
+        bits = value.contiguous().view(torch.int32) & -0x10000
+        copy.tensors[key] = bits.view(torch.float32).bfloat16()
+
+
+# name -> what is done to a copy, and up to what it is equal
+SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
+    "a copy": (lambda _: None, ""),
+    "rounded": (in_bf16, "rounding to bf16"),
+    "truncated": (truncated_to_bf16, "one unit in the last place of bf16"),
+    "padded": (padded(0.0), "padding rows of zeros"),
+    "quantised": (lambda c: fp8(c, off=False), "the rounding of quantised weights"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_foreign_folder_passes(
+    name: str, tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    source, (change, bound) = sources("llama"), SOUND[name]
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    change(copy)
+    copy.save()
+    certificate = made(source, copy.path, layers=name != "quantised")
+    assert certificate.status in ("equal", "equal up to"), certificate_text(certificate)
+    assert bound in certificate.verdict
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
+def test_every_family_equals_its_source_in_every_layer(name: str, tmp_path: Path) -> None:
+    source = write_model(name, tmp_path / "source")
+    fields: dict[str, Any] = {}
+    if name in MIXTURES:
+        fields = {"output_format": "huggingface", "tp_size": 1}
+    certificate = made(source, convert_to(source, tmp_path, **fields), layers=True)
+    assert certificate.status in ("equal", "equal up to"), certificate_text(certificate)
+    assert part(certificate, "tensors").status == "equal"
+    rows = part(certificate, "layers").rows
+    # Two orders of magnitude below the tolerance: both compute in fp32.
+    assert max(row["relative"] for row in rows) < 1e-5
+    places = {row["place"] for row in rows}
+    stacks = {"t5": ["encoder ", "decoder "], "mt5": ["encoder ", "decoder "]}
+    stacks["t5-encoder"] = ["encoder "]
+    for stack in stacks.get(name, [""]):
+        assert {f"{stack}embedding", f"{stack}layer 0"} <= places
+        assert {f"{stack}layer 1, attention", f"{stack}layer 1, mlp"} <= places or name in MIXTURES
+    assert "decoder layer 2, cross attention" in places or not name.endswith("t5")
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])
+def test_rounding_of_a_type_is_within_its_tolerance(name: str, kind: str, tmp_path: Path) -> None:
+    source = write_model(name, tmp_path / "source")
+    folder = convert_to(source, tmp_path, weight_data_type=kind)
+    certificate = made(source, folder, layers=True, data_type=kind)
+    assert certificate.status == "equal up to", certificate_text(certificate)
+    assert f"rounding to {kind}" in certificate.verdict
+    # It does round: the tolerance of fp32 would not hold.
+    assert made(source, folder, layers=True, data_type=kind, tolerance=1e-4).status == "differs"
+
+
+def damage(file: Path, place: int = 0) -> None:
+    """Change one value of an fp32 file, as a bad disk or copy would."""
+    values = np.fromfile(file, np.float32)
+    values[place] += 3
+    values.tofile(file)
+
+
+# family, damaged file, value -> first layer that differs
+DAMAGES = {
+    "qkv bias of one rank": (
+        "gpt2", "model.layers.1.attention.query_key_value.bias.1.bin", 30, "layer 1, attention"
+    ),
+    "output bias, which no rank shares": (
+        "gpt2", "model.layers.1.mlp.dense_4h_to_h.bias.bin", 7, "layer 1, mlp"
+    ),
+    "embedding": ("gpt2", "model.wte.bin", 5 * 24, "embedding"),
+    "final norm": ("gpt2", "model.final_layernorm.bias.bin", 0, "final norm"),
+    "head": ("llama", "model.lm_head.weight.bin", 0, "logits"),
+    "summed biases of a parallel layer": (
+        "gptneox-parallel", "model.layers.1.mlp.attention.bias.sum.bin", 4, "layer 1, mlp"
+    ),
+    "cross-attention of one rank": (
+        "t5", "decoder.block.2.layer.1.EncDecAttention.v.weight.1.bin", 2,
+        "decoder layer 2, cross attention",
+    ),
+    "norm of BERT": (
+        "bert", "model.encoder.layer.0.output.LayerNorm.weight.bin", 1, "layer 0"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", DAMAGES)
+def test_damaged_shard_is_named_with_the_first_layer_that_differs(
+    damaged: str, tmp_path: Path
+) -> None:
+    family, name, value, place = DAMAGES[damaged]
+    source = write_model(family, tmp_path / "source")
+    folder = convert_to(source, tmp_path)
+    damage(folder / name, value)
+    certificate = made(source, folder, layers=True)
+    (tensor,) = part(certificate, "tensors").of("differs")
+    assert (tensor.where, "1 of" in tensor.detail) == (name, True)
+    (layer,) = part(certificate, "layers").of("differs")
+    assert layer.where == place
+
+
+def change_setting(folder: Path, key: str, value: str) -> None:
+    ini = folder / "config.ini"
+    text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", ini.read_text())
+    assert count == 1
+    ini.write_text(text)
+    (folder.parent / f"{folder.name}.manifest.json").unlink()
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
+def test_what_nobody_computes_here_is_never_called_equal(
+    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_nemo(tmp_path / "gpt.nemo", **layout)
+    folder = convert_to(source, tmp_path)
+    words = [str(source), str(folder)]
+    assert main(words) == 3
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("equal; not computed: ")
+    assert "layers" in first
+    change_setting(folder, "layernorm_eps", "0.5")
+    assert main(words) == 1
+    assert "layernorm_eps: setting: 0.5" in capsys.readouterr().out
+
+
+def test_a_source_of_another_library_is_computed_by_its_shards(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "gpt.nemo")
+    folder = convert_to(source, tmp_path, tp_size=1, output_format="huggingface", allow=("*",))
+    layers = part(made(source, folder, layers=True), "layers")
+    assert layers.status == "equal up to"
+    assert "nemo_toolkit" in layers.compared
+
+
+@pytest.mark.parametrize("name", ["gpt_tp2", "llama_tp2"])
+@pytest.mark.parametrize("output", ["fastertransformer", "huggingface"])
+def test_megatron_core_checkpoint_is_computed_by_its_own_library(
+    name: str, output: str, shared: Path, tmp_path: Path
+) -> None:
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is missing: pip install 'megatron-core>=0.12'")
+    source = shared / "golden" / "gpt_mcore" / name / "source" / "model.nemo"
+    ranks = 1 if output == "huggingface" else 2
+    folder = convert_to(source, tmp_path, output_format=output, tp_size=ranks, allow=("*",))
+    layers = part(made(source, folder, layers=True), "layers")
+    assert layers.status == "equal up to", layers
+    assert ("megatron-core" in layers.compared, len(layers.rows)) == (True, 9)
+    assert max(row["relative"] for row in layers.rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bias_activation_fusion": True},
+        {"bias_activation_fusion": False},
+        {"bias_activation_fusion": False, "openai_gelu": True},
+    ],
+    ids=["fused", "by erf", "OpenAI's"],
+)
+def test_gated_gelu_has_the_form_that_megatron_core_computes(
+    settings: dict[str, bool], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
+    torch.manual_seed(0)
+    source = write_core(tmp_path / "model.nemo", core_state(), activation="geglu", **settings)
+    rows = part(made(source, convert_to(source, tmp_path), layers=True), "layers").rows
+    # Sums in another order; the other form of gelu is some 1e-4 away.
+    assert max(row["relative"] for row in rows) < 1e-5
+
+
+def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_path: Path) -> None:
+    source = shared / "golden/gptj_slim/tiny/source"
+    given = (("head_num", "4"), ("rotary_embedding", "2"))
+    folder = convert_to(source, tmp_path, given=given)
+    layers = part(made(source, folder, layers=True, given=given), "layers")
+    assert "GPTJForCausalLM of the JAX release" in layers.compared
+    assert max(row["relative"] for row in layers.rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("case", "tensors", "added"),
+    [("gptneox/parallel_residual", 30, 0), ("t5/v1_1_gated_gelu_untied", 60, 0),
+     ("opt/post_ln_projected", 27, 0), ("t5_nemo/linear_adapter", 84, 32)],
+)  # fmt: skip
+def test_folders_of_nvidias_converters_hold_the_same_tensors(
+    shared: Path, tmp_path: Path, case: str, tensors: int, added: int
+) -> None:
+    golden = shared / "golden" / case
+    source = golden / json.loads((golden / "case.json").read_text())["source"]
+    found = part(made(source, unpack_case(golden, tmp_path, tp_size=1)), "tensors")
+    states = [row["state"] for row in found.rows]
+    assert states.count("equal") == tensors, found.findings
+    assert states.count("not comparable") == added
+    assert not found.of("differs")
+
+
+def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.GPTNeoConfig(
+        vocab_size=53, hidden_size=24, num_layers=2, num_heads=4, intermediate_size=56,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=40,
+    )  # fmt: skip
+    source = tmp_path / "source"
+    transformers.GPTNeoForCausalLM(config).save_pretrained(source)
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    certificate = made(source, copy.path, layers=True)
+    assert certificate.status in ("equal", "equal up to"), certificate_text(certificate)
+    assert [row["place"] for row in part(certificate, "layers").rows][-1] == "logits"
+    copy.tensors["transformer.h.1.ln_1.weight"][2] = 5
+    copy.save()
+    copy.setting(window_size=3)
+    certificate = made(source, copy.path, layers=True)
+    (tensor,) = part(certificate, "tensors").of("differs")
+    assert tensor.where == "transformer.h.1.ln_1.weight"
+    assert [each.where for each in part(certificate, "settings").of("differs")] == ["window_size"]
+    assert part(certificate, "layers").of("differs")[0].where == "final norm"
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    source = sources("llama")
+    folder = shutil.copytree(source, tmp_path / "folder")
+    made(source, folder)
+    state = tmp_path / "certificate" / "certify.jsonl"
+    lines = state.read_text().splitlines()
+    row = json.loads(lines[1])
+    # A record of an earlier run is taken as it is, and the rest is computed.
+    state.write_text("\n".join([lines[0], json.dumps({**row, "state": "changed"})]) + "\n")
+    again = made(source, folder)
+    assert [each.where for each in part(again, "tensors").of("differs")] == [row["key"]]
+    (folder / "config.json").touch()
+    assert made(source, folder).status == "equal"
+
+
+def test_certificate_is_written_signed_and_verified(
+    tmp_path: Path, sources: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = sources("llama")
+    folder = shutil.copytree(source, tmp_path / "folder")
+    key, output = tmp_path / "key", tmp_path / "out"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    words = [str(source), str(folder), "--no-layers", "--output", str(output)]
+    assert main([*words, "--sign", str(key)]) == 0
+    table = json.loads((output / "certificate.json").read_text())
+    assert next(iter(table)) == "verdict"
+    assert capsys.readouterr().out.splitlines()[0] == table["verdict"] == "equal"
+    assert table["source"]["sha256"] == table["folder"]["sha256"]
+    assert table["card"].startswith("**Certificate**")
+    page = (output / "certificate.html").read_text()
+    assert '<h1 class="equal">equal</h1>' in page
+    allowed = tmp_path / "allowed"
+    allowed.write_text(f"me {key.with_suffix('.pub').read_text()}")
+    check = ["ssh-keygen", "-Y", "verify", "-f", str(allowed), "-I", "me", "-n",
+             "slipway-certificate", "-s", str(output / "certificate.json.sig")]  # fmt: skip
+    data = (output / "certificate.json").read_bytes()
+    assert subprocess.run(check, input=data, capture_output=True, check=False).returncode == 0
+    assert subprocess.run(check, input=data + b" ", capture_output=True, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "{folder}"], "nowhere does not exist"),
+        (["{source}", "nowhere"], "holds neither config.json nor config.ini"),
+        (["{source}", "{folder}", "--set", "head_num"], "--set head_num is not KEY=VALUE"),
+        (["{other}", "{folder}"], "is a gpt model"),
+    ],
+)
+def test_bad_input_is_reported_and_ends_with_2(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model("llama", tmp_path / "source")
+    folder = convert_to(source, tmp_path)
+    paths = {"source": source, "folder": folder, "other": write_model("gpt2", tmp_path / "other")}
+    assert main([each.format(**paths) for each in words]) == 2
+    assert message in capsys.readouterr().err
