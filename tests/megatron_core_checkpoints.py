@@ -1,6 +1,6 @@
 """Distributed checkpoints saved by megatron-core itself, by several gloo processes on the CPU.
 
-Run as a program with a plan and a rank, it is one of those processes.
+Run as a program with a plan, it imports megatron-core once and forks those processes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,32 +58,18 @@ def save_all(saves: Sequence[Save], work_dir: Path) -> None:
     """Save checkpoints in processes of their own, which end when all is saved."""
     plan = work_dir / "plan.json"
     plan.write_text(json.dumps([asdict(save) for save in saves]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.megatron_core_checkpoints", str(plan)]
-    logs = [work_dir / f"rank_{rank}.log" for rank in range(WORLD_SIZE)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            ranks.append(
-                subprocess.Popen(
-                    [*command, str(rank)], cwd=ROOT, env=environment, stdout=out, stderr=out
-                )
-            )
-    try:
-        # A rank that fails leaves the others waiting for it.
-        deadline = time.monotonic() + DEADLINE_S
-        while None in codes(ranks) and not any(codes(ranks)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert codes(ranks) == [0] * WORLD_SIZE, "".join(log.read_text()[-3000:] for log in logs)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
-def codes(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Return the exit status of processes, None while they run."""
-    return [process.poll() for process in ranks]
+    log = work_dir / "ranks.log"
+    with log.open("w") as out:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=out,
+            timeout=DEADLINE_S,
+        )
+    assert done.returncode == 0, log.read_text()[-6000:]
 
 
 def _member(archive: Path, name: str) -> bytes:
@@ -231,22 +218,13 @@ def _save(save: Save, whole: Save | None) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main() -> None:
-    """Be one rank of those that save a plan's checkpoints."""
-    plan, rank = Path(sys.argv[1]), int(sys.argv[2])
-    # megatron-core asks for CUDA's device, and puts a tied head there, wherever its weights are.
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
-    cuda.synchronize = lambda *_: None
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_: self
+def _rank(plan: Path, rank: int) -> None:
+    """Be one of the processes that save a plan's checkpoints."""
+    from megatron.core import tensor_parallel
+
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{plan.parent}/rendezvous", rank=rank, world_size=WORLD_SIZE
     )
-    from megatron.core import tensor_parallel
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
     whole: dict[str, Save] = {}
     for item in json.loads(plan.read_text()):
@@ -256,5 +234,31 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
+def main() -> int:
+    """Fork the ranks; one that fails, for which the others would wait, ends them."""
+    # megatron-core asks for CUDA's device, and puts a tied head there, wherever its weights are.
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_: self
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
+
+    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
+    fork = multiprocessing.get_context("fork")
+    plan = Path(sys.argv[1])
+    ranks = [fork.Process(target=_rank, args=(plan, rank)) for rank in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.start()
+    running = list(ranks)
+    while running and not any(rank.exitcode for rank in ranks):
+        multiprocessing.connection.wait([rank.sentinel for rank in running])
+        running = [rank for rank in running if rank.exitcode is None]
+    for rank in running:
+        rank.kill()
+    return max(rank.exitcode or 0 for rank in ranks)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,9 +16,9 @@ import torch
 
 from tests.conftest import ROOT
 
-LEVELS = ("default", "avx2", "avx512")
-# Vectors of torch's own kernels, and the most that oneDNN may use.
-SETS = [("default", "AVX2"), ("avx2", "AVX512_CORE"), ("avx512", "AVX512_CORE_VNNI")]
+# Vectors of torch's own kernels, and the most that oneDNN may use: products of int8 without VNNI,
+# which saturate, and those with it but without AMX.
+SETS = [("default", "AVX2"), ("avx2", "AVX512_CORE_VNNI")]
 TESTS = (
     "tests/unit/inference/parallel/test_gemm.py",
     "tests/unit/inference/model/test_cached_attention.py",
@@ -31,9 +31,8 @@ TESTS = (
 
 @pytest.mark.parametrize(("vectors", "products"), SETS)
 def test_results_hold_with(vectors: str, products: str) -> None:
-    own = torch.backends.cpu.get_cpu_capability().lower()
-    best = LEVELS.index(own) if own in LEVELS else 0
-    vectors = LEVELS[min(LEVELS.index(vectors), best)]
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        vectors = "default"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
         cwd=ROOT,
