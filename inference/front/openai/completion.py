@@ -21,7 +21,6 @@ from inference.front.openai.codec import Codec
 from inference.front.openai.prepare import ModelFacts, PreparedRequest, Prompt, generation_jobs
 
 _MOST_JOBS = 64  # of one request that run at a time
-_MOST_SCORED = 64  # tokens that are scored without leaving the event loop
 
 
 class TokenModel(Protocol):
@@ -121,15 +120,18 @@ class CompletionRun:
             if len(best) > self._request.sampling.n:  # the likeliest, by the mean over their tokens
                 best.sort(key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
             kept += ((run, answer) for answer in best[: self._request.sampling.n])
-        return (self._choice(number, *each) for number, each in enumerate(kept))
+        parts = (self._part(*each, number, whole=True) for number, each in enumerate(kept))
+        return (part for part in parts if part is not None)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the choices of each chunk of a stream as they come, those of all prompts mixed."""
         async with contextlib.aclosing(self._frames(streams=True)) as frames:
             async for run, answers in frames:
                 for place in answers:
-                    if (chunk := self._chunk(run, place)) is not None:
-                        yield chunk
+                    number = run.number * self._request.sampling.n + place
+                    part = self._part(run, run.answers[place], number, whole=False)
+                    if part is not None:
+                        yield part
 
     async def _frames(self, *, streams: bool) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Run all jobs; yield after each frame of one which answers of which prompt it concerns."""
@@ -197,13 +199,13 @@ class CompletionRun:
     async def _take(
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
-        """Take in a frame; names for many scores take long, and are looked up in a thread."""
-        best, of_prompt, new = self._request.sampling.best, self._request.sampling.prompt_best, 0
-        scores_prompt = of_prompt is not None and not run.scored
+        """Take in a frame; names for scores take long, and are looked up in a thread."""
+        sampling = self._request.sampling
+        of_prompt, ids = sampling.prompt_best, run.prompt.ids
 
         def take() -> None:
             if of_prompt is not None and not run.scored:
-                ids, first = run.prompt.ids, candidates[0]
+                first = candidates[0]
                 # The first token of a text has no scores.
                 places = (
                     first.place(n, best=of_prompt) if n else (None, ()) for n in range(len(ids))
@@ -212,56 +214,30 @@ class CompletionRun:
             for place, candidate in zip(answers, candidates, strict=True):
                 run.answers[place].update(candidate, final=final)
 
-        if best is not None:
-            pairs = zip(answers, candidates, strict=True)
-            new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
-        new += len(run.prompt.ids) if scores_prompt else 0
-        if new > _MOST_SCORED:
-            await asyncio.to_thread(take)
-        else:
+        if sampling.best is None and of_prompt is None:
             take()
-
-    def _chunk(self, run: PromptRun, place: int) -> dict[str, Any] | None:
-        """Return what a choice has that was not sent yet, None if there is nothing."""
-        answer = run.answers[place]
-        is_first = not answer.has_begun
-        if (new := answer.unsent()) is None:
-            return None
-        number = run.number * self._request.sampling.n + place
-        text, tokens, ids = new
-        part = self._part(number, run, answer, text, tokens, ids, is_first=is_first)
-        if self._request.sampling.is_chat:
-            part["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": text}
-        return part
-
-    def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
-        part = self._part(number, run, answer, answer.text, answer.scored, answer.token_ids)
-        if self._request.sampling.is_chat:
-            part["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
-        return part
+        else:
+            await asyncio.to_thread(take)
 
     def _part(
-        self,
-        number: int,
-        run: PromptRun,
-        answer: Answer,
-        text: str,
-        tokens: Sequence[ScoredToken],
-        ids: Sequence[int],
-        *,
-        is_first: bool = True,
-    ) -> dict[str, Any]:
-        """Return what a choice and a chunk have in common: all but the text in a chat."""
+        self, run: PromptRun, answer: Answer, number: int, *, whole: bool
+    ) -> dict[str, Any] | None:
+        """Return what a choice has that was not sent yet, None if there is nothing."""
+        sampling, is_first = self._request.sampling, not answer.has_begun
+        if (new := answer.unsent()) is None:
+            return None
+        text, tokens, ids = new
         part: dict[str, Any] = {"index": number, "finish_reason": answer.finish_reason}
-        if self._request.sampling.return_token_ids:
+        if sampling.return_token_ids:
             part["token_ids"] = ids
-        is_scored, offset = self._request.sampling.best is not None, run.end
-        if self._request.sampling.is_chat:
-            scores = chat_log_probs(tokens, self._codec) if is_scored else None
-            return part | {"logprobs": scores}
+        is_scored, offset = sampling.best is not None, run.end
+        if sampling.is_chat:
+            said = ({"role": "assistant"} if is_first else {}) | {"content": text}
+            part |= {"message": {**said, "refusal": None}} if whole else {"delta": said}
+            return part | {"logprobs": chat_log_probs(tokens, self._codec) if is_scored else None}
         if is_first:
             part |= self._about(run)
-        if is_first and self._request.sampling.echo:
+        if is_first and sampling.echo:
             text, offset = run.prompt.text + text, 0
             moved = (replace(t, first=t.first + run.end, last=t.last + run.end) for t in tokens)
             tokens = [*run.scored, *moved]
