@@ -134,7 +134,7 @@ format: $(TOOLS)
 PINS = $(VENV)/pins.txt
 PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
   --no-header --no-annotate --generate-hashes --constraint requirements/torch.txt pyproject.toml
-COMPILE = $(PIN) --extra setup --extra s3
+COMPILE = $(PIN) --extra setup --extra s3 --extra evaluate
 WITHOUT_CUDA = sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
   -e "s/ ; python_full_version < '3.15' and implementation_name == 'cpython'.*\\\\/ \\\\/"
 constraints: $(STAMP)

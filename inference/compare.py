@@ -71,13 +71,9 @@ def decide(
     failed: dict[str, str] = {}
     compared: list[ComparedRun] = []
     for other, run in others:
-        if isinstance(run, str):
-            failed[other] = run
-            continue
-        found = compare_runs(first, run, name=other)
-        missing = bounds.keys() - {new.name for _, new in found.shared}
-        if missing or not found.is_paired:
-            failed[other] = f"it measured no {', '.join(missing)}" if missing else _UNPAIRED
+        found = run if isinstance(run, str) else _compared(first, run, other, bounds)
+        if isinstance(found, str):
+            failed[other] = found
         else:
             compared.append(found)
     compared = judged(first[0], compared, bounds)
@@ -103,6 +99,23 @@ def decide(
         replace_file(output_dir / file, text)
     shown = comparison_document(first[0], compared, name=name, failed=failed, most=IN_TERMINAL)
     return comparison_text(shown), status
+
+
+def _compared(first: Run, run: Run, name: str, bounds: Mapping[str, Bound]) -> ComparedRun | str:
+    """Return a run next to the first, or why the bounds cannot be applied to it."""
+    ways = {metric.name: metric.method for metric in run[0].metrics}
+    for metric in first[0].metrics:
+        if metric.name not in bounds:
+            continue
+        if metric.name not in ways:
+            return f"it did not measure {metric.name}"
+        if metric.method != ways[metric.name]:
+            return (
+                f"{metric.name} was measured in another way: first, {metric.method}; here, "
+                f"{ways[metric.name]}"
+            )
+    found = compare_runs(first, run, name=name)
+    return found if found.is_paired else _UNPAIRED
 
 
 def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
@@ -177,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.output.parent.mkdir(parents=True, exist_ok=True)
             replace_file(options.output, document.html())
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - this is the command's output
         return 2
     return EXIT_PASS

@@ -8,6 +8,7 @@ against the first together. A row that has finished is not run again.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def problems_of_upgrade(config: Config) -> list[str]:
     rows = config.upgrade.rows
     _, found = parse_bounds(config.upgrade.gate)
     problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
+    if find_spec("scipy") is None:
+        problems.append("action=upgrade needs the package scipy: pip install scipy.")
     if len(rows) < _FEWEST:
         problems.append(
             f"action=upgrade compares rows, and upgrade.rows has {len(rows)}; give what serves "
@@ -126,4 +129,5 @@ def _result(outcome: Outcome) -> tuple[str, Any]:
 def _errors(outcome: Outcome) -> Iterator[str]:
     for stage, found in outcome.run.records().items():
         if found is not None and found.error:
-            yield f"{stage}: {found.error.splitlines()[0]}"
+            first, *others = filter(None, map(str.strip, found.error.splitlines()))
+            yield f"{stage}: {' ... '.join([first, *others[-1:]])}"

@@ -310,7 +310,7 @@ def check_deploy(config: DeployConfig) -> list[str]:
         problems += config.access.problems()
     elif config.access != OPEN_ACCESS:
         problems.append(
-            "deploy.max_request_mb, deploy.tls_cert, deploy.token_file and "
+            "deploy.max_request_mb, deploy.tls_cert, deploy.token_file, deploy.otlp_collector and "
             "deploy.client_shared_memory have no effect with deploy.engine=fastertransformer, "
             "whose server listens itself; leave them out, and put a proxy in front of it."
         )
@@ -336,7 +336,9 @@ def _other_engine_problems(config: DeployConfig) -> list[str]:
     has_credentials = access.tls_cert is not None or access.token_file is not None
     limits = replace(access, tls_cert=None, tls_key=None, token_file=None)
     without_effect = {
-        "deploy.max_request_mb and deploy.client_shared_memory": limits != OPEN_ACCESS,
+        "deploy.max_request_mb, deploy.otlp_collector and deploy.client_shared_memory": (
+            limits != OPEN_ACCESS
+        ),
         "deploy.openai.enabled": config.openai.enabled,
         f"deploy.server={config.server}": config.server != AUTO,
         "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,

@@ -8,16 +8,16 @@ of changed answers, enumerated.
 import math
 from bisect import bisect_left
 from functools import lru_cache, partial
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import gammaln, xlogy
+from scipy.stats import binom, norm
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 _TIE = 1e-9
-_NORMAL = NormalDist()
 _WINDOW = 6.0  # standard deviations of a count that are enumerated; beyond lie 2e-9
 _MOST_GAINS = 100.0  # expected gains up to which tails are enumerated; beyond, they are normal
 
@@ -29,13 +29,7 @@ def mcnemar(losses: int, gains: int) -> tuple[float, float]:
     (Q. McNemar, Psychometrika 12, 1947).
     """
     total = losses + gains
-    logs = _log_factorials(total)
-    ks = np.arange(total + 1)
-    chances = np.exp(logs[total] - logs[ks] - logs[total - ks] - total * math.log(2))
-    return (
-        min(1.0, float(chances[losses:].sum())),
-        min(1.0, float(chances[: losses + 1].sum())),
-    )
+    return float(binom.sf(losses - 1, total, 0.5)), float(binom.cdf(losses, total, 0.5))
 
 
 def signed_score(losses: int, gains: int, count: int, margin: float) -> float:
@@ -57,7 +51,7 @@ def exact_p_values(losses: int, gains: int, count: int, margin: float) -> tuple[
 
 def _tails(seen: float, count: int, margin: float, *, are_many: bool) -> tuple[float, float]:
     """Return the largest chances of at least, and of at most, a score at a drop of `margin`."""
-    above, below = (1 - _NORMAL.cdf(seen), _NORMAL.cdf(seen)) if are_many else (0.0, 0.0)
+    above, below = (norm.sf(seen), norm.cdf(seen)) if are_many else (0.0, 0.0)
     for scores, cumulative in _null(count, margin):
         above = max(above, 1 - cumulative[np.searchsorted(scores, seen - _TIE, side="left")])
         below = max(below, cumulative[np.searchsorted(scores, seen + _TIE, side="right")])
@@ -105,16 +99,11 @@ def _tables(count: int, lost: float, gained: float) -> tuple[Counts, Counts, Flo
     losses, gains = (each.ravel() for each in np.meshgrid(window(lost), window(gained)))
     same = count - losses - gains
     losses, gains, same = losses[same >= 0], gains[same >= 0], same[same >= 0]
-    logs = _log_factorials(count)
-    chances = logs[count] - logs[losses] - logs[gains] - logs[same]
-    for number, rate in ((losses, lost), (gains, gained), (same, 1 - lost - gained)):
-        chances = chances + np.where(number > 0, number * math.log(max(rate, 1e-300)), 0.0)
-    return losses, gains, np.exp(chances)
-
-
-@lru_cache(maxsize=64)
-def _log_factorials(count: int) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1, dtype=np.float64)))])
+    logs = gammaln(count + 1) + sum(
+        xlogy(number, max(0.0, rate)) - gammaln(number + 1)
+        for number, rate in ((losses, lost), (gains, gained), (same, 1 - lost - gained))
+    )
+    return losses, gains, np.exp(logs)
 
 
 @lru_cache(maxsize=64)
@@ -138,17 +127,6 @@ def power(count: int, margin: float, alpha: float, changed: float, drop: float) 
         least = _critical_score(count, margin, alpha) - _TIE
         caught = _score(losses, gains, count, margin) >= least
     else:
-        caught = losses >= _critical_losses(count, alpha)[losses + gains]
+        # McNemar's test rejects from one more on than what binom.isf gives.
+        caught = losses > binom.isf(alpha, losses + gains, 0.5)
     return float(chances[caught].sum())
-
-
-@lru_cache(maxsize=64)
-def _critical_losses(count: int, alpha: float) -> Counts:
-    """Return, by the number of changed answers, the losses from which on McNemar's test rejects."""
-    found = np.empty(count + 1, np.int64)
-    losses = 0
-    for changed in range(count + 1):  # grows by at most one with each more
-        while losses <= changed and mcnemar(losses, changed - losses)[0] > alpha:
-            losses += 1
-        found[changed] = losses
-    return found

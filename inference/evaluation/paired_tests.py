@@ -167,7 +167,9 @@ def smallest_drop(
     if not binary:
         if count < 2:
             return None
-        both = _t_quantile(1 - alpha, count - 1) + _NORMAL.inv_cdf(POWER)
+        from scipy.stats import t
+
+        both = float(t.isf(alpha, count - 1)) + _NORMAL.inv_cdf(POWER)
         return margin + both * deviation / math.sqrt(count)
     from inference.evaluation.exact_tests import power
 
@@ -217,18 +219,20 @@ def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
 
 
 def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> DropTest:
+    from scipy.stats import t
+
     count, drop = len(pairs.new), float(pairs.losses().mean())
     influence = pairs.losses(drop)  # of each sample on the drop, for a ratio to first order
     deviation = float(influence.std(ddof=1)) if count > 1 else math.inf
     error = deviation / math.sqrt(count)
-    t = (drop - margin) / error if error else math.copysign(math.inf, drop - margin)
-    t = 0.0 if drop == margin else t
-    spread = _t_quantile(1 - alpha, count - 1) * error if count > 1 else math.inf
+    far = (drop - margin) / error if error else math.copysign(math.inf, drop - margin)
+    is_unknown = count == 1 or drop == margin
+    spread = float(t.isf(alpha, count - 1)) * error if count > 1 else math.inf
     held, to_hold = _bet(pairs, margin, most, alpha)
     highest = max(most, drop)
     return DropTest(
         drop=drop,
-        p_breached=_t_tail(t, count - 1),
+        p_breached=0.5 if is_unknown else float(t.sf(far, count - 1)),
         p_held=held,
         low=drop - spread,
         high=_root(lambda tried: alpha - _bet(pairs, tried, most, alpha)[0], drop, highest),
@@ -262,27 +266,6 @@ def _bet(pairs: Pairs, margin: float, most: float, alpha: float) -> tuple[float,
             root = spread + math.sqrt(spread**2 - 4 * growth * (math.log(alpha) + stake))
             needed = min(needed, (root / (2 * growth)) ** 2)
     return min(1.0, math.exp(-max(whole, -700.0))), needed
-
-
-def _t_tail(t: float, freedom: int) -> float:
-    """Return the chance of more than `t` in Student's distribution.
-
-    By its normal equivalent (D. L. Wallace, Annals of Mathematical Statistics 30, 1959), within
-    0.001 from three degrees of freedom on.
-    """
-    if freedom < 1 or t == 0:
-        return 0.5
-    if math.isinf(t):
-        return 0.0 if t > 0 else 1.0
-    ratio = (8 * freedom + 1) / (8 * freedom + 3)
-    normal = ratio * math.sqrt(freedom * math.log1p(t * t / freedom))
-    return 1 - _NORMAL.cdf(math.copysign(normal, t))
-
-
-def _t_quantile(share: float, freedom: int) -> float:
-    """Return the value that `share` (above one half) of Student's distribution stays below."""
-    normal = _NORMAL.inv_cdf(share) * (8 * freedom + 3) / (8 * freedom + 1)
-    return math.sqrt(freedom * math.expm1(normal * normal / freedom))
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

@@ -41,6 +41,9 @@ class Access:
         "accepted tokens, one on each line, of mode 600; a request must carry one", None, path=True
     )
     client_shared_memory: bool = option("clients may register shared memory of their own", False)
+    otlp_collector: str | None = option(
+        "collector of OpenTelemetry that gets a span for each request, http://host:4318", None
+    )
 
     @property
     def max_request_bytes(self) -> int:
@@ -54,6 +57,9 @@ class Access:
             for name in ("max_request_mb", "tls_cert", "tls_key", "token_file")
         )
         found = []
+        if self.otlp_collector is not None and not _ORIGIN.fullmatch(self.otlp_collector):
+            name = prefix + f"otlp{joiner}collector"
+            found.append(f"{name}={self.otlp_collector} is no address; write http://host:port.")
         if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
             found.append(f"{size}={self.max_request_mb} must be 1 to {MOST_REQUEST_MB}.")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -98,7 +104,7 @@ def access_of(values: Mapping[str, object]) -> Access:
 
 def add_access_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of Access; `access_of` reads the parsed ones."""
-    kinds = {"max_request_mb": int, "client_shared_memory": None}
+    kinds = {"max_request_mb": int, "client_shared_memory": None, "otlp_collector": str}
     for each in fields(Access):
         kind = kinds.get(each.name, Path)
         how: dict[str, Any] = {"action": "store_true"} if kind is None else {"type": kind}

@@ -25,6 +25,7 @@ from inference.front.infer_messages import (
 )
 from inference.front.kserve_http import most_connections
 from inference.front.sessions import Namespace
+from inference.front.tracing import TracedCalls, tracer_of
 from inference.front.upstream import FrontContext, Upstream
 from inference.ports import host_and_port
 
@@ -215,7 +216,9 @@ def grpc_server(
         ("grpc.max_receive_message_length", access.max_request_bytes),
         ("grpc.max_allowed_incoming_connections", most_connections()),
     ]
-    server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS])
+    tracer = tracer_of(access.otlp_collector)
+    spans = [] if tracer is None else [TracedCalls(tracer)]
+    server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS], interceptors=spans)
     server.add_generic_rpc_handlers((handler,))
     try:
         if access.tls_cert is None or access.tls_key is None:

@@ -23,6 +23,7 @@ from inference.front.guard import IDLE_S, RejectedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
 from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
+from inference.front.tracing import traced
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
 
@@ -185,6 +186,7 @@ async def http_server(
 ) -> web.ServerRunner:
     """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
+    handler = traced(handler, access.otlp_collector)
     server = BoundServer(handler, most=most_connections())
     runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
     await runner.setup()

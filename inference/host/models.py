@@ -17,6 +17,7 @@ from inference.backend.exchange import Array, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
+from inference.front.tracing import describe_model
 from inference.host.calls import HostedExchange, InferError, InferRequest, Mailbox, Responses
 from inference.host.statistics import ModelStatistics
 
@@ -83,6 +84,7 @@ class HostedModel:
 
         Closing it gives the request up.
         """
+        describe_model(self.name)
         began, statistics, reason = time.perf_counter_ns(), self.statistics, "CANCELED"
         statistics.pending += 1
         rows = 0

@@ -24,6 +24,7 @@ from inference.front.guard import RejectedError
 from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import Handler, http_server
 from inference.front.link import HostSettings, OwnerLink, Question, Reload
+from inference.front.tracing import close_tracer
 from inference.front.upstream import FrontContext
 from inference.front.workers import Workers
 from inference.host.calls import InferError, Mailbox
@@ -85,6 +86,7 @@ class _Host:
             return self._fail(error)
         finally:
             self._workers.close()
+            await close_tracer(settings.access.otlp_collector)
         return 0
 
     async def _serve(self, link: OwnerLink) -> None:

@@ -10,20 +10,23 @@ from typing import Any, TypeAlias
 
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
-# Name without its prefix, text, and the count of ModelStatistics that it shows.
-_COUNTERS = (
+# Name without its prefix, text, and the field of ModelStatistics that it shows, "" for 0.
+_METRICS = (
     ("request_success", "Number of successful inference requests, all batch sizes", "successes"),
+    ("request_failure", "Number of failed inference requests, all batch sizes", "failures"),
     ("count", "Number of inferences performed (does not include cached requests)", "rows"),
     ("exec_count", "Number of model executions performed (does not include cached requests)",
      "successes"),
+    ("request_duration_us", "Cumulative inference request duration in microseconds", "success_ns"),
+    ("queue_duration_us", "Cumulative inference queuing duration in microseconds", "queue_ns"),
+    ("compute_input_duration_us", "Cumulative compute input duration in microseconds", ""),
+    ("compute_infer_duration_us", "Cumulative compute inference duration in microseconds",
+     "infer_ns"),
+    ("compute_output_duration_us", "Cumulative inference compute output duration in microseconds",
+     ""),
+    ("pending_request_count",
+     "Instantaneous number of pending requests awaiting execution per-model.", "pending"),
 )  # fmt: skip
-_DURATIONS = (
-    ("request", "inference request", "success_ns"),
-    ("queue", "inference queuing", "queue_ns"),
-    ("compute_input", "compute input", ""),
-    ("compute_infer", "compute inference", "infer_ns"),
-    ("compute_output", "inference compute output", ""),
-)
 
 
 @dataclass
@@ -92,42 +95,30 @@ class ModelStatistics:
         }
 
 
-_Values: TypeAlias = Iterable[tuple[Mapping[str, str], ModelStatistics, int]]
+# The end of a name, labels, and the value.
+_Sample: TypeAlias = tuple[str, Mapping[str, str], object]
 
 
 def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:
     """Yield the lines of the metrics that Triton has of each model, under its names."""
-    for name, text, count in _COUNTERS:
-        values: _Values = [({}, model, getattr(model, count)) for model in models]
-        yield from _family(f"nv_inference_{name}", text, "counter", values)
-        if name == "request_success":
-            reasons: _Values = [
-                ({"reason": reason}, model, number)
-                for model in models
-                for reason, number in model.failures.items()
-            ]
-            text = "Number of failed inference requests, all batch sizes"
-            yield from _family("nv_inference_request_failure", text, "counter", reasons)
-    for name, what, field_name in _DURATIONS:
-        text = f"Cumulative {what} duration in microseconds"
-        values = [({}, e, getattr(e, field_name, 0) // 1000) for e in models]
-        yield from _family(f"nv_inference_{name}_duration_us", text, "counter", values)
-    text = "Instantaneous number of pending requests awaiting execution per-model."
-    pending: _Values = [({}, model, model.pending) for model in models]
-    yield from _family("nv_inference_pending_request_count", text, "gauge", pending)
+    for name, text, count in _METRICS:
+        samples: list[_Sample] = []
+        for model in models:
+            value = getattr(model, count, 0)
+            each = value if isinstance(value, dict) else {"": value}
+            for reason, number in each.items():
+                more = {"reason": reason} if reason else {}
+                labels = {"model": model.name, **more, "version": model.version}
+                samples.append(("", labels, number // 1000 if count.endswith("_ns") else number))
+        kind = "gauge" if count == "pending" else "counter"
+        yield from _family(f"nv_inference_{name}", text, kind, samples)
 
 
-def _family(
-    name: str,
-    text: str,
-    kind: str,
-    values: _Values,
-) -> Iterator[str]:
+def _family(name: str, text: str, kind: str, samples: Iterable[_Sample]) -> Iterator[str]:
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
-    for more, model, value in values:
-        labels = {"model": model.name, **more, "version": model.version}
-        yield f"{name}{{{_labels(labels)}}} {value}"
+    for end, labels, value in samples:
+        yield f"{name}{end}{{{_labels(labels)}}} {value}"
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -164,17 +155,17 @@ class LabelledMetric:
             for number, bound in enumerate(self._buckets):
                 self._counts[number] += value <= bound
 
-    def lines(self, name: str, *, is_histogram: bool) -> Iterator[str]:
-        """Yield the lines of the exposition of this metric of a family."""
-        labels = _labels(self._labels)
-        if not is_histogram:
-            yield f"{name}{{{labels}}} {self._value:.17g}"
+    def samples(self) -> Iterator[_Sample]:
+        """Yield the values: of a histogram, if there are buckets."""
+        value = f"{self._value:.17g}"
+        if not self._buckets:
+            yield "", self._labels, value
             return
-        yield f"{name}_count{{{labels}}} {self._observed}"
-        yield f"{name}_sum{{{labels}}} {self._value:.17g}"
+        yield "_count", self._labels, self._observed
+        yield "_sum", self._labels, value
         for bound, count in zip(self._buckets, self._counts, strict=True):
-            yield f'{name}_bucket{{{labels},le="{bound:g}"}} {count}'
-        yield f'{name}_bucket{{{labels},le="+Inf"}} {self._observed}'
+            yield "_bucket", {**self._labels, "le": f"{bound:g}"}, count
+        yield "_bucket", {**self._labels, "le": "+Inf"}, self._observed
 
 
 class MetricFamily:
@@ -191,10 +182,8 @@ class MetricFamily:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the exposition."""
-        yield f"# HELP {self._name} {self._text}"
-        yield f"# TYPE {self._name} {self._kind}"
-        for metric in self._metrics:
-            yield from metric.lines(self._name, is_histogram=self._kind == "histogram")
+        samples = (sample for metric in self._metrics for sample in metric.samples())
+        yield from _family(self._name, self._text, self._kind, samples)
 
 
 class MetricRegistry:

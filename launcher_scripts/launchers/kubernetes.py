@@ -172,6 +172,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
     ]
     if server.engine != FASTERTRANSFORMER:
         options.append(f"--max-request-mb={server.max_request_mb}")
+    if server.otlp_collector is not None:
+        options.append(f"--otlp-collector={server.otlp_collector}")
     if server.server != DEFAULT_SERVER:
         options.append(f"--server={server.server}")
     if server.openai.enabled:

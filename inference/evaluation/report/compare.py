@@ -63,7 +63,7 @@ class ComparedRun:
     Attributes:
         shared: the metrics that both have, of the first and of this run.
         metrics: their comparisons, in the same order.
-        samples: rows of _SAMPLES_HEAD.
+        samples: rows of _SAMPLES_HEAD, the first run's before this one's.
         changed: samples of both that a fraction scores differently.
         latency: points measured in both.
         notes: why figures may not be comparable.
@@ -125,9 +125,10 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
         if old or new:
             same = sum(one.answer == two.answer for one, two in own)
             counts = (len(own), len(old) - len(own), len(new) - len(own), same)
-            ends = (str(getattr(task.requests, each)) for each in Tally.NAMES)
-            silent = _silent([*new.values()])
-            samples.append((task.name, name, *(f"{each:,}" for each in counts), silent, *ends))
+            samples += [
+                (task.name, "", *[""] * len(counts), *_ends(earlier[task.name], [*old.values()])),
+                (task.name, name, *(f"{n:,}" for n in counts), *_ends(task, [*new.values()])),
+            ]
     points = {(shape_text(each), load_text(each)): each for each in first.latency}
     shared_points = [
         (points[key], each)
@@ -149,10 +150,14 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
     )
 
 
-def _silent(predictions: Sequence[Prediction]) -> str:
-    """Return the share of samples with an empty answer; empty where no task asked for answers."""
+def _ends(task: TaskReport, predictions: Sequence[Prediction]) -> list[str]:
+    """Return the share of samples without an answer, and how requests ended.
+
+    The share is empty where no sample has an answer: a task that asks for probabilities alone.
+    """
     empty = sum(not each.answer.strip() for each in predictions)
-    return "" if empty == len(predictions) else f"{empty / len(predictions):.1%}"
+    silent = "" if empty == len(predictions) else f"{empty / len(predictions):.1%}"
+    return [silent, *(f"{getattr(task.requests, each):,}" for each in Tally.NAMES)]
 
 
 def judged(
@@ -300,7 +305,11 @@ def _difference(each: Comparison, new: Metric) -> tuple[str, ...]:
 def _table_sections(name: str, runs: Sequence[ComparedRun]) -> list[Section]:
     samples = Table(
         _SAMPLES_HEAD,
-        [row for run in runs for row in run.samples],
+        # The first run's once for each task, under its name.
+        [
+            (task, row or name, *rest)
+            for task, row, *rest in dict.fromkeys(row for run in runs for row in run.samples)
+        ],
         tuple(range(2, len(_SAMPLES_HEAD))),
     )
     speeds: dict[tuple[str, str], list[tuple[str, LatencyPoint]]] = {}

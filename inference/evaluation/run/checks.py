@@ -3,6 +3,7 @@
 import operator
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import MISSING
@@ -65,6 +66,15 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     problems += check_bounds(whole, known=known)
     problems += _check_baseline(options, bounds)
     problems += _check_reference(options)
+    is_compared = options.reference != "none" or any(
+        [options.reference_path(task.name) for task in tasks]
+        + [bound.is_relative for bound in bounds.values()]
+    )
+    if is_compared and find_spec("scipy") is None:
+        problems.append(
+            "comparing with a reference or a baseline needs the package scipy: pip install scipy, "
+            "or set evaluate.reference=none, evaluate.<task>.reference_path=null and evaluate.gate."
+        )
     return problems
 
 

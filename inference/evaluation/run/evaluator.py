@@ -35,7 +35,7 @@ from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
     check_bounds_of_groups,
-    prepare,
+    prepare_task,
     stored_baseline,
     within_abilities,
 )
@@ -98,7 +98,7 @@ def _evaluate(
     tasks = known_tasks(options)
     bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
     bounds |= parse_bounds(options.gate)[0]
-    prepared = [prepare(task) for task in tasks]
+    prepared = [prepare_task(task) for task in tasks]
     if problems := check_bounds_of_groups(bounds, prepared):
         raise ValueError("\n".join(problems))
     baseline = stored_baseline(options, prepared)

@@ -61,7 +61,7 @@ class Prepared:
     note: str = ""
 
 
-def prepare(task: Task) -> Prepared:
+def prepare_task(task: Task) -> Prepared:
     """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
     dataset, samples = task.prepare()
     path = None if task.only_served else task.options.reference_path(task.name)

@@ -95,6 +95,27 @@ class CompletionRun:
         }
 
     @property
+    def operation(self) -> str:
+        """Name of what is asked for, by OpenTelemetry's conventions for generative AI."""
+        return "chat" if self._request.sampling.is_chat else "text_completion"
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the request by these conventions; it has no word of prompts and answers."""
+        sampling, usage = self._request.sampling, self.usage
+        return {
+            "gen_ai.request.max_tokens": self._request.limit,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.request.choice.count": sampling.n,
+            "gen_ai.request.stream": sampling.stream,
+            "gen_ai.response.finish_reasons": [end for end in self.ends if end],
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        }
+
+    @property
     def about_prompt(self) -> dict[str, Any]:
         """The fields of a chat's answer about its prompt."""
         return self._about(self._runs[0]) if self._request.sampling.is_chat else {}

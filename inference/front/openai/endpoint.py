@@ -27,8 +27,8 @@ from inference.front.openai.prepare import (
     ModelFacts,
     detokenize,
     model_facts,
-    prepare,
     prepare_embeddings,
+    prepare_generation,
     tokenize,
 )
 from inference.front.openai.requests import (
@@ -39,6 +39,7 @@ from inference.front.openai.requests import (
 )
 from inference.front.openai.served import text_model, token_models
 from inference.front.strict_json import MOST_JSON_BYTES
+from inference.front.tracing import describe_span
 from inference.front.upstream import FrontContext
 from inference.front.workers import Workers
 
@@ -114,6 +115,8 @@ class OpenAIEndpoint:
             status = response.status
             return response
         finally:
+            if (run := request.get(_RUN_KEY)) is not None:
+                _describe(request, run.operation, run.model, run.attributes)
             if self._access_log:
                 seconds = round(time.monotonic() - began, 6)
                 sys.stderr.write(json.dumps(_record(request, status, seconds)) + "\n")
@@ -190,7 +193,7 @@ class OpenAIEndpoint:
         self, kind: tuple[type[Sampling], str, str, str], request: web.BaseRequest
     ) -> web.StreamResponse:
         record, prefix, whole_object, chunk_object = kind
-        prepared = await self._read(request, partial(prepare, record), self._generators)
+        prepared = await self._read(request, partial(prepare_generation, record), self._generators)
         asked = prepared.sampling
         run = CompletionRun(self._models[asked.model], self._codec, prepared)
         request[_RUN_KEY] = run
@@ -212,8 +215,9 @@ class OpenAIEndpoint:
 
     async def _embeddings(self, request: web.BaseRequest) -> web.Response:
         asked, rows = await self._read(request, prepare_embeddings, self._encoders)
-        vectors = await self._models[asked.model].embed(rows)
         count = sum(map(len, rows))
+        _describe(request, "embeddings", asked.model, {"gen_ai.usage.input_tokens": count})
+        vectors = await self._models[asked.model].embed(rows)
 
         def body() -> bytes:
             if asked.encoding_format == "float":
@@ -251,6 +255,19 @@ def request_id(request: web.BaseRequest) -> str:
         given = request.headers.get(REQUEST_ID, "")
         request[_REQUEST_KEY] = given if _IDS.fullmatch(given) else uuid.uuid4().hex
     return str(request[_REQUEST_KEY])
+
+
+def _describe(
+    request: web.BaseRequest, operation: str, model: str, attributes: Mapping[str, Any]
+) -> None:
+    """Describe the span of a request by OpenTelemetry's conventions for generative AI."""
+    own = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "slipway",
+        "gen_ai.request.model": model,
+        "slipway.request_id": request_id(request),
+    }
+    describe_span(f"{operation} {model}", {**own, **attributes})
 
 
 def _record(request: web.BaseRequest, status: int, seconds: float) -> dict[str, Any]:

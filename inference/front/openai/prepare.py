@@ -86,7 +86,7 @@ class PreparedRequest:
     end_ids: frozenset[int] = frozenset()  # tokens that end an answer
 
 
-def prepare(
+def prepare_generation(
     kind: type[Sampling], texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
     """Return the request that a body states. Raises RejectedError."""

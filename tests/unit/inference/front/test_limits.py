@@ -8,6 +8,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from inference.front import (
 from inference.front.guard import IDLE_S, RejectedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
-from inference.front.openai.prepare import ModelFacts, prepare_completion
+from inference.front.openai.prepare import ModelFacts, prepare_generation
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
 from inference.front.sessions import Namespace
 from tests.conftest import ROOT
@@ -34,6 +35,7 @@ MINE = Namespace("me", b"key")
 SCORES = {"num_log_probs", "num_prompt_log_probs"}
 # 2,048 sequences of 128 tokens with a log probability and its token's are the most scores.
 FACTS = {"m": ModelFacts("m", INPUTS | SCORES, max_rows=4, context_len=1 << 20)}
+prepared = partial(prepare_generation, CompletionRequest, LetterTexts(), FACTS)
 
 
 def infer(body: dict[str, Any]) -> None:
@@ -86,7 +88,7 @@ def scores(excess: int) -> None:
     places = {"prompt": ["a"] * prompts, "max_tokens": 128, "logprobs": 1}
     if excess:
         places["logprobs"] = 2
-    prepare_completion(LetterTexts(), FACTS, json.dumps({"model": "m", **places}).encode())
+    prepared(json.dumps({"model": "m", **places}).encode())
 
 
 def biases(count: int) -> dict[str, int]:
@@ -171,7 +173,7 @@ def test_the_table_has_each_of_them() -> None:
 
 def test_token_ids_come_back_as_they_are_sent() -> None:
     body = json.dumps({"model": "m", "prompt": [5] * 1000}).encode()
-    (prompt,) = prepare_completion(LetterTexts(), FACTS, body).prompts
+    (prompt,) = prepared(body).prompts
     assert prompt.ids == array("I", [5] * 1000)
 
 

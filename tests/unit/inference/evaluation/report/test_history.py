@@ -208,8 +208,9 @@ def test_samples_are_matched_by_their_content(report, make_metric):
     first = asked("abcdefghijklmno", [1.0] * 15)
     second = asked("onmlkjihgfedcbx", [0.0] * 4 + [1.0] * 11)
     found = compare_runs((run, first), (replace(run, tasks=(other,)), second))
-    (task,) = found.samples
-    assert task[:6] == ("lambada", run.run_id, "14", "1", "1", "10")
+    first, second = found.samples
+    assert second[:6] == ("lambada", run.run_id, "14", "1", "1", "10")
+    assert first[:6] == ("lambada", "", "", "", "", "")
     assert [each.second.text for each in found.changed] == [*"onml"]
     assert {each.words["lambada_x"] for each in found.changed} == {"now wrong"}
     (metric,) = found.metrics

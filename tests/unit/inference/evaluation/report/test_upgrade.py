@@ -125,6 +125,8 @@ def test_the_row_that_lost_is_named_with_its_samples(runs, tmp_path):
         "next": "0", "fp8": "1", "tp2": "0",
     }  # fmt: skip
     page = (tmp_path / "upgrade.md").read_text()
+    assert "| lambada | now |  |  |  |  | 0.0% | 0 | 0 | 0 | 0 |" in page
+    assert "| lambada | fp8 | 400 | 0 | 0 | 380 | 0.0% | 0 | 0 | 0 | 0 |" in page
     assert "| 0 | fp8 | text 0 | lamp | says 1 | says 0 | x now wrong |" in page
     assert page.count("now wrong") == 20
 
@@ -142,12 +144,16 @@ def test_bounds_of_all_rows_are_adjusted_together(runs):
 def test_a_row_without_figures_is_not_passed(runs, report, make_metric, tmp_path):
     del runs["fp8"]
     runs["tp2"] = "deploy: out of memory"
-    other = run_of(report, make_metric("lambada_x", scale="mean"), GOOD[1:], "run_short")
-    _, status = decide({**runs, "short": other}, {}, tmp_path)
+    metric = make_metric("lambada_x", scale="mean")
+    runs["short"] = run_of(report, metric, GOOD[1:], "run_short")
+    runs["text"] = run_of(report, replace(metric, method="by the text"), GOOD, "run_text")
+    runs["none"] = run_of(report, make_metric("lambada_y", scale="mean"), GOOD, "run_none")
+    _, status = decide(runs, {}, tmp_path)
     assert status == 4
     saved = json.loads((tmp_path / "upgrade.json").read_text())
     assert saved["failed"]["tp2"] == "deploy: out of memory"
-    assert {*saved["failed"]} == {"tp2", "short"}
+    assert {*saved["failed"]} == {"tp2", "short", "text", "none"}
+    assert "in another way" in saved["failed"]["text"]
     root = ET.parse(tmp_path / "junit.xml").getroot()
     assert root.findall("testsuite[@name='tp2']/testcase/error")
 

@@ -20,6 +20,7 @@ from inference.evaluation.options import (
     TextTaskOptions,
     parse_shape,
 )
+from inference.evaluation.run import checks
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.tasks import TASKS
 from inference.evaluation.tasks.text_task import TextTask
@@ -268,3 +269,10 @@ def test_options_are_checked_without_heavy_imports():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "set()"
+
+
+def test_comparisons_need_the_package_of_their_statistics(monkeypatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda _: None)
+    assert problems(gate={"lambada_last_word": {"min": 0.1}}) == []
+    (reported,) = problems(lambada=LambadaOptions(reference_path=__file__))
+    assert "needs the package scipy" in reported

@@ -10,7 +10,7 @@ import pytest
 
 from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
-from inference.evaluation.run.preparation import prepare
+from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.reference import read_reference
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.tasks.lambada import Lambada
@@ -20,7 +20,7 @@ from tests.conftest import present
 def run(passages: Path, model, **changes) -> TaskRun:
     options = EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages)), **changes)
     task = Lambada(options)
-    return run_task(prepare(task), model, concurrency=2)
+    return run_task(prepare_task(task), model, concurrency=2)
 
 
 def recorded(tmp_path: Path, found: TaskRun, **changes) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.evaluation.run.preparation import prepare
+from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import EvaluationProgress, run_task
 from inference.evaluation.task import EvaluationError
 from inference.evaluation.tasks.lambada import Lambada
@@ -15,7 +15,7 @@ from inference.evaluation.tasks.lambada import Lambada
 
 def run(passages: Path, model, *, concurrency: int = 4, progress=lambda _: None):
     task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages))))
-    return run_task(prepare(task), model, concurrency=concurrency, progress=progress)
+    return run_task(prepare_task(task), model, concurrency=concurrency, progress=progress)
 
 
 def test_metrics_and_predictions_cover_all_samples_in_order(passages, model):

@@ -24,7 +24,7 @@ from inference.evaluation.options import (
 from inference.evaluation.record import Report, RequestStatistics
 from inference.evaluation.report.pages import report_document
 from inference.evaluation.run.checks import check_evaluation
-from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
+from inference.evaluation.run.preparation import check_bounds_of_groups, prepare_task
 from inference.evaluation.run.task_run import run_task
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import EvaluationError, Metric
@@ -174,7 +174,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     token = HarnessOptions(num_fewshot=2, batch_size=4)
     own = options(openai_url=endpoint, limit=2, harness=token, concurrency=3)
     assert check_evaluation(own) == []
-    prepared = prepare(HarnessTask("harness:two-facts", own))
+    prepared = prepare_task(HarnessTask("harness:two-facts", own))
     assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
     run = run_task(prepared, FakeModel({}), concurrency=4)
     (call,) = asked
@@ -207,7 +207,7 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
     assert check_evaluation(own) == []
-    prepared = [prepare(HarnessTask("harness:two-facts", own))]
+    prepared = [prepare_task(HarnessTask("harness:two-facts", own))]
     (problem,) = check_bounds_of_groups(parse_bounds(gate)[0], prepared)
     assert "harness_two_facts_bleu" in problem
     assert "harness_two_facts_perplexity" in problem
@@ -219,12 +219,12 @@ def test_an_unknown_task_of_the_harness_is_reported(
 ) -> None:
     own = options(openai_url=endpoint, tasks=["harness:nothing"])
     with pytest.raises(ValueError, match="harness:nothing cannot be loaded by lm_eval"):
-        prepare(HarnessTask("harness:nothing", own))
+        prepare_task(HarnessTask("harness:nothing", own))
     assert not asked
 
 
 def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) -> None:
-    prepared = prepare(
+    prepared = prepare_task(
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
     with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models.*refused"):
@@ -307,7 +307,7 @@ def test_a_harness_that_fails_is_named_and_not_run_again(
         raise TypeError("the endpoint ended the connection")
 
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate)
-    prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
+    prepared = prepare_task(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
     with pytest.raises(EvaluationError, match=r"lm_eval.*endpoint ended the connection"):
         run_task(prepared, FakeModel({}), concurrency=2)
     assert len(asked) == 1

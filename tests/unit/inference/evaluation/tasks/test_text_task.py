@@ -15,7 +15,7 @@ import pytest
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
-from inference.evaluation.run.preparation import prepare
+from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.task import Sample, Score
 from inference.evaluation.tasks import TASKS
@@ -66,7 +66,7 @@ def make(
 
 def run(name: str, model, **options) -> TaskRun:
     task = make(name, TextTaskOptions(**options))
-    return run_task(prepare(task), model, concurrency=2)
+    return run_task(prepare_task(task), model, concurrency=2)
 
 
 def values(found: TaskRun) -> dict[str, float]:

@@ -22,6 +22,7 @@ from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
 from inference.front.openai.served import TritonModel
+from inference.front.tracing import traced
 from inference.front.workers import Workers
 
 LETTERS = string.ascii_letters + " .,!\n"
@@ -130,6 +131,7 @@ def run(
     workers: Workers | None = None,
     origins: Sequence[str] = (),
     access_log: bool = False,
+    collector: str | None = None,
 ) -> None:
     """Run `check` with a client of an endpoint in front of a fake model."""
 
@@ -147,7 +149,7 @@ def run(
             is_ready=is_ready,
             access_log=access_log,
         )
-        server = RawTestServer(endpoint.answer)
+        server = RawTestServer(traced(endpoint.answer, collector))
         async with contextlib.AsyncExitStack() as stack:
             await server.start_server(auto_decompress=False)
             stack.push_async_callback(server.close)

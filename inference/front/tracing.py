@@ -1,0 +1,197 @@
+"""Spans of OpenTelemetry: one for each request of a client, by the packages of the extra `otel`.
+
+A collector gets them over OTLP. Whatever else there is to set is set by OpenTelemetry's own
+variables, such as OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
+Attributes have the names of its semantic conventions for HTTP, RPC and generative AI.
+"""
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+# The span of the request that is being answered.
+_SPAN: ContextVar[Any] = ContextVar("span", default=None)
+_LIBRARIES = (
+    "opentelemetry.sdk.trace",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.sdk.resources",
+    "opentelemetry.trace",
+    "opentelemetry.trace.propagation.tracecontext",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+)
+_MISSING = "spans need the packages of the extra otel: pip install 'slipway-serving[otel]'"
+_LAST_S = 2.0
+# Statuses of gRPC that are failures of a server (its semantic conventions).
+_FAILURES = frozenset(
+    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+)
+_Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Tracer:
+    """Makes spans and sends them to a collector, such as http://127.0.0.1:4318."""
+
+    def __init__(self, collector: str) -> None:
+        """Raises ValueError if the packages are not installed."""
+        try:
+            trace, export, resources, api, context, otlp = map(importlib.import_module, _LIBRARIES)
+        except ImportError as error:
+            raise ValueError(f"otlp_collector={collector}: {_MISSING}") from error
+        name = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "slipway")}
+        self._provider = trace.TracerProvider(
+            resource=resources.Resource.create(name), shutdown_on_exit=False
+        )
+        exporter = otlp.OTLPSpanExporter(f"{collector.rstrip('/')}/v1/traces")
+        self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("slipway")
+        self._propagator = context.TraceContextTextMapPropagator()
+        self._kind, self._error = api.SpanKind.SERVER, api.StatusCode.ERROR
+
+    @contextlib.contextmanager
+    def span(
+        self, name: str, headers: Mapping[str, str], attributes: Mapping[str, Any]
+    ) -> Iterator[Callable[[str | int, bool], None]]:
+        """Make a span of the block; its parent is the one that `traceparent` of the headers names.
+
+        Yields what notes the status of the answer, and whether it is a failure of the server.
+        """
+        carrier = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
+        parent = self._propagator.extract(carrier)
+        with self._tracer.start_as_current_span(
+            name,
+            parent,
+            kind=self._kind,
+            attributes=attributes,
+            record_exception=False,  # the log has it
+            set_status_on_exception=False,
+        ) as span:
+
+            def note(status: str | int, failed: bool) -> None:
+                is_http = isinstance(status, int)
+                name = "http.response.status_code" if is_http else "rpc.response.status_code"
+                span.set_attribute(name, status)
+                if failed:
+                    span.set_status(self._error)
+                    span.set_attribute("error.type", str(status))
+
+            _SPAN.set(span)
+            try:
+                yield note
+            finally:
+                _SPAN.set(None)
+
+    def outgoing(self) -> dict[str, str]:
+        """Return the headers that name the current span as a parent."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier)
+        return carrier
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+
+@functools.cache
+def tracer_of(collector: str | None) -> Tracer | None:
+    """Return this process's tracer for a collector, None without one. Raises ValueError."""
+    return None if collector is None else Tracer(collector)
+
+
+async def close_tracer(collector: str | None) -> None:
+    """Send what has not been sent, as far as a moment is enough."""
+    with contextlib.suppress(TimeoutError, ValueError):
+        if (tracer := tracer_of(collector)) is not None:
+            await asyncio.wait_for(asyncio.to_thread(tracer.close), _LAST_S)
+
+
+def describe_model(name: str) -> None:
+    """Say of the span of a request, unless it is described, which model answers it."""
+    if (span := _SPAN.get()) is not None and "gen_ai.request.model" not in span.attributes:
+        describe_span(f"generate_content {name}", {
+            "gen_ai.operation.name": "generate_content",
+            "gen_ai.provider.name": "slipway",
+            "gen_ai.request.model": name,
+        })  # fmt: skip
+
+
+def describe_span(name: str, attributes: Mapping[str, Any]) -> None:
+    """Name the span of the request that is being answered, if it has one, and add attributes.
+
+    Those that are None are left out.
+    """
+    if (span := _SPAN.get()) is not None:
+        span.update_name(name)
+        span.set_attributes({key: each for key, each in attributes.items() if each is not None})
+
+
+def traced(handler: _Handler, collector: str | None) -> _Handler:
+    """Return a handler of HTTP whose POST requests have a span. Raises ValueError."""
+    if (tracer := tracer_of(collector)) is None:
+        return handler
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        about = {"http.request.method": "POST", "url.path": request.path[:200]}
+        with tracer.span("POST", request.headers, about) as note:
+            response = await handler(request)
+            note(response.status, response.status >= HTTPStatus.INTERNAL_SERVER_ERROR)
+            return response
+
+    return answer
+
+
+def _status(context: Any) -> tuple[str, bool]:
+    """Return the status of a call of gRPC, and whether it is a failure of the server."""
+    code = context.code() or grpc.StatusCode.OK
+    name = getattr(code, "name", str(code))
+    return name, name in _FAILURES
+
+
+class TracedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Gives each call of gRPC that asks a model a span; a stream has one."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        """Return the handler of a call (called by gRPC)."""
+        handler = await continuation(details)
+        if handler is None or not details.method.endswith("Infer"):
+            return handler
+        span = functools.partial(
+            self._tracer.span,
+            details.method.strip("/"),
+            dict(details.invocation_metadata),
+            {"rpc.system.name": "grpc", "rpc.method": details.method.strip("/")},
+        )
+
+        async def unary(request: bytes, context: Any) -> Any:
+            with span() as note:
+                try:
+                    return await handler.unary_unary(request, context)
+                finally:
+                    note(*_status(context))
+
+        async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            with span() as note:
+                try:
+                    async for each in handler.stream_stream(requests, context):
+                        yield each
+                finally:
+                    note(*_status(context))
+
+        if handler.unary_unary is not None:
+            return handler._replace(unary_unary=unary)
+        return handler._replace(stream_stream=stream)
