@@ -340,6 +340,7 @@ def _other_engine_problems(config: DeployConfig) -> list[str]:
             limits != OPEN_ACCESS
         ),
         "deploy.openai.enabled": config.openai.enabled,
+        "deploy.openai.origins": bool(config.openai.origins),
         f"deploy.server={config.server}": config.server != AUTO,
         "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,
         "deploy.tls_cert and deploy.token_file": config.engine == OPENAI and has_credentials,

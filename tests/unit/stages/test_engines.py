@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.front.access import OpenAIOptions
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, check_deploy
 
 
@@ -64,6 +65,10 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
         ({"command": ["no-such-program", "{port}"], "serves_here": True}, "is not a program"),
         ({"nodes": 2}, "serves on one node"),
         ({"server": "pytriton"}, "deploy.server=pytriton has no effect"),
+        (
+            {"openai": OpenAIOptions(origins=["https://chat.example.org"])},
+            "deploy.openai.origins has no effect",
+        ),
         ({"max_request_mb": 7}, "deploy.max_request_mb"),
         ({"folder": Path("/nowhere")}, "has no config.json"),
     ],
