@@ -6,7 +6,7 @@ and an upgrade with several rows, whose bounds are tested together.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 
 from inference.evaluation.gate import EXIT_GATE_BREACHED, GateResult, Measured, apply_gates
 from inference.evaluation.options import Bound
@@ -23,24 +23,21 @@ from inference.evaluation.report.document import (
     Table,
 )
 from inference.evaluation.report.formatting import (
-    difference_text,
+    LATENCY_HEAD,
+    METRIC_HEAD,
+    latency_row,
     load_text,
+    metric_row,
     metric_title,
-    milliseconds_text,
-    number_text,
     shape_text,
-    spread_text,
-    value_text,
 )
 from inference.evaluation.task import Metric, Tally
 
 ON_PAGE, IN_TERMINAL = 500, 14  # changed samples that are listed
 _MOST_TEXT = 32  # characters of an answer in the terminal
-_METRIC_HEAD = ("metric", "run", "value", "difference", "95% of difference", "chance")
 _GATE_HEAD = ("run", "metric", "bound", "verdict", "found")
 _SAMPLES_HEAD = ("task", "run", "in both", "only first", "only here", "same answer", "no answer",
                  *Tally.NAMES)  # fmt: skip
-_SPEED_HEAD = ("tokens in + out", "load", "run", "p50", "p95", "first token", "tokens/s", "change")
 _CHANGED_HEAD = ("#", "run", "passage", "expected", "first answered", "answered", "changed")
 
 Run = tuple[Report, Sequence[Prediction]]
@@ -90,7 +87,7 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
     Raises:
         ValueError: they have no metric in common.
     """
-    (first, first_predictions), (second, second_predictions) = first_run, second_run
+    (first, olds), (second, news) = first_run, second_run
     before = {metric.name: metric for metric in first.metrics}
     shared = [(before[new.name], new) for new in second.metrics if new.name in before]
     if not shared:
@@ -99,43 +96,34 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
             f"{', '.join(before) or 'none'}, the second "
             f"{', '.join(metric.name for metric in second.metrics) or 'none'}."
         )
-    earlier = {task.name: task for task in first.tasks}
     name = name or second.run_id
-    samples, pairs, is_paired = [], [], True
     notes = [
         f"{new.name} was measured in two ways: first, {old.method}; second, {new.method}."
         for old, new in shared
         if old.method != new.method
     ]
-    for task in second.tasks:
-        if task.name not in earlier:
+    samples: list[tuple[str, ...]] = []
+    pairs: list[Pair] = []
+    is_paired = True
+    for first_task, task in product(first.tasks, second.tasks):
+        if first_task.name != task.name:
             continue
-        old, new = (
-            # Earlier versions wrote no ids.
-            {each.id or each.index: each for each in run if each.task == task.name}
-            for run in (first_predictions, second_predictions)
-        )
+        old, new = (_by_id(run, task.name) for run in (olds, news))
         own = [(old[key], each) for key, each in new.items() if key in old]
-        if reason := _not_paired(earlier[task.name], task, own):
+        is_paired = is_paired and len(own) == len(old) == len(new)
+        if reason := _not_paired(first_task, task, own):
             notes.append(f"{task.name}: {reason}; differences are not paired.")
             is_paired = False
             continue
         pairs += own
-        is_paired = is_paired and len(own) == len(old) == len(new)
-        if old or new:
-            same = sum(one.answer == two.answer for one, two in own)
-            counts = (len(own), len(old) - len(own), len(new) - len(own), same)
-            samples += [
-                (task.name, "", *[""] * len(counts), *_ends(earlier[task.name], [*old.values()])),
-                (task.name, name, *(f"{n:,}" for n in counts), *_ends(task, [*new.values()])),
-            ]
-    points = {(shape_text(each), load_text(each)): each for each in first.latency}
-    shared_points = [
-        (points[key], each)
-        for each in second.latency
-        if (key := (shape_text(each), load_text(each))) in points
-    ]
+        same = sum(one.answer == two.answer for one, two in own)
+        counts = (len(own), len(old) - len(own), len(new) - len(own), same)
+        samples += [
+            (task.name, "", *[""] * len(counts), *_ends(first_task, [*old.values()])),
+            (task.name, name, *map("{:,}".format, counts), *_ends(task, [*new.values()])),
+        ] * bool(old or new)
     found = [(new, old.values) for old, new in pairs]
+    points = product(first.latency, second.latency)
     return ComparedRun(
         name=name,
         report=second,
@@ -143,11 +131,20 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
         metrics=tuple(compare_metric(new, old.value, found) for old, new in shared),
         samples=tuple(samples),
         changed=_changed([new for _, new in shared], pairs),
-        latency=tuple(shared_points),
+        latency=tuple((old, new) for old, new in points if _place(old) == _place(new)),
         notes=tuple(notes),
         pairs=tuple(pairs),
         is_paired=is_paired,
     )
+
+
+def _by_id(run: Sequence[Prediction], task: str) -> dict[str | int, Prediction]:
+    """Return the samples of a task by their id; earlier versions wrote none."""
+    return {each.id or each.index: each for each in run if each.task == task}
+
+
+def _place(point: LatencyPoint) -> tuple[str, str]:
+    return shape_text(point), load_text(point)
 
 
 def _ends(task: TaskReport, predictions: Sequence[Prediction]) -> list[str]:
@@ -224,20 +221,17 @@ def comparison_document(
 ) -> Document:
     """Return the runs next to the first, verdicts first; `failed` runs by name have a reason."""
     name = name or first.run_id
-    notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
-    described = (name, *(run.name for run in runs))
-    facts = [
-        (each, _described(report))
-        for each, report in zip(described, (first, *(run.report for run in runs)), strict=True)
-    ]
+    names = (name, *(run.name for run in runs))
+    facts = zip(names, map(_described, (first, *(run.report for run in runs))), strict=True)
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
     sections = [
         *_verdict_sections(runs, failed or {}),
-        Section("Metrics", notes, _charts(name, runs), (_metric_table(name, first, runs),)),
-        *_table_sections(name, runs),
+        Section("Metrics", notes, _charts(names, runs), (_metric_table(name, first, runs),)),
+        *_table_sections(names, runs),
         *_changed_sections(runs, most),
     ]
     verdict, status = outcome(runs, failed or {})
-    return Document(f"{first.run.name}: comparison", sections, verdict, status, facts)
+    return Document(f"{first.run.name}: comparison", sections, verdict, status, [*facts])
 
 
 def outcome(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> tuple[str, str]:
@@ -271,8 +265,7 @@ def _verdict_sections(runs: Sequence[ComparedRun], failed: Mapping[str, str]) ->
     return [Section("Verdicts", (text,), tables=(table,))] if rows else []
 
 
-def _charts(name: str, runs: Sequence[ComparedRun]) -> list[Chart]:
-    names = (name, *(run.name for run in runs))
+def _charts(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[Chart]:
     news = [{new.name: new for _, new in run.shared} for run in runs]
     rows = [
         {"name": metric_title(old.name), "metrics": [old, *(new.get(old.name) for new in news)]}
@@ -283,31 +276,26 @@ def _charts(name: str, runs: Sequence[ComparedRun]) -> list[Chart]:
 
 
 def _metric_table(name: str, first: Report, runs: Sequence[ComparedRun]) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for old in first.metrics:
-        rows.append((old.name, name, value_text(old.value, old.unit), "", "", ""))
-        for run in runs:
-            for each, (_, new) in zip(run.metrics, run.shared, strict=True):
-                if new.name == old.name:
-                    rows.append((new.name, run.name, *_difference(each, new)))
-    return Table(_METRIC_HEAD, rows, (2, 3, 4, 5))
+    found = [
+        (run.name, metric_row(new, each))
+        for run in runs
+        for each, (_, new) in zip(run.metrics, run.shared, strict=True)
+    ]
+    rows = [
+        (run, *row)
+        for old in first.metrics
+        for run, row in ((name, metric_row(old)), *found)
+        if row[0] == old.name
+    ]
+    return Table(("run", *METRIC_HEAD), rows, tuple(range(2, len(METRIC_HEAD) + 1)))
 
 
-def _difference(each: Comparison, new: Metric) -> tuple[str, ...]:
-    return (
-        value_text(each.value, new.unit),
-        difference_text(each.difference, new.unit),
-        spread_text(each, new.unit),
-        "" if each.p_value is None else f"p = {each.p_value:.2g}",
-    )
-
-
-def _table_sections(name: str, runs: Sequence[ComparedRun]) -> list[Section]:
+def _table_sections(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[Section]:
     samples = Table(
         _SAMPLES_HEAD,
         # The first run's once for each task, under its name.
         [
-            (task, row or name, *rest)
+            (task, row or names[0], *rest)
             for task, row, *rest in dict.fromkeys(row for run in runs for row in run.samples)
         ],
         tuple(range(2, len(_SAMPLES_HEAD))),
@@ -315,31 +303,31 @@ def _table_sections(name: str, runs: Sequence[ComparedRun]) -> list[Section]:
     speeds: dict[tuple[str, str], list[tuple[str, LatencyPoint]]] = {}
     for run in runs:
         for old, new in run.latency:
-            own = speeds.setdefault((shape_text(new), load_text(new)), [(name, old)])
-            own.append((run.name, new))
-    rows = [(*key, *_speed(*each, own[0][1])) for key, own in speeds.items() for each in own]
+            speeds.setdefault(_place(new), [(names[0], old)]).append((run.name, new))
+    rows = [
+        (run, *latency_row(point), _change(point, own[0][1]))
+        for own in speeds.values()
+        for run, point in own
+    ]
+    head = ("run", *LATENCY_HEAD, "change")
     drawn = [{"name": ", ".join(key), "points": own} for key, own in speeds.items()]
-    names = (name, *(run.name for run in runs))
     chart = Chart("speeds", {"names": names, "rows": drawn})
-    text = "Median and 95th percentile of a request, at points that the runs have in common."
     sections = [
         Section("Samples", ("Samples are matched by their content.",), tables=(samples,)),
-        Section("Latency", (text,), (chart,), (Table(_SPEED_HEAD, rows, (3, 4, 5, 6, 7)),)),
+        Section(
+            "Latency",
+            ("The points that the runs have in common; the change is of tokens/s.",),
+            (chart,),
+            (Table(head, rows, tuple(range(3, len(head)))),),
+        ),
     ]
     return [each for each in sections if each.tables[0].rows]
 
 
-def _speed(name: str, point: LatencyPoint, first: LatencyPoint) -> tuple[str, ...]:
-    first_token = point.first_token_ms
-    is_other = point is not first and first.tokens_per_s
-    return (
-        name,
-        milliseconds_text(point.latency.p50_ms),
-        milliseconds_text(point.latency.p95_ms),
-        "" if first_token is None else milliseconds_text(first_token),
-        number_text(point.tokens_per_s),
-        f"{point.tokens_per_s / first.tokens_per_s - 1:+.1%}" if is_other else "",
-    )
+def _change(point: LatencyPoint, first: LatencyPoint) -> str:
+    if point is first or not first.tokens_per_s:
+        return ""
+    return f"{point.tokens_per_s / first.tokens_per_s - 1:+.1%}"
 
 
 def _changed_sections(runs: Sequence[ComparedRun], most: int) -> list[Section]:
@@ -367,9 +355,7 @@ def comparison_text(document: Document) -> str:
     for section in document.sections:
         parts += section.text
         for table in section.tables:
-            long = [" ".join(cell.split()) for row in table.rows for cell in row]
-            shown = [cell[:_MOST_TEXT] for cell in long] if table.head == _CHANGED_HEAD else long
-            width = len(table.head)
-            rows = [tuple(shown[at : at + width]) for at in range(0, len(shown), width)]
+            most = _MOST_TEXT if table.head == _CHANGED_HEAD else None
+            rows = [[" ".join(cell.split())[:most] for cell in row] for row in table.rows]
             parts.append(replace(table, rows=rows).text())
     return "\n\n".join(parts)

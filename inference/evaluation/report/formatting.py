@@ -1,7 +1,5 @@
 """Numbers, durations and rows of tables as people read them, the same in every page of a report."""
 
-from collections.abc import Iterable
-
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD
 from inference.evaluation.record import (
     Comparison,
@@ -13,8 +11,8 @@ from inference.evaluation.record import (
 from inference.evaluation.task import Metric, Tally
 
 METRIC_HEAD = (
-    "metric", "value", "95% interval", "n", "reference", "difference", "95% of difference",
-    "samples agree",
+    "metric", "value", "95% interval", "n", "against", "difference", "95% of difference",
+    "chance", "samples agree",
 )  # fmt: skip
 LATENCY_HEAD = (
     "tokens in + out", "load", "requests", "mean", "p50", "p95", "p99", "first token",
@@ -86,39 +84,39 @@ def compared(task: TaskReport) -> dict[str, Comparison]:
     return {} if task.reference is None else {each.metric: each for each in task.reference.metrics}
 
 
-def metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
-    """Return the metrics and their comparison with the reference, under METRIC_HEAD."""
-    found = compared(task)
-    rows: list[tuple[str, ...]] = []
-    for metric in task.metrics:
-        value = value_text(metric.value, metric.unit)
-        own = (metric.name, value, interval_text(metric), f"{metric.count:,}")
-        each = found.get(metric.name)
-        if each is None:
-            rows.append((*own, "", "", "", ""))
-            continue
-        agreement = ""
-        if each.agreeing is not None:
-            agreement = f"{each.agreeing:,} of {each.agreeing + (each.disagreeing or 0):,}"
-        elif each.largest_difference is not None:
-            agreement = f"to {number_text(each.largest_difference)}"
-        against = value_text(each.reference, metric.unit)
-        difference = difference_text(each.difference, metric.unit)
-        rows.append((*own, against, difference, spread_text(each, metric.unit), agreement))
-    return rows
+def metric_row(metric: Metric, other: Comparison | None = None) -> tuple[str, ...]:
+    """Return a metric, and its comparison with another run's, under METRIC_HEAD."""
+    value = value_text(metric.value, metric.unit)
+    own = (metric.name, value, interval_text(metric), f"{metric.count:,}")
+    if other is None:
+        return (*own, *[""] * (len(METRIC_HEAD) - len(own)))
+    agreement = ""
+    if other.agreeing is not None:
+        agreement = f"{other.agreeing:,} of {other.agreeing + (other.disagreeing or 0):,}"
+    elif other.largest_difference is not None:
+        agreement = f"to {number_text(other.largest_difference)}"
+    return (
+        *own,
+        value_text(other.reference, metric.unit),
+        difference_text(other.difference, metric.unit),
+        spread_text(other, metric.unit),
+        "" if other.p_value is None else f"p = {other.p_value:.2g}",
+        agreement,
+    )
 
 
 def times(report: Report) -> dict[str, str]:
     """Return how long the requests of each task took, and those of its reference, in one line."""
     found = {}
     for task in report.tasks:
-        found[task.name] = _time_text(task.requests)
+        found[task.name] = time_text(task.requests)
         if task.reference is not None and task.reference.requests is not None:
-            found[f"{task.name} by the reference"] = _time_text(task.reference.requests)
+            found[f"{task.name} by the reference"] = time_text(task.reference.requests)
     return found
 
 
-def _time_text(requests: RequestStatistics) -> str:
+def time_text(requests: RequestStatistics) -> str:
+    """Return how long requests took, and how fast tokens came."""
     text = (
         f"{requests.count:,} request{'s' * (requests.count != 1)} in "
         f"{seconds_text(requests.seconds)}, p50 {milliseconds_text(requests.latency.p50_ms)}"
@@ -177,28 +175,20 @@ def load_text(point: LatencyPoint) -> str:
     return f"{batch}{point.concurrency} in flight"
 
 
-def latency_rows(points: Iterable[LatencyPoint]) -> list[tuple[str, ...]]:
-    """Return points of the latency sweep as text, under LATENCY_HEAD."""
-    return [
-        (
-            shape_text(point),
-            load_text(point),
-            str(point.requests),
-            *(
-                "" if value is None else milliseconds_text(value)
-                for value in (
-                    point.latency.mean_ms,
-                    point.latency.p50_ms,
-                    point.latency.p95_ms,
-                    point.latency.p99_ms,
-                    point.first_token_ms,
-                    point.per_token_ms,
-                )
-            ),
-            number_text(point.tokens_per_s),
-        )
-        for point in points
-    ]
+def latency_row(point: LatencyPoint) -> tuple[str, ...]:
+    """Return a point of the latency sweep under LATENCY_HEAD."""
+    latency = point.latency
+    all_ms = (latency.mean_ms, latency.p50_ms, latency.p95_ms, latency.p99_ms)
+    return (
+        shape_text(point),
+        load_text(point),
+        str(point.requests),
+        *(
+            "" if value is None else milliseconds_text(value)
+            for value in (*all_ms, point.first_token_ms, point.per_token_ms)
+        ),
+        number_text(point.tokens_per_s),
+    )
 
 
 def latency_note(report: Report) -> str:

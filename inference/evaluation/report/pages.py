@@ -1,6 +1,7 @@
 """The document of a report, drawn from the record: verdict, results, load, latency, history."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from inference.evaluation.gate import EXIT_INSUFFICIENT
@@ -22,14 +23,16 @@ from inference.evaluation.report.document import (
 from inference.evaluation.report.formatting import (
     LATENCY_HEAD,
     METRIC_HEAD,
+    compared,
     ends_text,
     latency_note,
-    latency_rows,
-    metric_rows,
+    latency_row,
+    metric_row,
     metric_title,
     milliseconds_text,
     number_text,
     seconds_text,
+    time_text,
     verdict,
 )
 
@@ -41,9 +44,8 @@ def report_document(report: Report, predictions: Sequence[Prediction]) -> Docume
     """Return the whole report."""
     latency: list[Section] = []
     if report.latency:
-        table = Table(
-            LATENCY_HEAD, latency_rows(report.latency), tuple(range(2, len(LATENCY_HEAD)))
-        )
+        rows = [latency_row(each) for each in report.latency]
+        table = Table(LATENCY_HEAD, rows, tuple(range(2, len(LATENCY_HEAD))))
         note = latency_note(report)
         charts = (Chart("sweep", report.latency),)
         latency = [Section("Latency and throughput", (note,), charts, (table,))]
@@ -127,32 +129,21 @@ def _task_section(report: Report, task: TaskReport) -> Section:
     ]
     if ends := ends_text(requests):
         text.append(f"Ends of answers: {ends}.")
-    reference = "" if task.reference is None else f"Reference: {task.reference.source}."
-    text += filter(None, (task.note, reference))
-    columns = len(METRIC_HEAD) if task.reference else METRIC_HEAD.index("reference")
-    rows = [row[:columns] for row in metric_rows(task)]
+    text += [task.note] * bool(task.note)
+    columns = METRIC_HEAD.index("against")
+    if task.reference is not None:
+        columns = len(METRIC_HEAD)
+        took = task.reference.requests
+        text.append(f"Reference: {task.reference.source}{f', {time_text(took)}' if took else ''}.")
+    found = compared(task)
+    rows = [metric_row(each, found.get(each.name))[:columns] for each in task.metrics]
     methods = [(each.name, each.method) for each in task.metrics if each.method]
-    tables = [
-        Table(METRIC_HEAD[:columns], rows, tuple(range(1, columns))),
-        Table(("metric", "how it was measured"), methods),
-        *_side_by_side(task),
-    ]
+    tables = [Table(METRIC_HEAD[:columns], rows, tuple(range(1, columns)))]
+    tables += [Table(("metric", "how it was measured"), methods)] * bool(methods)
     known = {"task": task, "baseline": report.baseline, "bounds": report.bounds}
     charts = [Chart("accuracies", known | {"baseline_source": report.baseline_source})]
     charts += [Chart("load", requests)] * bool(requests.count)
-    return Section(task.name.capitalize(), text, charts, [each for each in tables if each.rows])
-
-
-def _side_by_side(task: TaskReport) -> list[Table]:
-    """Return the times of the served model and of its reference."""
-    if task.reference is None or task.reference.requests is None:
-        return []
-    sides = (("served", task.requests), (task.reference.source, task.reference.requests))
-    rows = [
-        (name, seconds_text(each.seconds), str(each.concurrency), number_text(each.tokens_per_s))
-        for name, each in sides
-    ]
-    return [Table(("", "total", "in flight", "generated tokens/s"), rows, (1, 2, 3))]
+    return Section(task.name.capitalize(), text, charts, tables)
 
 
 def _stages_sections(report: Report) -> list[Section]:
@@ -178,23 +169,13 @@ def _history_sections(report: Report) -> list[Section]:
 def _facts(report: Report) -> list[tuple[str, str]]:
     """Return what was served, as names and values, without those that are not known."""
     run = report.run
-    listed = [
-        ("checkpoint", run.checkpoint),
-        ("family", run.family),
-        ("engine", run.engine),
-        ("server", run.server),
-        ("parallelism", run.parallelism),
-        ("weights", run.weights),
-        ("computed in", run.data_type),
-        ("batch limit", str(run.max_batch_size or "")),
-        ("model SHA-256", run.model_sha256),
-        ("cluster", run.cluster),
-        ("git revision", run.git_revision),
-        ("run", report.run_id),
-        ("started", report.started_at),
-        ("took", seconds_text(report.seconds)),
-    ]
-    return [(name, value) for name, value in listed if value]
+    known = {each.name: str(getattr(run, each.name) or "") for each in fields(run)}
+    for name in ("name", "command", "stages", "tp_size", "pp_size", "int8_mode"):
+        del known[name]
+    known |= {"weight_data_type": run.weights, "parallelism": run.parallelism}
+    known |= {"run": report.run_id, "started": report.started_at}
+    known["took"] = seconds_text(report.seconds)
+    return [(name.replace("_", " "), value) for name, value in known.items() if value]
 
 
 def _origin_sections(report: Report) -> list[Section]:

@@ -36,7 +36,7 @@ def compare(results: Path, *words: str) -> int:
 
 def differences(text: str) -> list[list[str]]:
     """Return value and difference of each metric of the second run, under its name."""
-    return [[words[0], *words[2:5]] for words in map(str.split, text.splitlines()) if words]
+    return [[*words[1:3], *words[8:10]] for words in map(str.split, text.splitlines()) if words]
 
 
 def test_the_last_two_runs_are_compared(results: Path, capsys) -> None:
