@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 from inference.evaluation.bounds import CHANGE, PairedBound, sentences_of
@@ -181,6 +182,7 @@ class Measured:
             tier=self.tier,
             unit=self.metric.unit,
             higher_is_better=self.metric.higher_is_better,
+            remedy=self.remedy if status == BREACHED else "",
             **others,
         )
 
@@ -204,23 +206,18 @@ def apply_gates(
     """
     sentences = [PairedBound.parse(each) for b in bounds.values() for each in sentences_of(b)]
     tested = len(runs) * sum(each.word != CHANGE for each in sentences)
-    found: list[tuple[int, Measured, Verdict]] = []
-    for number, measured in enumerate(runs):
+    found = []
+    for measured in runs:
         by_name = {each.metric.name: each for each in measured}
-        for name, bound in bounds.items():
-            own = by_name.get(name)
-            if own is None:
-                known = ", ".join(by_name) or "none"
-                raise ValueError(
-                    f"evaluate.gate.{name}: this metric was not measured; measured: {known}."
-                )
-            found += [(number, own, each) for each in _verdicts(own, bound, tested)]
-    decided = _with_holm([verdict for _, _, verdict in found])
-    results: list[list[Verdict]] = [[] for _ in runs]
-    for (number, own, _), verdict in zip(found, decided, strict=True):
-        remedy = own.remedy if verdict.status == BREACHED else ""
-        results[number].append(replace(verdict, remedy=remedy))
-    return [GateResult(tuple(each)) for each in results]
+        if missing := [name for name in bounds if name not in by_name]:
+            known = ", ".join(by_name) or "none"
+            raise ValueError(
+                f"evaluate.gate.{missing[0]}: this metric was not measured; measured: {known}."
+            )
+        own = (_verdicts(by_name[name], bound, tested) for name, bound in bounds.items())
+        found.append([*chain.from_iterable(own)])
+    decided = iter(_with_holm([*chain.from_iterable(found)]))
+    return [GateResult(tuple(islice(decided, len(own)))) for own in found]
 
 
 def _verdicts(own: Measured, bound: Bound, tested: int) -> list[Verdict]:
