@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -12,13 +12,15 @@ from export_scripts import __version__
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.files.checksum import sha256_of
 from inference.certify.certificate import Certificate, Side
-from inference.certify.findings import Part
-from inference.certify.layers import compare_layers
+from inference.certify.findings import Part, not_computed
+from inference.certify.layers import Original, compare_layers, compute_original
 from inference.certify.pair import Pair, open_pair
+from inference.certify.served import Endpoint, compare_served, read_training_rows
 from inference.certify.settings import compare_generation, compare_settings
 from inference.certify.tensors import Progress, TensorRecord, compare_tensors
 from inference.certify.texts import compare_texts
 
+_SERVED_ROWS = 8
 STATE_NAME = "certify.jsonl"  # what was compared so far
 
 
@@ -28,23 +30,27 @@ class CertifyRequest:
 
     Attributes:
         source: the checkpoint, in any format that is converted.
-        folder: a Hugging Face folder or a folder of shards, whoever made it.
+        folder: a Hugging Face folder or a folder of shards, whoever made it. Without both, a
+            training step alone is compared with the endpoint.
         output: where the certificate goes, and the state of an interrupted run.
         given: config.ini values that the source does not state, as for a conversion.
         data_type: in which shards are computed; everything else is computed in fp32.
         tolerance: largest relative error of a layer; None for that of the types.
         computes: whether layers and logits are computed.
-        key: of OpenSSH, to sign with.
+        endpoint: a running server of the folder.
+        training: log probabilities of a training step, which the endpoint's are compared with.
     """
 
-    source: Path
-    folder: Path
+    source: Path | None
+    folder: Path | None
     output: Path
     given: tuple[tuple[str, str], ...] = ()
     data_type: str = "fp32"
     tolerance: float | None = None
     prompt_ids: tuple[int, ...] = ()
     computes: bool = True
+    endpoint: Endpoint | None = None
+    training: Path | None = None
     key: Path | None = None
 
 
@@ -56,6 +62,8 @@ def certify(request: CertifyRequest, progress: Progress = lambda *_: None) -> Ce
         ValueError: a path is no checkpoint.
     """
     request.output.mkdir(parents=True, exist_ok=True)
+    if request.source is None or request.folder is None:
+        return Certificate(None, None, tuple(_training(request)), (), {})
     with tempfile.TemporaryDirectory(dir=request.output, prefix=".scratch-") as scratch:
         given = request.given
         pair = open_pair(request.source, request.folder, given=given, scratch_dir=Path(scratch))
@@ -80,17 +88,7 @@ def certify(request: CertifyRequest, progress: Progress = lambda *_: None) -> Ce
         parts: list[Part] = [tensors, compare_settings(pair), *texts.parts]
         parts.append(compare_generation(pair))
         asked: list[str] = []
-        if request.computes:
-            layers, _ = compare_layers(
-                pair,
-                data_type=request.data_type,
-                tolerance=request.tolerance,
-                prompt_ids=request.prompt_ids,
-                scratch_dir=Path(scratch),
-            )
-            parts.append(layers)
-        else:
-            asked.append("layers and logits (--no-layers)")
+        _computed(pair, request, Path(scratch), parts, asked)
     return Certificate(
         sides[0],
         sides[1],
@@ -98,6 +96,42 @@ def certify(request: CertifyRequest, progress: Progress = lambda *_: None) -> Ce
         tuple(asked),
         {"given": dict(given), "data_type": request.data_type, "tolerance": request.tolerance},
     )
+
+
+def _computed(
+    pair: Pair, request: CertifyRequest, scratch: Path, parts: list[Part], asked: list[str]
+) -> None:
+    """Add the parts that compute the models or ask a server, and what was not asked for."""
+    original: Original | Part | None = None
+    if request.computes:
+        original = compute_original(
+            pair,
+            prompt_ids=request.prompt_ids,
+            rows=_SERVED_ROWS if request.endpoint else 0,
+            scratch_dir=scratch,
+        )
+        if isinstance(original, Original):
+            kinds = {"data_type": request.data_type, "tolerance": request.tolerance}
+            parts.append(compare_layers(pair, original, **kinds))  # type: ignore[arg-type]
+        else:
+            parts.append(original)
+    else:
+        asked.append("layers and logits (--no-layers)")
+    if request.endpoint is None:
+        asked.append("served answers (--endpoint URL)")
+    elif isinstance(original, Original) and original.rows:
+        of = original.title
+        parts.append(compare_served("served", original.rows, of, request.endpoint))
+    else:
+        parts.append(not_computed("served", "nothing could compute the source's log probabilities"))
+    parts += _training(request)
+
+
+def _training(request: CertifyRequest) -> Iterator[Part]:
+    """Yield the comparison of a training step with the endpoint, if that is asked for."""
+    if request.endpoint is not None and request.training is not None:
+        rows = read_training_rows(request.training)
+        yield compare_served("training", rows, str(request.training), request.endpoint)
 
 
 def _identity(pair: Pair, request: CertifyRequest) -> str:

@@ -57,11 +57,11 @@ class HuggingFaceSource(Source):
 
     @classmethod
     def of(
-        cls, plan: ConversionPlan | None, model: Any, modules: Mapping[str, str], note: str = ""
+        cls, plan: ConversionPlan | None, model: Any, modules: Mapping[str, str]
     ) -> HuggingFaceSource:
-        """Return a loaded model as the source of a plan; `note` is added to its title."""
+        """Return a loaded model as the source of a plan."""
         library, config = import_transformers(), model.config
-        title = f"transformers {library.__version__}, {type(model).__name__}{note}"
+        title = f"transformers {library.__version__}, {type(model).__name__}"
         positions = getattr(config, "max_position_embeddings", None)
         architecture = None if plan is None else plan.config.architecture()
         return cls(title, config.vocab_size, positions, model, architecture, modules)

@@ -14,7 +14,7 @@ from typing import Any
 from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, option
 from inference.front.access import Credentials
 
-REFERENCES = ("none", "huggingface")  # or a file
+REFERENCES = ("none",)  # or a file
 OPENAI = "openai"  # the protocol
 LAMBADA_METRICS = (
     "lambada_last_word",
@@ -249,10 +249,7 @@ class EvaluateSection:
         within=(0, SECONDS),
     )
     reference: str = option(
-        "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
-    )
-    reference_data_type: str = option(
-        "type in which reference=huggingface computes", "fp32", choices=("fp32", "fp16", "bf16")
+        "what to compare with: none, a report.json, or recorded figures", "none"
     )
     gate: dict[str, Any] = option(
         "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "

@@ -483,27 +483,35 @@ def change_setting(folder: Path, key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
-def test_what_nobody_computes_here_is_never_called_equal(
+def test_what_could_not_be_computed_is_never_called_equal(
     layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_nemo(tmp_path / "gpt.nemo", **layout)
     folder = convert_to(source, tmp_path)
-    words = [str(source), str(folder)]
-    assert main(words) == 3
+    words = [str(source), str(folder), "--set", "start_id=1", "--set", "end_id=2"]
+    assert main([*words, "--endpoint", "http://127.0.0.1:9", "--prompt-ids", "1,2,3"]) == 3
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("equal; not computed: ")
-    assert "layers" in first
+    assert first.startswith("equal")
+    assert "not computed: " in first
+    assert "served" in first
     change_setting(folder, "layernorm_eps", "0.5")
     assert main(words) == 1
     assert "layernorm_eps: setting: 0.5" in capsys.readouterr().out
 
 
-def test_a_source_of_another_library_is_computed_by_its_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("output", ["fastertransformer", "huggingface"])
+def test_a_source_whose_library_is_not_run_is_computed_by_transformers(
+    output: str, tmp_path: Path
+) -> None:
     source = write_nemo(tmp_path / "gpt.nemo")
-    folder = convert_to(source, tmp_path, tp_size=1, output_format="huggingface", allow=("*",))
+    folder = convert_to(source, tmp_path, tp_size=1, output_format=output, allow=("*",))
     layers = part(made(source, folder, layers=True), "layers")
-    assert layers.status == "equal up to"
-    assert "nemo_toolkit" in layers.compared
+    assert layers.status in ("equal", "equal up to"), layers
+    assert "of a folder made of this nemo" in layers.compared
+    if output == "fastertransformer":
+        damage(folder / "model.layers.3.mlp.dense_h_to_4h.weight.0.bin", 9)
+        (layer,) = part(made(source, folder, layers=True), "layers").of("differs")
+        assert layer.where == "layer 3, mlp"
 
 
 @pytest.mark.parametrize("name", ["gpt_tp2", "llama_tp2"])
@@ -547,7 +555,7 @@ def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_p
     given = (("head_num", "4"), ("rotary_embedding", "2"))
     folder = convert_to(source, tmp_path, given=given)
     layers = part(made(source, folder, layers=True, given=given), "layers")
-    assert "GPTJForCausalLM of the JAX release" in layers.compared
+    assert "GPTJForCausalLM (of a folder made of this jax)" in layers.compared
     assert max(row["relative"] for row in layers.rows) < 1e-5
 
 

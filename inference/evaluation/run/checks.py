@@ -47,11 +47,6 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     for task in tasks:
         problems += task.problems()
     problems += [
-        f"evaluate.tasks has {task.name}, which only a server can do; set evaluate.reference=none."
-        for task in tasks
-        if task.only_served and options.reference == "huggingface"
-    ]
-    problems += [
         f"evaluate.advisory has {name}, which is not in evaluate.tasks; add it there."
         for name in options.advisory
         if name not in options.tasks
@@ -111,27 +106,12 @@ def _shape_problem(text: str) -> str:
 
 
 def _check_reference(options: EvaluationOptions) -> list[str]:
-    if options.reference != "huggingface":
-        if options.reference in REFERENCES or Path(options.reference).is_file():
-            return []
-        return [
-            f"evaluate.reference={options.reference} is not a file; use none, huggingface, or the "
-            "path of a past report.json or of recorded figures."
-        ]
-    source = options.source_path
-    problems = [
-        f"evaluate.reference=huggingface and evaluate.{name}.reference_path exclude each other; "
-        "set one of them to none or null."
-        for name in options.tasks
-        if options.reference_path(name) is not None
+    if options.reference in REFERENCES or Path(options.reference).is_file():
+        return []
+    return [
+        f"evaluate.reference={options.reference} is not a file; use none, or the path of a past "
+        "report.json or of recorded figures."
     ]
-    if source is None or not (source / "config.json").is_file():
-        problems.append(
-            "evaluate.reference=huggingface needs a source checkpoint that transformers can read, "
-            f"a folder with config.json; export.model.checkpoint_path={source} is not one. Set "
-            "evaluate.reference=none."
-        )
-    return problems
 
 
 def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> list[str]:

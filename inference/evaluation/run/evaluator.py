@@ -39,7 +39,6 @@ from inference.evaluation.run.preparation import (
     stored_baseline,
     within_abilities,
 )
-from inference.evaluation.run.reference import reference_of
 from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
@@ -122,8 +121,6 @@ def _evaluate(
         ]
         runs = [asked_again(run, served, bounds) for run in runs]
         latency = _latency(options, served, runs, progress)
-    if options.reference == "huggingface":
-        runs = _with_source(options, runs, progress)
     seconds = time.perf_counter() - start
     runs = [_completed(options, baseline, run) for run in runs]
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
@@ -161,24 +158,6 @@ def _latency(
         for sample in run.prepared.samples
     )
     return measure_latency(model, chain.from_iterable(rows), options, progress=progress)
-
-
-def _with_source(
-    options: EvaluationOptions, runs: Sequence[TaskRun], progress: ProgressCallback
-) -> list[TaskRun]:
-    """Return the runs with what the source checkpoint's own library answers as their reference."""
-    from inference.evaluation.run.huggingface_model import load_reference_model
-
-    model = load_reference_model(options)
-    found = []
-    for run in runs:
-        phase = f"{run.report.name} by transformers"
-        own = run_task(run.prepared, model, concurrency=1, progress=progress, phase=phase)
-        reference = reference_of(
-            own.report, own.predictions, source=model.source, same_samples=True
-        )
-        found.append(replace(run, prepared=replace(run.prepared, reference=reference)))
-    return found
 
 
 def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> TaskRun:

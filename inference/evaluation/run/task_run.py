@@ -112,13 +112,12 @@ def run_task(
     *,
     concurrency: int,
     progress: ProgressCallback = lambda _: None,
-    phase: str = "",
     kept_in: Path | None = None,
 ) -> TaskRun:
     """Evaluate a task on its prepared data, keeping up to `concurrency` samples in flight.
 
-    `phase` is what progress is reported under, the task's name unless given. Answers are kept in
-    the folder `kept_in`, and those that an earlier run has left there are not asked for again.
+    Answers are kept in the folder `kept_in`, and those that an earlier run has left there are not
+    asked for again.
 
     Raises:
         EvaluationError: at least one sample could not be evaluated, or a figure cannot be.
@@ -138,7 +137,7 @@ def run_task(
         answered,
         concurrency=concurrency,
         progress=progress,
-        phase=phase or task.name,
+        phase=task.name,
         keep=(lambda _: None) if kept is None else kept.add,
     )
     requests = timer.statistics(concurrency=concurrency)

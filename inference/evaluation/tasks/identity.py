@@ -23,7 +23,6 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from export_scripts.checkpoints.jax import step_directory
 from inference.certify.tolerances import tolerance_of
 from inference.evaluation.options import Bound
 from inference.evaluation.statistics import mean_and_stderr, mean_metric
@@ -58,14 +57,10 @@ class Identity(Task):
         """Return why the source cannot be computed, and lengths that contradict each other."""
         source = self.options.source_path
         identity, problems = self.options.identity, []
-        # transformers computes its own folders, and GPT-J from JAX.
-        if source is None or not (
-            (source / "config.json").is_file() or step_directory(source) is not None
-        ):
+        if source is None or not source.exists():
             problems.append(
-                "evaluate.tasks has identity, which computes the source with transformers and "
-                "needs a folder with config.json, or a GPT-J of mesh-transformer-jax; "
-                f"export.model.checkpoint_path={source} is neither."
+                "evaluate.tasks has identity, which computes the source checkpoint: "
+                f"export.model.checkpoint_path={source} is not there."
             )
         elif find_spec("transformers") is None:
             problems.append("the task identity needs the package transformers; install it.")

@@ -3,6 +3,7 @@
 # Shapes: S padded prompt, N tokens of the prompt, R of the answer, E hidden
 
 import random
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ import torch
 from export_scripts.conversion.plan import plan_conversion
 from export_scripts.conversion.request import ConversionRequest
 from inference.certify.activations import Activations, ModelInputs, Place, size_of_errors
-from inference.certify.huggingface import load_huggingface
-from inference.certify.mesh_transformer import load_mesh_transformer
+from inference.certify.layers import load_source
 from inference.evaluation.options import IdentityOptions
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.task import TextGenerator, generates
@@ -60,8 +60,8 @@ class IdentitySource:
             given=tuple(given),
         )
         plan = plan_conversion(request)
-        is_jax = plan.facts.reader.format == "jax"
-        self._model = load_mesh_transformer(plan) if is_jax else load_huggingface(checkpoint, plan)
+        with tempfile.TemporaryDirectory() as scratch:
+            self._model = load_source(plan, checkpoint, Path(scratch))
         self._lock = threading.Lock()
 
     def draw_rows(self, options: IdentityOptions, seed: int) -> list[tuple[int, ...]]:

@@ -155,25 +155,11 @@ def test_metrics_of_text_tasks_can_be_bounded():
     assert problems(tasks=("squad",), gate=gate, **options) == []
 
 
-def test_the_source_must_be_one_that_its_library_reads(tmp_path):
-    (reported,) = problems(reference="huggingface", source_path=tmp_path / "model.nemo")
-    assert reported.startswith(
-        "evaluate.reference=huggingface needs a source checkpoint that trans"
-    )
-    (tmp_path / "config.json").write_text("{}")
-    assert problems(reference="huggingface", source_path=tmp_path) == []
-    assert problems(reference=str(tmp_path / "config.json")) == []
-    assert problems(reference="source") == [
-        "evaluate.reference=source is not a file; use none, huggingface, or the path of a past "
-        "report.json or of recorded figures."
-    ]
-
-
-def test_one_task_has_one_reference(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    lambada = LambadaOptions(reference_path=tmp_path / "config.json")
-    (reported,) = problems(reference="huggingface", source_path=tmp_path, lambada=lambada)
-    assert "evaluate.lambada.reference_path exclude each other" in reported
+def test_a_reference_is_a_file(tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    assert problems(reference=str(tmp_path / "report.json")) == []
+    (reported,) = problems(reference="source")
+    assert reported.startswith("evaluate.reference=source is not a file")
 
 
 def shapes(*texts: str) -> LatencyOptions:

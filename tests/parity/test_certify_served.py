@@ -1,0 +1,183 @@
+"""Served log probabilities against the source's and against those of a training step."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from inference.certify.__main__ import main
+from tests.tiny_transformers import write_model
+
+IDS = [[5, 9, 2, 40, 7, 11], [3, 3, 8, 21]]
+
+
+class Server(ThreadingHTTPServer):
+    """A server of OpenAI's completions: transformers, with an error of its own for some rows."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        self.error_in_batches = 0.0
+        self.gives_log_probs = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def log_probs(self, ids: list[int]) -> list[float | None]:
+        with torch.no_grad():
+            logits = self.network(torch.tensor([ids])).logits[0, :-1]
+        found = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        return [None, *found.tolist()]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def answer(self, table: Any) -> None:
+        data = json.dumps(table).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        choices = []
+        for number, ids in enumerate(rows):
+            scores = self.server.log_probs(ids)
+            if len(rows) > 1 and number == 1 and scores[3] is not None:
+                scores[3] -= self.server.error_in_batches
+            own = {"token_logprobs": [*scores, -1.0]} if self.server.gives_log_probs else None
+            choices.append(
+                {"index": number, "text": "", "finish_reason": "length", "logprobs": own}
+            )
+        self.answer({"choices": choices, "usage": {"prompt_tokens": sum(map(len, rows))}})
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama", tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Server]:
+    with Server(model) as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def parts(folder: Path) -> dict[str, Any]:
+    table = json.loads((folder / "certificate.json").read_text())
+    return {each["name"]: each for each in table["parts"]}
+
+
+def test_endpoint_of_the_same_model_passes(model: Path, server: Server, tmp_path: Path) -> None:
+    words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
+    assert main([*words, "--log-prob-tolerance", "1e-4"]) == 0
+    served = parts(tmp_path)["served"]
+    assert [row["batch_size"] for row in served["rows"]] == [1, 8]
+    assert all(row["largest"] < 1e-4 and row["tokens"] == 8 * 15 for row in served["rows"])
+
+
+def test_error_of_batches_is_named_with_its_row_and_token(
+    model: Path, server: Server, tmp_path: Path
+) -> None:
+    server.error_in_batches = 0.5
+    words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
+    assert main(words) == 1
+    (found,) = parts(tmp_path)["served"]["findings"]
+    assert found["where"].startswith("batch size 8, row 1, token 3 ")
+
+
+def test_endpoint_without_log_probabilities_is_not_called_equal(
+    model: Path, server: Server, tmp_path: Path
+) -> None:
+    server.gives_log_probs = False
+    words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
+    assert main(words) == 3
+    assert parts(tmp_path)["served"]["status"] == "not computed"
+
+
+def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0) -> Path:
+    """Write what a training step computed of IDS, in a trainer's form; row 0 has an error."""
+    rows = []
+    for number, ids in enumerate(IDS):
+        scores = [0.0, *(score for score in server.log_probs(ids) if score is not None)]
+        if number == 0:
+            scores[4] += error
+        rows.append((ids, scores))
+    if form == "slime":
+        samples = [
+            {"tokens": ids, "response_length": len(ids) - 2, "rollout_log_probs": scores[2:],
+             "loss_mask": [1] * (len(ids) - 2)}
+            for ids, scores in rows
+        ]  # fmt: skip
+        path = folder / "rollout.pt"
+        torch.save({"rollout_id": 0, "samples": samples}, path)
+        return path
+    lines = {
+        "plain": lambda ids, scores: {"token_ids": ids, "logprobs": scores},
+        "NeMo-RL": lambda ids, scores: {
+            "token_ids": [*ids, 0, 0], "prev_logprobs": [*scores, 0, 0],
+            "generation_logprobs": [0] * (len(ids) + 2), "input_lengths": len(ids),
+            "token_loss_mask": [0, 0, *[1] * (len(ids) - 2), 0, 0],
+        },
+        "verl": lambda ids, scores: {
+            "prompts": ids[:2], "responses": ids[2:], "old_log_probs": scores[2:],
+            "response_mask": [1] * (len(ids) - 2),
+        },
+    }  # fmt: skip
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(lines[form](*row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("plain", 8), ("NeMo-RL", 6), ("verl", 6),
+                                              ("slime", 6)])  # fmt: skip
+def test_training_step_is_compared_with_the_server(
+    form: str, tokens: int, server: Server, tmp_path: Path
+) -> None:
+    path = training_file(form, server, tmp_path)
+    words = ["--training", str(path), "--endpoint", server.url, "--output", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert [row["tokens"] for row in parts(tmp_path / "out")["training"]["rows"]] == [tokens] * 2
+    path = training_file(form, server, tmp_path, error=0.3)
+    assert main(["--training", str(path), *words[2:]]) == 1
+    (first, _) = parts(tmp_path / "out")["training"]["findings"]
+    assert first["where"].startswith("batch size 1, row 0, token 4 ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--training", "{file}"], "--training is compared with a server"),
+        ([], "name SOURCE and FOLDER"),
+        (["--training", "{file}", "--endpoint", "http://127.0.0.1:9"], "row 0 has text; expected"),
+    ],
+)
+def test_what_cannot_be_asked_ends_with_2(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "x"}\n')
+    assert main([each.format(file=file) for each in words]) == 2
+    assert message in capsys.readouterr().err
