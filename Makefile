@@ -25,6 +25,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
 PUBLISH := $(VENV)/.publish
+# Tests and demos start hundreds of Pythons: modules are compiled once, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 # The environment of the tritonserver in NVIDIA's PyTriton, which needs an older numpy and Python.
 TRITON := .triton
 # The larger files that pip downloads, with their sizes.

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -50,10 +45,15 @@ def write_state(folder: Path, state: dict[str, Any], threads: int = 2) -> None:
     save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
-def sharded(
-    name: str, chunks: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
-) -> LocalShardsContainer:
+def sharded(name: str, chunks: Sequence[tuple[torch.Tensor, tuple[int, ...]]]) -> Any:
     """Return a tensor of some chunks and where they begin, as megatron-core hands it to torch."""
+    # Four seconds, which no other test should take when it is collected.
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.checkpointable import (
+        CheckpointableShardedTensor,
+        LocalShardsContainer,
+    )
+
     ends = [
         [begin + size for begin, size in zip(offset, chunk.shape, strict=True)]
         for chunk, offset in chunks

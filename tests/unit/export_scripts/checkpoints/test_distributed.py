@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -231,6 +230,8 @@ def test_torch_may_have_saved_it_alone(state: Tensors, tmp_path: Path, common: b
 
 def test_the_index_may_be_of_megatron_core_s_own_class(state: Tensors, tmp_path: Path) -> None:
     folder = write(tmp_path / "iter_0000007", state)
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
+
     index = MCoreMetadata()
     index.__dict__ |= vars(pickle.loads((folder / ".metadata").read_bytes()))
     index.__dict__["mcore_data"] = {"optimizer.x": {"nd_reformulated_orig_global_shape": (2, 3)}}
