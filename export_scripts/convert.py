@@ -13,7 +13,7 @@ from export_scripts.commands import ProgressLine, command_parser, parse_pair, ru
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
 from export_scripts.conversion.request import OPTION_NAMES, OUTPUT_FORMATS, ConversionOptions
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from export_scripts.values import built, keys_of
+from export_scripts.values import keys_of
 
 _MOST_WORKERS = 8
 
@@ -57,7 +57,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add("checkpoint_name", "of several checkpoints in that folder, the one of this name or pattern "
         "(default: the last)", metavar="NAME")  # fmt: skip
     add("output_dir", "folder in which <N>-gpu, or huggingface, is made",
-        required=True, metavar="DIR")  # fmt: skip
+        type=Path, required=True, metavar="DIR")  # fmt: skip
     add("tp_size", "tensor-parallel ranks of inference (default: 1)", default=1, **count)
     add("output_format", "shards for this engine and FasterTransformer's backend in <N>-gpu "
         "(default), or a folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM",
@@ -71,16 +71,16 @@ def convert_parser() -> argparse.ArgumentParser:
         metavar="KIND")  # fmt: skip
     add("given", "a config.ini value that the checkpoint lacks, such as head_num=16; repeat for "
         "more", metavar="KEY=VALUE", action="append", default=[])  # fmt: skip
-    kinds: dict[tuple[Any, bool], dict[str, Any]] = {  # by type, and whether it is a path
-        (int, False): {"type": _bytes, "metavar": "SIZE"},  # all its numbers are sizes
-        (bool, False): {"action": "store_true"},
-        (str | None, True): {"metavar": "FILE"},
-        (list[str], True): {"metavar": "PATH", "action": "append"},
-        (list[str], False): {"metavar": "PATTERN", "action": "append"},
+    kinds: dict[Any, dict[str, Any]] = {
+        int: {"type": _bytes, "metavar": "SIZE"},  # all its numbers are sizes
+        bool: {"action": "store_true"},
+        Path | None: {"type": Path, "metavar": "FILE"},
+        tuple[Path, ...]: {"type": Path, "metavar": "PATH", "action": "append"},
+        tuple[str, ...]: {"metavar": "PATTERN", "action": "append"},
     }
     for key in keys_of(ConversionOptions):
         more = "; repeat for more" if key.is_list else ""
-        add(key.name, key.text + more, default=key.default, **kinds[key.type, key.is_path])
+        add(key.name, key.text + more, default=key.default, **kinds[key.type])
     add("overwrite", "replace a folder that holds something else", action="store_true")
     return parser
 
@@ -100,9 +100,10 @@ def main(arguments: Sequence[str]) -> int:
             "checkpoint_path": cached_model(options.checkpoint_path),
             "given": [parse_pair(text, "--set") for text in options.given],
         }
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         line = ProgressLine()
         try:
-            summary = convert(built(ConversionRequest, values), progress=line)
+            summary = convert(ConversionRequest(**values), progress=line)
         finally:
             line.close()
         say(summary_text(summary))

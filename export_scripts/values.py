@@ -1,15 +1,23 @@
-"""One key of the configuration: its meaning, its range, and what is wrong with a value of it."""
+"""One key of the configuration: its meaning, its range, and what is wrong with a value of it.
+
+pydantic checks types, ranges and the shape of the whole; the rules for texts and paths are here.
+"""
 
 import dataclasses
+import functools
+import os
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from export_scripts.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
 
 MISSING: Any = "???"  # OmegaConf's value of a key without one
 
@@ -23,18 +31,28 @@ TOKENS, SECONDS, PORT = 1 << 20, 30 * 24 * 3600, 65535
 INT32 = (1 << 31) - 1  # numbers of config.pbtxt
 _NAME = re.compile(r"[\w.-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# Types of fields, and of their keys.
-_KEY_TYPES: dict[Any, Any] = {Path: str, Path | None: str | None}
-_KEY_TYPES |= dict.fromkeys((tuple[Path, ...], tuple[str, ...]), list[str])
-_Record = typing.TypeVar("_Record")
-_TYPE_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    type(None): "null",
-    Any: "a value",
+# pydantic's kind of error -> what it says in Python's words.
+_EXPECTED = {
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "dict_type": "expected a mapping such as {a: 1}",
+    "path_type": "expected a path",
+    "list_type": "expected a list such as [a,b]",
+    "tuple_type": "expected a list such as [a,b]",
 }
+_Record = typing.TypeVar("_Record")
+
+
+class WrongValuesError(ValueError):
+    """A record refuses values.
+
+    Attributes:
+        problems: a sentence for each wrong value, by the name of its key.
+    """
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("\n".join(problems.values()))
+        self.problems = problems
 
 
 def option(
@@ -48,191 +66,207 @@ def option(
     lines: bool = False,
     ignored: bool = False,
 ) -> Any:
-    """Return a dataclass field with the facts of `Key` about it."""
+    """Return a dataclass field with the facts of `Key` about it; pydantic reads `ge` and `le`."""
     metadata = {
         "text": text,
         "choices": choices,
-        "within": within,
         "is_path": path,
         "is_name": name,
         "has_lines": lines,
         "is_ignored": ignored,
     }
+    if within is not None:
+        metadata |= dict(zip(("ge", "le"), within, strict=True))
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """One key of the configuration."""
 
     name: str  # dotted name
     type: Any  # its Python type
     text: str  # its meaning, for `--help` and messages
-    choices: tuple[Any, ...]  # every value that it takes; empty for any
-    # Smallest and largest value of a number, or of each number of a list.
-    within: tuple[float, float] | None
-    is_path: bool  # names a file or folder, and is made absolute
-    is_name: bool  # becomes part of names of files and jobs
-    has_lines: bool  # a text that may have several lines
-    is_ignored: bool  # accepted for compatibility, without effect
     default: Any  # value where no file and no override gives one
-
-    @property
-    def types(self) -> tuple[Any, ...]:
-        """The types that a value may have, of which None is one where null is allowed."""
-        is_union = isinstance(self.type, types.UnionType)
-        return typing.get_args(self.type) if is_union else (self.type,)
+    choices: tuple[Any, ...] = ()  # every value that it takes; empty for any
+    is_path: bool = False  # names files or folders, and is made absolute
+    is_name: bool = False  # becomes part of names of files and jobs
+    has_lines: bool = False  # a text that may have several lines
+    is_ignored: bool = False  # accepted for compatibility, without effect
+    ge: float | None = None  # smallest value of a number
+    le: float | None = None  # largest value of a number
 
     @property
     def is_list(self) -> bool:
         """Return whether the value is a list."""
-        return typing.get_origin(self.type) is list
+        return typing.get_origin(self.type) in (list, tuple)
 
-    def expected(self) -> str:
-        """Return what a value has to be, in words."""
-        if self.choices:
-            return "one of " + ", ".join(dict.fromkeys(map(shown, self.choices)))
-        words = []
-        for each in self.types:
-            origin = typing.get_origin(each)
-            if origin is list:
-                (entry,) = typing.get_args(each)
-                span = f" with each entry {_TYPE_WORDS[entry]}{self._range()}"
-                words.append("a list such as [a,b]" + (span if entry is int else ""))
-            elif origin is dict:
-                words.append("a mapping such as {a: 1}")
-            else:
-                words.append(_TYPE_WORDS[each] + (self._range() if each in (int, float) else ""))
-        return " or ".join(words)
+    @property
+    def holds_names(self) -> bool:
+        """Return whether the value is a mapping with names of the user's."""
+        return typing.get_origin(self.type) is dict
 
-    def converted(self, value: Any) -> Any:
-        """Return a value in the key's type; what `problem` names stays as it is.
+    @property
+    def is_number(self) -> bool:
+        """Return whether the value is a number, or a list of numbers."""
+        return bool({int, float} & {self.type, *typing.get_args(self.type)})
+
+    def read(self, value: Any) -> Any:
+        """Return a value with its paths absolute.
 
         Raises:
-            ValueError: it has another type.
+            ValueError: a text, path or choice is refused; the message is a whole sentence.
         """
-        if bool in self.types or (value is None and {type(None), Any} & {*self.types}):
-            return value
-        (kind,) = (each for each in self.types if each is not type(None))
-        origin = typing.get_origin(kind)
-        if origin is None:
-            return _scalar(kind, value)
-        if not isinstance(value, origin):
-            raise ValueError(value)
-        if origin is dict:
-            kind = typing.get_args(kind)[1]
-            return {str(name): _scalar(kind, each) for name, each in value.items()}
-        (kind,) = typing.get_args(kind)
-        nested = (list, dict)
-        return [each if isinstance(each, nested) else _scalar(kind, each) for each in value]
-
-    def problem(self, value: Any) -> str | None:
-        """Return what is wrong with a value that has the right type, as `<key>=<value>: ...`."""
-        if value is None:
-            return None if type(None) in self.types or Any in self.types else self.refusal(value)
-        if bool in self.types and not isinstance(value, bool):
-            return self.refusal(value)
-        if self.choices and not any(value == each for each in self.choices):
+        may_be_null = type(None) in typing.get_args(self.type)
+        if self.choices and value not in self.choices and not (value is None and may_be_null):
             hint = did_you_mean(str(value), map(shown, self.choices))
-            return self.refusal(value, hint=hint)
-        values = list(value) if self.is_list else [value]
-        return next((found for each in values if (found := self._entry_problem(each, value))), None)
+            known = ", ".join(dict.fromkeys(map(shown, self.choices)))
+            raise ValueError(self.refusal(value, f"expected one of {known}", hint))
+        if isinstance(value, (list, tuple)):
+            return [self._read_entry(each, value) for each in value]
+        return self._read_entry(value, value)
 
-    def _entry_problem(self, entry: Any, value: Any) -> str | None:
-        """Return what is wrong with a value, or with an entry of a list."""
-        if self.is_list and hasattr(entry, "__iter__") and not isinstance(entry, str):
-            return (
-                f"{self.name}={value}: expected a list of single values such as [a,b] "
-                f"({self.text})."
+    def _read_entry(self, entry: Any, value: Any) -> Any:
+        if self.is_number and isinstance(entry, bool):
+            raise ValueError(self.refusal(value, "expected a number"))
+        if not isinstance(entry, str):
+            return entry
+        if problem := self._text_problem(entry):
+            raise ValueError(
+                self.refusal(repr(entry) if _CONTROL.search(entry) else entry, problem)
             )
-        is_number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
-        if self.within is not None and is_number:
-            low, high = self.within
-            return None if low <= entry <= high else self.refusal(value)
-        if isinstance(entry, str):
-            return self._text_problem(entry)
-        return None
+        if not self.is_path:
+            return entry
+        try:
+            return _absolute(entry)
+        except ValueError as error:
+            raise ValueError(self.refusal(entry, str(error))) from error
 
     def _text_problem(self, text: str) -> str | None:
-        is_odd = _CONTROL.search(text)
-        key = f"{self.name}={shortened(text)!r}" if is_odd else f"{self.name}={shortened(text)}"
         if self.is_path and not text:
-            return (
-                f"{self.name}= is empty ({self.text}); give a path (was a variable of the shell "
-                "not set?)."
-            )
-        if is_odd and not self.has_lines:
-            return f"{key}: line breaks and control characters are not allowed here ({self.text})."
+            return "is empty; give a path (was a variable of the shell not set?)"
+        if _CONTROL.search(text) and not self.has_lines:
+            return "line breaks and control characters are not allowed here"
         if self.is_name and (found := name_problem(text)):
-            return f"{key} {found} ({self.text})."
-        names = text.split("/") if self.is_path else []
-        if any(len(name.encode(errors="replace")) > _PART_BYTES for name in names):
-            return (
-                f"{key}: a name in it is longer than {_PART_BYTES} bytes; shorten it ({self.text})."
-            )
-        if len(text.encode(errors="replace")) > _PATH_BYTES and not self.has_lines:
-            return f"{key}: longer than {_PATH_BYTES} bytes ({self.text}); give a shorter one."
+            return found
+        if self.is_path and max(map(_size, text.split("/"))) > _PART_BYTES:
+            return f"a name in it is longer than {_PART_BYTES} bytes; shorten it"
+        if _size(text) > _PATH_BYTES and not self.has_lines:
+            return f"longer than {_PATH_BYTES} bytes; give a shorter one"
         return None
 
-    def refusal(self, value: Any, *, hint: str = "") -> str:
-        """Return that a value is not what the key expects."""
-        return (
-            f"{self.name}={shortened(shown(value))}{hint}: expected {self.expected()} "
-            f"({self.text})."
-        )
-
-    def _range(self) -> str:
-        if self.within is None:
-            return ""
-        # Without an exponent.
-        low, high = (f"{n:.0f}" if float(n).is_integer() else f"{n:g}" for n in self.within)
-        return f" from {low} to {high}"
+    def refusal(self, value: Any, problem: str, hint: str = "") -> str:
+        """Return the sentence that refuses a value."""
+        return f"{self.name}={shortened(shown(value))}{hint}: {problem} ({self.text})."
 
 
-def _scalar(kind: Any, value: Any) -> Any:
-    """Return a single value as text, a number or as it is. Raises ValueError."""
-    if kind is Any:
-        return value
-    if isinstance(value, (list, dict, type(None))):
-        raise ValueError(value)
-    if kind in (int, float) and (isinstance(value, bool) or (kind, type(value)) == (int, float)):
-        raise ValueError(value)
-    return kind(value)
+def _size(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+def _absolute(text: str) -> str:
+    """Return the absolute form of a path; links are kept except before '..'.
+
+    `~` and environment variables are replaced where the shell has not done so. A URL of an object
+    store stays as it is.
+
+    Raises:
+        ValueError: there is no such variable or user.
+    """
+    if "://" in text:
+        return text
+    path = Path(os.path.expandvars(text))
+    if unset := [part for part in path.parts if part.startswith("$")]:
+        raise ValueError(f"{unset[0]} is not set; give the path")
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError("the user does not exist; give the path") from error
+    return str(path.resolve() if ".." in path.parts else path)
 
 
 def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
-    """Return a dataclass with nested ones from nested mappings of all its fields."""
-    hints = typing.get_type_hints(root)
+    """Return a dataclass, with nested ones, from the values of its keys by their dotted names.
 
-    def made(kind: Any, value: Any) -> Any:
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return built(kind, value)
-        if typing.get_origin(kind) is tuple:
-            return tuple(map(typing.get_args(kind)[0], value))
-        return Path(value) if value is not None and kind in _KEY_TYPES else value
+    Raises:
+        WrongValuesError: values have another type, are out of range, or break a rule of their key.
+    """
+    from pydantic import ValidationError
 
-    return root(**{name: made(hints[name], value) for name, value in values.items()})
+    keys = {key.name: key for key in keys_of(root)}
+    nested: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for name, value in values.items():
+        put(nested, name, _read(keys[name], value, wrong))
+    try:
+        record: _Record = _adapter(root).validate_python(nested)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            parts = list(map(str, each["loc"]))
+            names = (".".join(parts[: count + 1]) for count in range(len(parts)))
+            name = next(each for each in names if each in keys)
+            wrong[name] = _sentence(keys[name], values.get(name), each)
+    if wrong:
+        raise WrongValuesError(wrong)
+    return record
+
+
+def _read(key: Key, value: Any, wrong: dict[str, str]) -> Any:
+    try:
+        return key.read(value)
+    except ValueError as error:
+        wrong[key.name] = str(error)
+        return value
+
+
+@functools.cache
+def _adapter(root: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(root)
+
+
+def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
+    """Return pydantic's objection to a value as a sentence with its key."""
+    problem = _EXPECTED.get(error["type"], error["msg"].removeprefix("Input "))
+    if key.ge is not None:
+        kinds = {key.type, *typing.get_args(key.type)}
+        kind = "a whole number" if int in kinds else "a number"
+        null = " or null" * (type(None) in kinds)
+        problem = f"expected {kind} from {key.ge} to {key.le}{null}"
+    elif error["type"] in ("list_type", "tuple_type") and isinstance(value, (str, int, float)):
+        problem = f"expected a list; write '{key.name}=[{shortened(shown(value))}]'"
+    return key.refusal(value, problem)
+
+
+def put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a dotted name in nested mappings."""
+    *sections, leaf = name.split(".")
+    for each in sections:
+        values = values.setdefault(each, {})
+    values[leaf] = value
 
 
 def keys_of(root: type, prefix: str = "") -> Iterator[Key]:
     """Yield every key below a dataclass, in the order of its fields."""
     hints = typing.get_type_hints(root)
     for each in dataclasses.fields(root):
-        name = f"{prefix}{each.name}"
-        kind = _KEY_TYPES.get(hints[each.name], hints[each.name])
+        name, kind = f"{prefix}{each.name}", hints[each.name]
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             yield from keys_of(kind, f"{name}.")
             continue
         made = each.default_factory
         default = each.default if made is dataclasses.MISSING else made()
-        yield Key(name, kind, default=[*default] if default == () else default, **each.metadata)
+        yield Key(
+            name=name, type=kind, default=[*default] if default == () else default, **each.metadata
+        )
 
 
 def name_problem(text: str) -> str | None:
-    """Return why a text cannot be part of the names of files and jobs."""
+    """Return why a text cannot be part of the names of files and jobs, if so."""
     rule = "use letters, digits and . _ -"
     if not text:
         return f"is empty; {rule}"

@@ -22,7 +22,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # Started as launcher_scripts/main.py, or installed next to another distribution's `inference`.
 sys.path.insert(0, str(CHECKOUT))
 
-if missing := [name for name in ("hydra", "isal", "jinja2", "submitit") if find_spec(name) is None]:
+_NEEDED = ("hydra", "isal", "jinja2", "pydantic", "submitit")
+if missing := [name for name in _NEEDED if find_spec(name) is None]:
     sys.exit(
         f"{sys.executable} lacks {', '.join(missing)}; make the environment with `make setup` and "
         f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"
@@ -32,6 +33,7 @@ from export_scripts import __version__  # noqa: E402
 from launcher_scripts.configuration.arguments import (  # noqa: E402
     SHELL_COMPLETION,
     Arguments,
+    for_hydra,
     read_arguments,
 )
 from launcher_scripts.configuration.compose import compose_config, register  # noqa: E402
@@ -226,7 +228,8 @@ def _answer_by_hydra(arguments: Arguments) -> int:
     register()
     root = arguments.root
     extra = [f"--config-dir={root.extra_dir}"] if root.extra_dir else []
-    sys.argv = [sys.argv[0], *arguments.hydra_flags, *extra, *arguments.overrides]
+    words = for_hydra(arguments.overrides)
+    sys.argv = [sys.argv[0], *arguments.hydra_flags, *extra, *words]
     answer = hydra.main(version_base="1.3", config_path=str(root.folder), config_name=root.name)
     answer(lambda _: None)()  # Hydra answers without calling it
     return EXIT_OK

@@ -14,13 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
-from hydra.errors import HydraException
 
 from launcher_scripts.actions import note_last_run
-from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.compose import Composition
+from launcher_scripts.configuration.diagnosis import hydra_text, read_override
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
@@ -91,14 +89,13 @@ class Outcome:
 
 def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
     """Return every combination of the listed values, and the problems of unbounded lists."""
-    parser = OverridesParser.create()
     swept: dict[str, list[str]] = {}
     fixed: list[str] = []
     problems = []
     for each in overrides:
         try:
-            parsed = parser.parse_override(each)
-        except HydraException:
+            parsed = read_override(each)
+        except ValueError:
             fixed.append(each)  # composing reports it
             continue
         if not parsed.is_sweep_override():

@@ -11,9 +11,9 @@ from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from launcher_scripts.actions import cancel_jobs, jobs_in, read_job
-from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
+from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console

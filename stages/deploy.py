@@ -14,7 +14,6 @@ from inference.ports import port_problem
 from stages.base import Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
-from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
 from stages.server_starts import ServerStart, take_part
@@ -121,8 +120,6 @@ class DeployStage(Stage):
                 "over several nodes: its processes can enter MPI once in a job, so a failure ends "
                 "the job; start the stage again then"
             )
-        if config.gemm_tuning.enabled and config.weights_dir.exists():
-            notes.append(f"deploy measures: {shlex.join(tuning_command(config))}")
         if config.is_other_engine:
             notes.append(f"deploy starts: {shlex.join(config.command_line)}")
         if config.engine == FASTERTRANSFORMER:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from export_scripts.values import (
     NODE_MEMORY_GB,
     PORT,
     SECONDS,
-    TOKENS,
     option,
 )
-from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
+from inference.front.access import Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD
@@ -40,21 +39,6 @@ VLLM, OPENAI = "vllm", "openai"  # other engines, which serve Hugging Face folde
 PYTRITON = "pytriton"
 DEFAULT_SERVER = AUTO
 NEMO = "nemo"  # an interface of PyTriton
-
-
-@dataclass(frozen=True)
-class GemmTuning:
-    """`deploy.gemm_tuning`: measure NVIDIA's matrix products before the server starts."""
-
-    batch_size: int = option("sequences in the largest request", 8, within=(1, INT32))
-    beam_width: int = option("beams of the largest request", 1, within=(1, 1024))
-    input_len: int = option("tokens of the longest prompt", 128, within=(1, TOKENS))
-    program_dir: Path = option(
-        "folder of gpt_gemm, t5_gemm and bert_gemm",
-        Path("/opt/FasterTransformer/build/bin"),
-        path=True,
-    )
-    enabled: bool = option("measure; engine fastertransformer only", False)
 
 
 @dataclass(frozen=True)
@@ -133,7 +117,6 @@ class DeploySection(Access):
         5.0,
         within=(0, SECONDS),
     )
-    gemm_tuning: GemmTuning = field(default_factory=GemmTuning)
     keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit", False)
     gpus_per_node: int | None = option(
         "GPUs for the server; null: as many as TP x PP needs", None, within=(1, NODE_GPUS)
@@ -289,138 +272,125 @@ def is_store_url(text: str | None) -> bool:
     return text is not None and text.startswith("s3://")
 
 
+@dataclass(frozen=True)
+class ServerKind:
+    """One kind of server, and what it cannot do, by the names of `_settings`."""
+
+    words: str  # how the configuration asks for it
+    lacks: tuple[str, ...] = ()
+    servers: tuple[str, ...] = (AUTO,)  # values of deploy.server that go with it
+
+
+_LIMITS = ("deploy.max_request_mb", "deploy.client_shared_memory", "deploy.otlp_collector")
+_CREDENTIALS = ("deploy.tls_cert", "deploy.token_file")
+_SEVERAL_NODES, _STORE = "a model over several nodes", "deploy.repository=s3://..."
+_INSTANCES = "export.triton_deployment.instance_count"
+# What another engine's server, which listens itself, does not do. Only ours knows its clients.
+_FRONT = (*_LIMITS, "deploy.openai", "deploy.uptime", _STORE, _INSTANCES)
+ENGINE_KINDS = {
+    FASTERTRANSFORMER: ServerKind(
+        "deploy.engine=fastertransformer",
+        (*_LIMITS, *_CREDENTIALS, "deploy.openai", "deploy.uptime"),
+        (AUTO, TRITONSERVER),
+    ),
+    VLLM: ServerKind("deploy.engine=vllm", _FRONT),
+    OPENAI: ServerKind("deploy.engine=openai", (*_FRONT, *_CREDENTIALS, _SEVERAL_NODES)),
+}
+SERVER_KINDS = {
+    AUTO: ServerKind("deploy.server=auto"),
+    TRITONSERVER: ServerKind("deploy.server=tritonserver"),
+    SLIPWAY: ServerKind("deploy.server=slipway", (_STORE, "deploy.client_shared_memory")),
+    PYTRITON: ServerKind(
+        "deploy.server=pytriton",
+        ("deploy.openai", "deploy.uptime", "deploy.repository", _SEVERAL_NODES, _INSTANCES),
+    ),
+}
+
+
+def _settings(config: DeployConfig) -> dict[str, bool]:
+    """Return whether settings that not every server has are given."""
+    plain = DeploySection()
+    names = ("repository", "uptime", "openai", *(each.name for each in fields(Access)))
+    return {
+        **{f"deploy.{name}": getattr(config, name) != getattr(plain, name) for name in names},
+        _STORE: config.store is not None,
+        _INSTANCES: config.instance_count > 1,
+        _SEVERAL_NODES: config.nodes > 1,
+    }
+
+
+def _without_effect(config: DeployConfig) -> Iterator[str]:
+    """Yield what the chosen server would not do, and which does."""
+    engine = ENGINE_KINDS.get(config.engine)
+    kind = engine or SERVER_KINDS[config.server]
+    if engine is not None and config.server not in engine.servers:
+        yield f"deploy.server={config.server} has no effect with {kind.words}; leave it out."
+    kinds = (SERVER_KINDS[SLIPWAY], SERVER_KINDS[TRITONSERVER])
+    for name, is_given in _settings(config).items():
+        if is_given and name in kind.lacks:
+            able = [each.words for each in kinds if name not in each.lacks]
+            yield (
+                f"{name} has no effect with {kind.words}; leave it out, or use "
+                f"deploy.engine=pytorch with {' or '.join(able)}."
+            )
+
+
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
-    if config.uptime_s is not None and (config.engine != PYTORCH or config.server == PYTRITON):
-        return [
-            f"deploy.uptime={config.uptime} needs deploy.engine=pytorch, and deploy.server=slipway "
-            "or tritonserver: no other server knows when its last client has gone; set "
-            "deploy.uptime=null."
-        ]
-    problems = ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here)
+    problems = [*_without_effect(config)]
+    problems += ports_problems(
+        config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here
+    )
+    if config.engine != FASTERTRANSFORMER:
+        problems += config.access.problems()
     if config.is_other_engine:
-        return [*_other_engine_problems(config), *problems]
+        return [*problems, *_other_engine_problems(config)]
     is_made_here = config.store is not None or not config.is_from_elsewhere
     if not is_made_here and not any(config.folder.glob("*/config.pbtxt")):
         problems.append(
             f"deploy.repository={config.folder} holds no model (<name>/config.pbtxt); give the "
             "folder above the models of a Triton repository, or null for the exported one."
         )
-    if config.engine == PYTORCH:
-        problems += config.access.problems()
-    elif config.access != OPEN_ACCESS:
-        problems.append(
-            "deploy.max_request_mb, deploy.tls_cert, deploy.token_file, deploy.otlp_collector and "
-            "deploy.client_shared_memory have no effect with deploy.engine=fastertransformer, "
-            "whose server listens itself; leave them out, and put a proxy in front of it."
-        )
-    problems += _openai_problems(config)
-    if config.server == PYTRITON:
-        problems += _pytriton_problems(config)
-    if config.server == SLIPWAY:
-        problems += _slipway_problems(config)
+    if config.openai.enabled:
+        problems += config.openai.problems()
+        if config.openai.tokenizer is None and config.store is not None:
+            problems.append(
+                "deploy.openai.enabled=true with a repository in an object store needs "
+                "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."
+            )
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(_too_few_gpus(config, world_size))
-    if config.gemm_tuning.enabled and config.engine == PYTORCH:
-        problems.append(
-            "deploy.gemm_tuning.enabled=true measures NVIDIA's kernels; it needs "
-            "deploy.engine=fastertransformer."
-        )
     return problems
 
 
-def _other_engine_problems(config: DeployConfig) -> list[str]:
-    """Return the problems of a server of another engine."""
-    access, found = config.access, config.access.problems()
-    has_credentials = access.tls_cert is not None or access.token_file is not None
-    limits = replace(access, tls_cert=None, tls_key=None, token_file=None)
-    without_effect = {
-        "deploy.max_request_mb, deploy.otlp_collector and deploy.client_shared_memory": (
-            limits != OPEN_ACCESS
-        ),
-        "deploy.openai.enabled": config.openai.enabled,
-        "deploy.openai.origins": bool(config.openai.origins),
-        f"deploy.server={config.server}": config.server != AUTO,
-        "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,
-        "deploy.tls_cert and deploy.token_file": config.engine == OPENAI and has_credentials,
-    }
-    found += [
-        f"{key} has no effect with deploy.engine={config.engine}; leave it out."
-        for key, is_set in without_effect.items()
-        if is_set
-    ]
-    given = {key.replace("-", "_") for key in config.vllm} if config.engine == VLLM else set()
-    found += [
-        f"deploy.vllm.{key} is decided by {own}; set that key."
-        for key, own in OWN_VLLM_OPTIONS.items()
-        if key in given
-    ]
-    if config.engine == VLLM and not found and len(config.access.tokens() or ()) > 1:
-        found.append(
-            f"deploy.token_file={config.access.token_file} holds several tokens; vLLM takes one "
-            "from its environment."
-        )
+def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
+    """Yield the problems of a server of another engine."""
+    if config.engine == VLLM:
+        given = {key.replace("-", "_") for key in config.vllm}
+        for key, own in OWN_VLLM_OPTIONS.items():
+            if key in given:
+                yield f"deploy.vllm.{key} is decided by {own}; set that key."
+        if not config.access.problems() and len(config.access.tokens() or ()) > 1:
+            yield (
+                f"deploy.token_file={config.token_file} holds several tokens; vLLM takes one from "
+                "its environment."
+            )
     if config.is_from_elsewhere and not (config.folder / "config.json").is_file():
-        found.append(
+        yield (
             f"deploy.engine={config.engine} serves a Hugging Face folder, and "
             f"{config.source} has no config.json; give such a folder in deploy.repository."
         )
-    if config.nodes > 1:
-        found.append(
-            f"deploy.engine={config.engine} serves on one node, and this model needs "
-            f"{config.nodes}; lower TP x PP, or start its server yourself and name it in "
-            "evaluate.server."
-        )
     if not any(PORT_FIELD in word for word in config.command_line):
-        found.append(
+        yield (
             "deploy.command of deploy.engine=openai is the server's command line, with {port} (and "
             "{host}, {model}) where it takes them, such as "
             "[transformers,serve,'{model}',--port,'{port}']."
         )
     elif config.serves_here and shutil.which(config.command_line[0]) is None:
-        found.append(
+        yield (
             f"{config.command_line[0]} is not a program of this machine; install it, or give the "
             f"path of one in deploy.{'executable' if config.engine == VLLM else 'command'}."
-        )
-    return found
-
-
-def _slipway_problems(config: DeployConfig) -> Iterator[str]:
-    """Yield what this project's own server cannot do."""
-    needs = {
-        "deploy.engine=fastertransformer": config.engine == FASTERTRANSFORMER,
-        f"deploy.repository={config.repository}": config.store is not None,
-        "deploy.client_shared_memory=true": config.client_shared_memory,
-    }
-    for key, is_set in needs.items():
-        if is_set:
-            yield f"{key} needs deploy.server=tritonserver, and deploy.server=slipway is set."
-
-
-def _pytriton_problems(config: DeployConfig) -> Iterator[str]:
-    """Yield what PyTriton's server cannot do."""
-    if config.engine != PYTORCH:
-        yield f"deploy.engine={config.engine} cannot be served by deploy.server=pytriton."
-    if config.is_from_elsewhere:
-        yield (
-            "deploy.repository is not served by deploy.server=pytriton; set it to null: "
-            "the exported model's weights are served."
-        )
-    if config.nodes > 1:
-        yield (
-            f"deploy.server=pytriton serves on one node, and this model needs {config.nodes}; "
-            "submit the batch script of docs/pytriton.md."
-        )
-    if config.instance_count > 1:
-        yield (
-            f"export.triton_deployment.instance_count={config.instance_count} needs "
-            "deploy.server=slipway or tritonserver; PyTriton serves one."
-        )
-    if config.openai.enabled:
-        yield (
-            "deploy.openai.enabled=true needs deploy.server=slipway or tritonserver; PyTriton "
-            "serves no tokens."
         )
 
 
@@ -438,19 +408,3 @@ def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
         f"{world_size} GPUs, and this machine shows {config.local_gpus}; lower the sizes, show "
         "more with CUDA_VISIBLE_DEVICES, or set export.triton_deployment.parameters.device=cpu."
     )
-
-
-def _openai_problems(config: DeployConfig) -> Iterator[str]:
-    if not config.openai.enabled:
-        return
-    if config.engine == FASTERTRANSFORMER:
-        yield (
-            "deploy.openai.enabled=true needs deploy.engine=pytorch; the ports of NVIDIA's backend "
-            "are its own server's."
-        )
-    yield from config.openai.problems()
-    if config.openai.tokenizer is None and config.store is not None:
-        yield (
-            "deploy.openai.enabled=true with a repository in an object store needs "
-            "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."
-        )

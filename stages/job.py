@@ -36,7 +36,7 @@ from stages.job_process import (
     node_name,
     watching_owner,
 )
-from stages.preflight import meet
+from stages.preflight import check_place
 from stages.step import JobStep, run_in_step
 
 # A job holds it, in its folder, for as long as it lives: commands on other machines can see that.
@@ -72,7 +72,7 @@ class StageJob(Checkpointable):
         is_bcp = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"  # all tasks of bcprun run this
         place = read_launch_environment(os.environ) if is_bcp else LaunchEnvironment()
         if place.rank > 0:
-            self._meet(place)
+            self._check(place)
             return assist(self.stage, place)
         started = time.monotonic()
         close_to_others()
@@ -88,7 +88,7 @@ class StageJob(Checkpointable):
         )
         try:
             with stop_signals(*STOP_SIGNALS) as stopped, watching_owner(), self._lock():
-                self._meet(place)
+                self._check(place)
                 summary = self.around(self._run, stopped) if self.around else self._run()
         except KeyboardInterrupt as error:
             stop = StageError("stopped by a signal")
@@ -117,13 +117,12 @@ class StageJob(Checkpointable):
                 held.enter_context(folder_lock(path, "the job runs already"))
             yield
 
-    def _meet(self, place: LaunchEnvironment) -> None:
-        """Raise StageError unless all tasks of bcprun reach the first."""
+    def _check(self, place: LaunchEnvironment) -> None:
+        """Raise StageError unless as many tasks as expected were started, where several can be."""
         resources = self.stage.job.resources
         ranks = resources.nodes * resources.tasks_per_node
         if place.launcher != "none" and ranks > 1:
-            folder = self.record_path.parent / "submitit" / job_id_here()
-            meet(place, folder, ranks=ranks, mpi="none")
+            check_place(place, ranks=ranks, mpi="none")
 
     def _run(self) -> Summary:
         if self.step is None:

@@ -28,7 +28,6 @@ from stages.deploy_config import (
 )
 from stages.endpoint import ServerEndpoint, server_log
 from stages.engines import TOKEN_VARIABLE
-from stages.gemm_tuning import tune
 from stages.job_process import job_id_here, node_address
 from stages.progress import Progress
 from stages.record import now
@@ -62,7 +61,7 @@ def serving(
 
     Raises:
         ServerStartError: it did not become ready, or did not answer.
-        StageError: the configured model is not served, or its kernels cannot be measured.
+        StageError: the configured model is not served.
     """
     job_id = job_id_here()
     log_path = server_log(folder, job_id)
@@ -85,9 +84,6 @@ def serving(
             own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
             yield own, _endpoint(config, own, job_id, restarts, model=model)
         return
-    if config.gemm_tuning.enabled:
-        progress.update("measuring matrix products")
-        tune(config, folder / "gemm", folder / "gemm.log", check=check)
     if config.nodes > 1:
         environment |= announce_start(folder, job_id, restarts + 1).variables(folder)
     environment[RESTARTS_VARIABLE] = str(restarts)
@@ -189,7 +185,6 @@ def _server(
         prefix=server_prefix(config),
         former=former,
         is_old=config.engine == FASTERTRANSFORMER,
-        work_dir=folder / "gemm" if config.gemm_tuning.enabled else None,
         **options,
     )
 

@@ -31,7 +31,7 @@ from stages.job_process import (
     close_to_others,
     log_line,
 )
-from stages.preflight import PING_NAME, check_mpi, meet
+from stages.preflight import check_mpi, check_place
 from stages.progress import read_json, write_json
 
 _STOP_WAIT_S = 10.0
@@ -76,8 +76,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     """
     folder.mkdir(parents=True, exist_ok=True)
     stage_path, result_path = folder / "stage.pkl", folder / "result.json"
-    for stale in (result_path, folder / PING_NAME):
-        stale.unlink(missing_ok=True)
+    result_path.unlink(missing_ok=True)
     stage_path.write_bytes(pickle.dumps(stage))
     if step.ranks > 1:
         check_mpi(step.mpi)
@@ -200,7 +199,7 @@ def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> 
         place = read_launch_environment(os.environ)
         if place.rank > 0:
             try:
-                meet(place, result_path.parent, ranks=ranks, mpi=mpi)
+                check_place(place, ranks=ranks, mpi=mpi)
                 assist(stage, place)
             except StageError as error:
                 log_line(str(error))
@@ -209,7 +208,7 @@ def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> 
     try:
         with stop_signals(*STOP_SIGNALS) as stopped:
             if ranks > 1:
-                meet(place, result_path.parent, ranks=ranks, mpi=mpi)
+                check_place(place, ranks=ranks, mpi=mpi)
             summary = stage()
     except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
         details = error if isinstance(error, StageError) else StageError("")

@@ -9,7 +9,9 @@ default, which `--help` prints and every check reads. The evaluator takes the sa
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, option
 from inference.front.access import Credentials
@@ -64,7 +66,9 @@ class PromptOptions:
     table_path: str | None = option(
         "prompt table to send with every request, little-endian fp32", None, path=True
     )
-    append_ids: list[int] = option("token ids after every prompt", [], within=(0, INT32))
+    append_ids: list[Annotated[int, Field(ge=0, le=INT32)]] = option(
+        "token ids after every prompt", []
+    )
 
 
 @dataclass
@@ -138,8 +142,10 @@ class LatencyOptions:
         "translation",
         ["32+8", "32+32"],
     )
-    batch_sizes: list[int] = option("rows of a request", [1], within=(1, INT32))
-    concurrencies: list[int] = option("requests in flight", [1, 4], within=(1, _IN_FLIGHT))
+    batch_sizes: list[Annotated[int, Field(ge=1, le=INT32)]] = option("rows of a request", [1])
+    concurrencies: list[Annotated[int, Field(ge=1, le=_IN_FLIGHT)]] = option(
+        "requests in flight", [1, 4]
+    )
     requests: int = option("timed requests of a point", 16, within=(1, INT32))
     warmup: int = option("requests before those that count", 2, within=(0, INT32))
     max_point_s: float = option("seconds after which a point ends", 3.0, within=(0.01, SECONDS))

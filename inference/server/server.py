@@ -54,7 +54,6 @@ class TritonServer(ServedProcess):
         prefix: starts the server, such as mpirun.
         is_old: keeps to the options that every release knows: the server then listens itself,
             without a front, and leaves the control of models open to clients.
-        work_dir: where the server runs.
         openai: adds an endpoint of OpenAI's protocol, which needs the front.
         hidden: width of the hidden states that an encoder takes; an encoder of unknown width is not
             asked whether it answers.
@@ -65,7 +64,6 @@ class TritonServer(ServedProcess):
     _: KW_ONLY
     prefix: Sequence[str] = ()
     is_old: bool = False
-    work_dir: Path | None = None
     openai: OpenAIOptions | None = None
     hidden: int | None = None
     former: TritonServer | None = None
@@ -252,7 +250,7 @@ class TritonServer(ServedProcess):
             self._wanted_ports = dict(self.former.ports)
         self._choose_ports()
         command, environment = self._command()
-        self._spawn(command, segments=self._shm_prefix, env=environment, cwd=self.work_dir)
+        self._spawn(command, segments=self._shm_prefix, env=environment)
         if self._sockets is not None and self.former is None:
             served = self._served(self._sockets)
             settings = FrontSettings(

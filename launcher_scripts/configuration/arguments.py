@@ -3,23 +3,23 @@
 import argparse
 import contextlib
 import re
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
-from launcher_scripts.configuration.diagnosis import likely_key
+from launcher_scripts.configuration.diagnosis import (
+    hydra_text,
+    key_of,
+    likely_key,
+    read_override,
+)
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
 SHELL_COMPLETION = "--shell-completion"
-# Beginnings of keys inside mappings with free names.
-_FREE_NAMES = tuple(f"{name}." for name, key in KEYS.items() if typing.get_origin(key.type) is dict)
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 
@@ -103,7 +103,7 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
 
     A saved configuration has no files to choose from: there `cluster_type` is used alone.
     """
-    translated = [_pass_through(_quoted(each)) for each in overrides]
+    translated = [_pass_through(each) for each in overrides]
     chosen = {
         key: value
         for key, _, value in (each.partition("=") for each in translated)
@@ -132,33 +132,20 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
     return [*rest, *files, f"cluster_type={kind}"], []
 
 
-def _quoted(override: str) -> str:
-    """Return an override that Hydra can read: a text like `nvcr.io#nvidia/x:1` needs quotes.
-
-    An unreadable list or mapping is left as it is; composing reports it.
-    """
-    parser = OverridesParser.create()
-    key, equals, value = override.partition("=")
-    if value.startswith(("[", "{")):
-        return override
-    for candidate in (override, f"{key}={hydra_text(value)}"):
-        with contextlib.suppress(HydraException):
-            parser.parse_override(candidate)
-            return candidate if equals else override
-    return override
-
-
-def hydra_text(text: str) -> str:
-    """Return a text as Hydra's grammar quotes it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+def for_hydra(words: Sequence[str]) -> list[str]:
+    """Return overrides as Hydra takes them: its quotes, and ++ in mappings with free names."""
+    found = []
+    for each in words:
+        with contextlib.suppress(ValueError):  # composing has reported it
+            parsed = read_override(each)
+            is_new = key_of(parsed) != parsed.key_or_group or isinstance(parsed.value(), dict)
+            sign = "++" if is_new and not each.startswith(("+", "~")) else ""
+            found.append(f"{sign}{parsed.input_line}")
+    return found
 
 
 def _pass_through(override: str) -> str:
-    """Return overrides that may add any name to a mapping with free names, singly or whole."""
-    name, _, value = override.partition("=")
-    if override.startswith(_FREE_NAMES) or (f"{name}." in _FREE_NAMES and value.startswith("{")):
-        return f"++{override}"
+    """Return an override of an option of sbatch that is no key as that of the mapping of these."""
     match = _PLUS_CLUSTER.fullmatch(override)
     if match is None:
         return override

@@ -3,9 +3,8 @@
 Every problem is reported at once. A wrong override is left out, and the rest is composed.
 """
 
+import copy
 import functools
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +15,24 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from export_scripts.suggest import closest
-from export_scripts.values import MISSING, Key, built
+from export_scripts.values import WrongValuesError, built, put
 from launcher_scripts.configuration.diagnosis import (
-    InvalidValueError,
-    check_name,
-    diagnose,
+    check_override,
+    chooses_file,
     first_line,
-    is_free,
+    key_of,
     objection,
-    unknown_keys,
+    read_override,
+    unknown_choice,
+    unknown_key,
 )
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot, read_root
-from launcher_scripts.configuration.schema import GROUPS, KEYS, Config
+from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, IS_INSTALLED
 
 
@@ -52,7 +51,6 @@ class Composition:
     notes: tuple[str, ...] = ()
 
 
-_REFERENCE = re.compile(r"\$\{[\w.]+\}")
 # Hydra raises a plain ValueError for some mistakes, such as `export=null`.
 _OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
@@ -62,7 +60,7 @@ def register() -> None:
     """Make the defaults of keys and the resolvers known to Hydra and OmegaConf."""
     values: dict[str, Any] = {}
     for key in KEYS.values():
-        _put(values, key.name, key.default)
+        put(values, key.name, key.default)
     ConfigStore.instance().store(name="schema", node=values)
     for name, function in _RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
@@ -100,55 +98,61 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         root = read_root(place)
     except (OSError, ValueError, yaml.YAMLError) as error:
         return Composition(None, problems=(f"{path} cannot be read: {objection(error)}.",))
-    names = [each.lstrip("+~").partition("=")[0].partition(".")[0] for each in overrides]
-    # Those of other stages, which the root names, are left out with it.
-    pairs = zip(overrides, names, strict=True)
-    overrides = [each for each, name in pairs if name not in root.foreign]
+    problems: list[str] = []
+    choices: list[str] = []
+    given: list[Override] = []
+    has_files = True
+    for word in overrides:
+        try:
+            parsed = read_override(word)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        name = parsed.key_or_group
+        if name.partition(".")[0] in root.foreign:
+            continue  # of another stage, which the root names
+        is_choice = chooses_file(name)
+        if problem := check_override(parsed):
+            problems.append(problem)
+            has_files = has_files and not is_choice
+        elif is_choice:
+            choices.append(str(parsed.input_line))
+        else:
+            given.append(parsed)
     folders = [*filter(None, [place.extra_dir]), *root.searched]
     searched = ",".join(f"file://{each}" for each in folders)
     always = [f"hydra.searchpath=[{searched}]"] if searched else []
-    choices = [each for each in overrides if _is_for_hydra(each)]
-    problems: list[str] = []
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(place.folder), version_base="1.3"):
-        try:
-            config = _merged(root.name, [*always, *choices])
-            has_files = True
-        except _OBJECTIONS:
-            try:
-                config = _merged(root.name, always)
-            except _OBJECTIONS as error:
-                text = f"the configuration files are unusable: {objection(error)}."
-                return Composition(None, problems=(text,))
-            has_files = False
-            for each in choices:
-                problems += _objections(root.name, always, each)
-        for each in overrides:
-            if not _is_for_hydra(each):
-                problems += _override(config, each)
-        resolved, more = _resolved(config)
-    problems += [*unknown_keys(config), *more]
+        files, wrong = _files(root.name, always, choices)
+        problems += wrong
+        if files is None:
+            return Composition(None, tuple(problems))
+        config, more = _with_overrides(files, given)
     others = ", ".join(sorted({name.removesuffix("_config") for name in root.foreign}))
     notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
-    if more or not has_files:
-        return Composition(None, problems=tuple(problems))
-    return Composition(built(Config, resolved), tuple(problems), notes)
+    has_files = has_files and not wrong
+    return Composition(config if has_files else None, (*problems, *more), notes)
 
 
-def _is_for_hydra(override: str) -> bool:
-    """Return whether an override chooses a file, or was meant to, or is about Hydra itself."""
-    name = override.partition("=")[0].lstrip("+~")
-    return (
-        name in GROUPS
-        or name.startswith(("hydra.", "hydra/"))
-        or ("." not in name and name not in KEYS and closest(name, GROUPS) is not None)
-    )
+def _files(
+    name: str, always: Sequence[str], choices: Sequence[str]
+) -> tuple[DictConfig | None, list[str]]:
+    """Return the files of a root without the choices that are impossible, and their problems."""
+    try:
+        return _merged(name, [*always, *choices]), []
+    except _OBJECTIONS as error:
+        if not choices:
+            return None, [f"the configuration files are unusable: {objection(error)}."]
+    alone = {each: _files(name, [*always, each], []) for each in choices}
+    wrong = [each for each, (found, _) in alone.items() if found is None]
+    found, more = _files(name, [*always, *(each for each in choices if each not in wrong)], [])
+    # With a root that is unusable, every choice is.
+    return found, more or [unknown_choice(*each.split("=", 1)) for each in wrong]
 
 
 def _merged(name: str, choices: Sequence[str]) -> DictConfig:
     """Return the files of a root as untyped data. Raises the errors of Hydra and OmegaConf."""
-    for each in choices:
-        check_name(each)
     config = compose(name, overrides=list(choices), return_hydra_config=True)
     HydraConfig.instance().set_config(config)
     values = OmegaConf.to_container(config)
@@ -161,111 +165,80 @@ def _merged(name: str, choices: Sequence[str]) -> DictConfig:
     return made
 
 
-def _objections(name: str, always: Sequence[str], choice: str) -> list[str]:
-    """Return why a file cannot be chosen, empty if it can."""
-    try:
-        _merged(name, [*always, choice])
-    except _OBJECTIONS as error:
-        return [diagnose(choice, error)]
-    return []
+def _with_overrides(
+    files: DictConfig, overrides: Sequence[Override]
+) -> tuple[Config | None, list[str]]:
+    """Return the configuration of files and overrides, and every problem of theirs.
 
-
-def _override(config: DictConfig, override: str) -> list[str]:
-    """Apply an override as Hydra does; return its problems if it is left out."""
-    try:
-        check_name(override)
-        parsed = OverridesParser.create().parse_override(override)
-        name, value = parsed.key_or_group, parsed.value()
-        if parsed.is_sweep_override():
-            raise HydraException(override)
-        if parsed.is_delete():
-            if OmegaConf.select(config, name) is None:
-                raise HydraException(override)
-            parent, _, leaf = name.rpartition(".")
-            del OmegaConf.select(config, parent)[leaf]
-        elif name not in KEYS:
-            if not is_free(name):
-                raise HydraException(override)
-            OmegaConf.update(config, name, value, force_add=True)
-        else:
-            if not (isinstance(value, str) and "${" in value):  # else known once others are
-                value = _checked(KEYS[name], value)
-            OmegaConf.update(config, name, value)
-    except _OBJECTIONS as error:
-        return [diagnose(override, error)]
-    return []
-
-
-def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of all keys as plain data, and every problem of theirs."""
-    resolved: dict[str, Any] = {}
-    problems = []
-    for key in KEYS.values():
-        section, _, leaf = key.name.rpartition(".")
-        parent = OmegaConf.select(config, section) if section else config
-        if not isinstance(parent, DictConfig):
-            continue  # the section has a value in its place, which is reported as unknown
-        raw = OmegaConf.to_container(parent).get(leaf)  # type: ignore[union-attr]
-        if raw == MISSING:
-            problems.append(f"{key.name} is not set ({key.text}); give it as {key.name}=<value>.")
-            continue
+    An override that is wrong is left out; another wrong value leaves no configuration.
+    """
+    problems: list[str] = []
+    left_out: set[str] = set()
+    while True:
+        config = copy.deepcopy(files)
+        refused = {key_of(each): _apply(config, each) for each in overrides}
+        values, wrong = _resolved(config)
+        wrong |= {name: text for name, text in refused.items() if text}
         try:
-            value = OmegaConf.select(config, key.name)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
-            _put(resolved, key.name, _checked(key, value))
-        except InterpolationToMissingValueError:
-            continue  # the missing key is reported
-        except OmegaConfBaseException as error:
-            text = first_line(error)
-            if not any(each.endswith(text.partition(": ")[2]) for each in problems):
-                problems.append(text)  # once for all keys that refer to this one
-        except InvalidValueError as error:
-            # A value that only refers to another key has the same problem.
-            if not (isinstance(raw, str) and _REFERENCE.fullmatch(raw)):
-                problems.append(str(error))
-        except ValueError:
-            problems.append(key.refusal(value))
-    return resolved, problems
+            record = built(Config, values)
+        except WrongValuesError as error:
+            wrong |= error.problems
+        typed = wrong.keys() & set(map(key_of, overrides))
+        if not typed:
+            break
+        problems += [text for name, text in wrong.items() if name in typed]
+        left_out |= typed
+        overrides = [each for each in overrides if key_of(each) not in typed]
+    if not wrong:
+        return record, problems
+    # What refers to a wrong value has the same problem.
+    raw, found = flat(config), {name: wrong[name] for name in wrong if name not in left_out}
+    causes = [text for name, text in found.items() if "${" not in str(raw.get(name))]
+    return None, [*problems, *(causes or found.values())]
 
 
-def _checked(key: Key, value: Any) -> Any:
-    """Return a value in the type of its key, a path absolute.
-
-    Raises:
-        InvalidValueError: the value is refused.
-        ValueError: it has another type.
-    """
-    value = key.converted(value)
-    if found := key.problem(value):
-        raise InvalidValueError(found)
-    if not key.is_path or not value:
-        return value
-    if key.is_list:
-        return [_absolute(each, key.name) for each in value]
-    return _absolute(value, key.name)
-
-
-def _absolute(text: str, key: str) -> str:
-    """Return the absolute form of a path; links are kept except before '..'.
-
-    `~` and environment variables are replaced where the shell has not done so. A URL of an object
-    store stays as it is.
-    """
-    if "://" in text:
-        return text
-    path = Path(os.path.expandvars(text))
-    if unset := [part for part in path.parts if part.startswith("$")]:
-        raise InvalidValueError(f"{key}={text}: {unset[0]} is not set; give the path.")
+def _apply(config: DictConfig, override: Override) -> str:
+    """Change a value as Hydra does; return OmegaConf's objection, empty if none."""
+    name = override.key_or_group
     try:
-        path = path.expanduser().absolute()
-    except RuntimeError as error:
-        raise InvalidValueError(f"{key}={text}: the user does not exist; give the path.") from error
-    return str(path.resolve() if ".." in path.parts else path)
+        if override.is_delete():
+            parent, _, leaf = name.rpartition(".")
+            OmegaConf.select(config, parent).pop(leaf, None)
+        else:
+            OmegaConf.update(config, name, override.value(), force_add=True)
+    except _OBJECTIONS as error:
+        return f"{override.input_line}: {first_line(error)}"
+    return ""
 
 
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    *sections, leaf = name.split(".")
-    for each in sections:
-        values = values.setdefault(each, {})
-    values[leaf] = value
+def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of all keys as plain data, and the problems of others, by name."""
+    values: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for name, raw in flat(config).items():
+        if name not in KEYS:
+            wrong[name] = unknown_key(f"{name} (in a configuration file)", name)
+        elif raw == MISSING:
+            wrong[name] = f"{name} is not set ({KEYS[name].text}); give it as {name}=<value>."
+        else:
+            try:
+                value = OmegaConf.select(config, name)
+                is_node = OmegaConf.is_config(value)
+                values[name] = OmegaConf.to_container(value, resolve=True) if is_node else value
+            except InterpolationToMissingValueError:
+                continue  # the missing key is reported
+            except OmegaConfBaseException as error:
+                wrong[name] = first_line(error)
+    return values, wrong
+
+
+def flat(config: DictConfig, prefix: str = "") -> dict[str, Any]:
+    """Return the values of keys, and of names that are none, before references are resolved."""
+    found: dict[str, Any] = {}
+    for leaf, value in config.items_ex(resolve=False):
+        name = f"{prefix}{leaf}"
+        if name in SECTIONS and isinstance(value, DictConfig):
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value._value() if isinstance(value, Node) else value
+    return found

@@ -1,26 +1,89 @@
-"""Messages for wrong overrides: the expected value, and the remedy."""
+"""Overrides as they are typed: each is read once, or refused with the remedy."""
 
-import typing
-from collections.abc import Iterator
+from contextlib import suppress
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 
 from export_scripts.suggest import closest, did_you_mean
-from export_scripts.values import Key, shortened
-from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS
+from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS, SECTIONS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
-_STAGES = "stages"  # a list that is not empty, of known names
-_SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
+
+def read_override(word: str) -> Override:
+    """Return an override as Hydra reads it; a text like `nvcr.io#nvidia/x:1` needs no quotes.
+
+    Raises:
+        ValueError: it cannot be read; the message is a whole sentence.
+    """
+    parser = OverridesParser.create()
+    key, equals, value = word.partition("=")
+    if equals and not key:
+        raise ValueError(f"{word!r} has no key; write key=value, without spaces around the =.")
+    quoted = [f"{key}={hydra_text(value)}"] if equals and not value.startswith(("[", "{")) else []
+    for candidate in (word, *quoted):
+        with suppress(HydraException):
+            return parser.parse_override(candidate)
+    if word in STAGES:
+        raise ValueError(f"{word!r} is a stage; write 'stages=[{word}]'.")
+    if not equals:
+        raise ValueError(f"{word!r} is not of the form key=value{likely_key(word)}.")
+    raise ValueError(
+        f"{word!r} cannot be read as key=value; lists are written 'stages=[convert,export]' and "
+        "values with spaces 'key=\"a b\"', in quotes for the shell."
+    )
 
 
-class InvalidValueError(ValueError):
-    """The schema refuses a value; the message is a whole sentence."""
+def hydra_text(text: str) -> str:
+    """Return a text as Hydra's grammar quotes it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def chooses_file(name: str) -> bool:
+    """Return whether an override chooses a file, or was meant to, or is about Hydra itself."""
+    is_misspelt = "." not in name and name not in KEYS and closest(name, GROUPS) is not None
+    return name in GROUPS or name.startswith(("hydra.", "hydra/")) or is_misspelt
+
+
+def key_of(override: Override) -> str:
+    """Return the key that an override changes: itself, or the mapping with its name."""
+    names = override.key_or_group.split(".")
+    parents = (".".join(names[:count]) for count in range(1, len(names)))
+    return next((each for each in parents if each in KEYS), override.key_or_group)
+
+
+def check_override(override: Override) -> str | None:
+    """Return why an override names no key or file, or does with it what it must not."""
+    name, word = override.key_or_group, str(override.input_line)
+    value = word.partition("=")[2]
+    if name.startswith("hydra") or key_of(override) != name:
+        return f"{word} lists alternatives, which needs --multirun." * override.is_sweep_override()
+    if name not in KEYS and name not in GROUPS:
+        return unknown_key(word, name)
+    if override.is_delete():
+        return (
+            f"{word}: {name} cannot be removed; give it another value, or null where --help all "
+            "allows it."
+        )
+    if override.is_add() and not override.is_force_add():
+        return f"{word}: {name} exists already; leave the + out: {word.removeprefix('+')}"
+    if override.is_sweep_override():
+        is_list = name in KEYS and KEYS[name].is_list
+        remedy = f"; a list is written '{name}=[{value}]'" if is_list else ""
+        return f"{word} lists alternatives, which needs --multirun{remedy}."
+    if name in GROUPS and not isinstance(override.value(), str):
+        return unknown_choice(name, value)
+    return None
+
+
+def likely_key(word: str) -> str:
+    """Return ` (did you mean key=<value>?)` for a word without a value, or an empty text."""
+    key = closest(word.strip("-").replace("-", "_"), KEYS)
+    return f" (did you mean {key}=<value>?)" if key else ""
 
 
 def files_of_group(group: str) -> list[str]:
@@ -30,86 +93,8 @@ def files_of_group(group: str) -> list[str]:
     return sorted(each.as_posix() for each in files)
 
 
-def check_name(override: str) -> None:
-    """Check that an override does not add or remove a key, outside of mappings with free names.
-
-    Raises:
-        InvalidValueError: `+` adds a key that the schema lacks, or has already; `~` removes one;
-            a group is given several files, or none.
-    """
-    sign = override[: len(override) - len(override.lstrip("+~"))]
-    name, _, value = override.lstrip("+~").partition("=")
-    if name in GROUPS and value.lstrip().startswith(("[", "{")):
-        raise InvalidValueError(_unknown_choice(name, value))
-    if not sign or is_free(name):
-        return
-    if sign == "++" and name in KEYS:
-        return  # added or changed
-    if name not in KEYS and name not in GROUPS:
-        raise InvalidValueError(_unknown_key(override, name))
-    if sign == "~":
-        raise InvalidValueError(
-            f"{override}: {name} cannot be removed; give it another value, or null where "
-            "--help all allows it."
-        )
-    raise InvalidValueError(
-        f"{override}: {name} exists already; leave the {sign} out: {override.removeprefix(sign)}"
-    )
-
-
-def unknown_keys(values: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the problem of each key in the files that the schema lacks."""
-    for each, value in values.items_ex(resolve=False):
-        name = prefix + str(each)
-        if name in _SECTIONS and isinstance(value, DictConfig):
-            yield from unknown_keys(value, f"{name}.")
-        elif name not in KEYS:
-            yield _unknown_key(f"{name} (in a configuration file)", name)
-
-
-def diagnose(override: str, error: Exception) -> str:
-    """Return the problem of one override, with the expected value and the remedy."""
-    if isinstance(error, InvalidValueError):
-        return str(error)
-    # Those of mappings with free names were given their ++ by `read_arguments`.
-    override = override.removeprefix("++")
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException:
-        return _unreadable(override)
-    key = parsed.key_or_group
-    if parsed.is_delete():
-        return f"{override}: the entry does not exist; null entries are left out anyway."
-    if key in GROUPS and not parsed.is_sweep_override():
-        return _unknown_choice(key, override.partition("=")[2])
-    if key not in KEYS and not is_free(key):
-        return _unknown_key(override, key)
-    if parsed.is_sweep_override():
-        value = override.partition("=")[2]
-        is_list = key in KEYS and KEYS[key].is_list
-        remedy = f"; a list is written '{key}=[{value}]'" if is_list else ""
-        return f"{override} lists alternatives, which needs --multirun{remedy}."
-    return _wrong_type(parsed, KEYS.get(key), error)
-
-
-def _unreadable(override: str) -> str:
-    if override in STAGES:
-        return f"{override!r} is a stage; write 'stages=[{override}]'."
-    if "=" not in override:
-        return f"{override!r} is not of the form key=value{likely_key(override)}."
-    return (
-        f"{override!r} cannot be read as key=value; lists are written 'stages=[convert,export]' "
-        "and values with spaces 'key=\"a b\"', in quotes for the shell."
-    )
-
-
-def likely_key(word: str) -> str:
-    """Return ` (did you mean key=<value>?)` for a word without a value, or an empty text."""
-    key = closest(word.strip("-").replace("-", "_"), KEYS)
-    return f" (did you mean {key}=<value>?)" if key else ""
-
-
-def _unknown_choice(group: str, value: str) -> str:
+def unknown_choice(group: str, value: str) -> str:
+    """Return that there is no such file."""
     known = files_of_group(group)
     aliases = CLUSTER_ALIASES if group == "cluster" else ()
     return (
@@ -118,41 +103,13 @@ def _unknown_choice(group: str, value: str) -> str:
     )
 
 
-def _unknown_key(override: str, key: str) -> str:
-    if not key:
-        return f"{override!r} has no key; write key=value, without spaces around the =."
-    if key in _SECTIONS:
+def unknown_key(word: str, key: str) -> str:
+    """Return that a word names no key."""
+    if key in SECTIONS:
         inside = sorted(name for name in KEYS if name.startswith(f"{key}."))
-        return f"{override}: {key} is a section; set one of its keys: {', '.join(inside)}."
-    known = [*KEYS, *GROUPS]
-    remedy = "" if did_you_mean(key, known) else "; --help all lists the keys"
-    return f"{override}: unknown key {key}{did_you_mean(key, known)}{remedy}."
-
-
-def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
-    word = shortened(str(parsed.input_line))
-    if key is None:
-        return f"{word}: {objection(error)}"
-    if key.is_list and _is_entry(key, parsed.value()):
-        return f"{word}: expected a list; write '{key.name}=[{shortened(str(parsed.value()))}]'."
-    if key.is_list and parsed.value() is None and key.name != _STAGES:
-        return f"{word}: expected a list such as [a,b]; [] is one without entries."
-    return f"{word}: expected {key.expected()} ({key.text})."
-
-
-def _is_entry(key: Key, value: object) -> bool:
-    """Return whether a list of a value is what its key expects."""
-    if key.name == _STAGES:
-        return set(str(value).split(",")) <= set(STAGES)
-    (kind,) = typing.get_args(key.type)
-    has_kind = type(value) is (str if kind is typing.Any else kind)
-    return has_kind and key.problem([value]) is None
-
-
-def is_free(name: str) -> bool:
-    """Return whether a key is inside a mapping with free names."""
-    parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
-    return any(each in KEYS for each in parents)
+        return f"{word}: {key} is a section; set one of its keys: {', '.join(inside)}."
+    hint = did_you_mean(key, [*KEYS, *GROUPS])
+    return f"{word}: unknown key {key}{hint or '; --help all lists the keys'}."
 
 
 def objection(error: BaseException) -> str:

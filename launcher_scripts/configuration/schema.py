@@ -10,7 +10,9 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionOptions
 from export_scripts.values import (
@@ -192,8 +194,8 @@ class BenchmarkSection:
 
     input_len: int = _accepted(60, "see evaluate.latency.shapes", within=(1, TOKENS))
     output_len: int = _accepted(20, "see evaluate.latency.shapes", within=(1, TOKENS))
-    batch_sizes: list[int] = _accepted(
-        [1, 2, 4, 8, 16, 32, 64, 128, 256], "see evaluate.latency.batch_sizes", within=(1, INT32)
+    batch_sizes: list[Annotated[int, Field(ge=1, le=INT32)]] = _accepted(
+        [1, 2, 4, 8, 16, 32, 64, 128, 256], "see evaluate.latency.batch_sizes"
     )
     triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, SECONDS))
     vocab_size: int = _accepted(51200, "prompts are real text", within=(1, INT32))
@@ -283,6 +285,12 @@ class UpgradeSection:
 class Config:
     """The whole configuration."""
 
+    __pydantic_config__ = {  # noqa: RUF012 - pydantic reads it
+        "extra": "forbid",
+        "coerce_numbers_to_str": True,
+        "allow_inf_nan": False,
+    }
+
     stages: list[str] = option("what to run: convert, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
     launcher_scripts_path: str = option("folder that ends in /launcher_scripts", path=True)
@@ -345,3 +353,4 @@ class Config:
 # The sections that are chosen as files.
 GROUPS = tuple(each.name for each in fields(Config) if is_dataclass(each.default_factory))
 KEYS: Mapping[str, Key] = {key.name: key for key in keys_of(Config)}
+SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}

@@ -119,28 +119,6 @@ def test_server_that_does_not_answer_a_first_request_is_not_published(
     assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
 
 
-def test_tuning_runs_before_the_server_with_the_sizes_of_the_model(
-    tmp_path: Path, results: Path, environment: dict[str, str]
-) -> None:
-    program = tmp_path / "programs" / "gpt_gemm"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$@" >gemm_config.in\n')
-    program.chmod(0o755)
-    command = words(
-        results,
-        "stages=[deploy]",
-        "deploy.gemm_tuning.enabled=true",
-        "deploy.gemm_tuning.batch_size=4",
-        "deploy.gemm_tuning.input_len=60",
-        f"deploy.gemm_tuning.program_dir={program.parent}",
-    )
-    with served(results / RESULTS, *command, environment=environment):
-        reported = json.loads((tmp_path / "reported").read_text())
-    found = Path(reported["cwd"], "gemm_config.in").read_text().split()
-    # batch, beam, prompt | heads, head size, inner size, vocabulary | fp32, tensor parallel
-    assert found == ["4", "1", "60", "8", "32", "1024", "8192", "0", "2"]
-
-
 def test_dry_run_shows_the_command_and_starts_nothing(
     tmp_path: Path, results: Path, environment: dict[str, str]
 ) -> None:

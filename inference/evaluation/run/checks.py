@@ -1,21 +1,16 @@
 """Every problem of evaluation options that is visible before anything runs."""
 
-import operator
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from omegaconf import MISSING
-
 from export_scripts.suggest import did_you_mean
-from export_scripts.values import keys_of
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     REFERENCES,
     Bound,
-    EvaluateSection,
     EvaluationOptions,
     parse_shape,
 )
@@ -38,10 +33,6 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    for key in keys_of(EvaluateSection):  # by what the schema says of each
-        value = operator.attrgetter(key.name)(options)
-        if value != MISSING and (found := key.problem(value)):
-            problems.append(f"evaluate.{found}")
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
     tasks = known_tasks(options)
     for task in tasks:

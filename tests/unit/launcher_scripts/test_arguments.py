@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.arguments import for_hydra, read_arguments
 from launcher_scripts.configuration.schema import CLUSTERS
 from launcher_scripts.launchers import make_launcher
 
@@ -97,17 +97,17 @@ def test_further_sbatch_options_pass_through() -> None:
 
 
 def test_texts_that_hydra_cannot_read_are_quoted() -> None:
-    assert read_arguments(["container=nvcr.io#nvidia/x:1", "a='b c'", "n=it's"]).overrides == (
+    assert for_hydra(["container=nvcr.io#nvidia/x:1", "a='b c'", "n=it's"]) == [
         "container='nvcr.io#nvidia/x:1'",
         "a='b c'",
         "n='it\\'s'",
-    )
+    ]
 
 
 @pytest.mark.parametrize("mapping", ["env_vars", "deploy.vllm", "cluster.kubernetes.node_selector"])
 def test_names_in_a_mapping_need_no_plus(mapping: str) -> None:
     for word in (f"{mapping}.FOO=1", f"{mapping}={{FOO: 1}}"):
-        assert read_arguments([word]).overrides == (f"++{word}",)
+        assert for_hydra([word]) == [f"++{word}"]
 
 
 def test_lists_that_cannot_be_read_are_not_taken_for_texts() -> None:

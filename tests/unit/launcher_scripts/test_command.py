@@ -121,12 +121,12 @@ def test_secrets_in_clear_text_are_refused_and_not_shown(
 @pytest.mark.parametrize(
     ("word", "reported"),
     [
-        ("export.run.name=a/b", "export.run.name=a/b cannot be part of names of files and jobs"),
+        ("export.run.name=a/b", "export.run.name=a/b: cannot be part of names of files and jobs"),
         (
             "deploy.name=a\nb",
             r"deploy.name='a\nb': line breaks and control characters are not allowed",
         ),
-        ("evaluate.name=", "evaluate.name= is empty"),
+        ("evaluate.name=", "evaluate.name=: is empty"),
         ("cluster.job_name_prefix=a/", "cluster.job_name_prefix='a/' is part of file names"),
         ("env_vars.A-B=1", "env_vars.A-B: A-B is not a valid name of a variable"),
         ("env_vars.A={b: 1}", "env_vars.A={'b': 1}: expected a single value"),

@@ -1,4 +1,4 @@
-"""Places in object stores, and the arguments of NVIDIA's tuning programs."""
+"""Places in object stores, times of a chain, and hosts of a server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from export_scripts.triton.object_store import StoreLocation
 from stages.base import JobSettings, Resources
 from stages.deploy import DeployStage
-from stages.deploy_config import DeployConfig, DeploySection, GemmTuning
-from stages.gemm_tuning import tuning_command
+from stages.deploy_config import DeployConfig, DeploySection
 from stages.serving import server_environment, server_prefix
 
 
@@ -49,41 +48,6 @@ def test_password_in_an_address_is_refused_and_not_repeated(
 def test_endpoint_without_a_store_is_refused() -> None:
     with pytest.raises(ValueError, match=r"deploy\.endpoint_url is the address of an object store"):
         _ = DeploySection(endpoint_url="http://store:9000").store
-
-
-def write_ini(repository: Path, text: str) -> DeployConfig:
-    weights = repository / "m" / "1" / "2-gpu"
-    weights.mkdir(parents=True)
-    (weights / "config.ini").write_text(text)
-    return DeployConfig(
-        folder=repository,
-        model_name="m",
-        tp_size=2,
-        data_type="fp16",
-        engine="fastertransformer",
-        gemm_tuning=GemmTuning(4, 2, 60, Path("/p"), enabled=True),
-    )
-
-
-def test_arguments_of_t5_name_both_stacks(tmp_path: Path) -> None:
-    stack = (
-        "vocab_size = 131\nd_model = 32\nd_kv = 12\nd_ff = 88\nnum_heads = 4\n"
-        "feed_forward_proj = relu\nrelative_attention_num_buckets_or_max_pos_seq_len = 8\n"
-        "weight_data_type = fp32\ntensor_para_size = 2\n_name_or_path = x\nnum_layers = 2\n"
-    )
-    ids = "decoder_start_token_id = 0\neos_token_id = 1\n"
-    config = write_ini(tmp_path, f"[encoder]\n{stack}[decoder]\n{stack}{ids}[structure]\n")
-    words = "4 2 60 32 4 12 88 32 4 12 88 131 1 2"
-    assert tuning_command(config) == ["/p/t5_gemm", *words.split()]
-
-
-def test_arguments_of_bert_are_those_of_an_encoder(tmp_path: Path) -> None:
-    config = write_ini(
-        tmp_path,
-        "[bert]\nmodel_name = x\nhead_num = 4\nsize_per_head = 8\ninter_size = 88\nnum_layer = 2\n"
-        "weight_data_type = fp32\ntensor_para_size = 2\n",
-    )
-    assert tuning_command(config) == ["/p/bert_gemm", *["4", "60", "4", "8", "1", "0", "2"]]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +124,7 @@ def test_chain_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (found,) = problems(handover_s=3525.0)
     assert found.startswith("deploy.handover_s=3525 is not below the 3525 s that a job of 60 min")
     (found,) = problems(engine="fastertransformer")
-    assert found.startswith("deploy.uptime=1-00:00:00 needs deploy.engine=pytorch")
+    assert found.startswith("deploy.uptime has no effect with deploy.engine=fastertransformer")
 
 
 @pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])

@@ -63,7 +63,7 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
     [
         ({"command": ["serve"]}, "deploy.command of deploy.engine=openai"),
         ({"command": ["no-such-program", "{port}"], "serves_here": True}, "is not a program"),
-        ({"nodes": 2}, "serves on one node"),
+        ({"nodes": 2}, "a model over several nodes has no effect"),
         ({"server": "pytriton"}, "deploy.server=pytriton has no effect"),
         (
             {"openai": OpenAIOptions(origins=["https://chat.example.org"])},

@@ -18,7 +18,7 @@ from inference.front.access import OpenAIOptions
 from stages import STAGES
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy import DeployStage
-from stages.deploy_config import DeployConfig, GemmTuning, check_deploy
+from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import ServerEndpoint, read_endpoint
 from stages.evaluate import EvaluateStage, NotEvaluatedError
 from stages.progress import DamagedFileError, Progress, read_progress, write_json
@@ -208,7 +208,6 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
     ("changes", "text"),
     [
         ({"tp_size": 4, "pp_size": 2, "local_gpus": 4}, "need 8 GPUs, and this machine shows 4"),
-        ({"gemm_tuning": GemmTuning(enabled=True)}, "it needs deploy.engine=fastertransformer"),
         ({"grpc_port": 8000}, "the ports must differ"),
         ({"openai": OpenAIOptions(port=8001, enabled=True)}, "the ports must differ"),
         (
@@ -217,7 +216,7 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
         ),
         (
             {"openai": OpenAIOptions(enabled=True), "engine": "fastertransformer"},
-            "needs deploy.engine=pytorch",
+            "deploy.openai has no effect with deploy.engine=fastertransformer",
         ),
         (
             {"repository": "there"},
