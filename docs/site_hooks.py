@@ -80,8 +80,8 @@ def _keys() -> str:
         meaning = key.text
         if key.choices:
             meaning += f" ({', '.join(map(shown, key.choices))})"
-        if key.within:
-            meaning += f" ({key.within[0]:g} to {key.within[1]:g})"
+        if key.ge is not None:
+            meaning += f" ({key.ge:g} to {key.le:g})"
         default = "required" if key.default == MISSING else f"`{shown(key.default)}`"
         lines.append(f"| `{leaf}` | {_cell(default)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.evaluation.bounds import parse_bounds
-from launcher_scripts.configuration.arguments import hydra_text
+from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
