@@ -11,6 +11,7 @@ from pathlib import Path
 from export_scripts.files.replace import replace_file
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import port_problem
+from inference.server.openai_server import MODEL_FIELD
 from stages.base import Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
@@ -166,13 +167,20 @@ class DeployStage(Stage):
     def assist(self, place: LaunchEnvironment) -> None:
         """Do the part of a process other than the first, until the first is done.
 
-        With our engine it is one rank of the model; with NVIDIA's, the server of a further node.
+        With our engine it is one rank of the model; with others, the server of a further node.
 
         Raises:
             StageError: NVIDIA's backend cannot use the model.
         """
         folder, job_id = self.job.folder, job_id_here()
         environment = server_environment(self.config)
+        if self.config.is_other_engine:
+            command = [
+                str(self.config.folder) if word == MODEL_FIELD else word
+                for word in self.config.command_on(place.rank)
+            ]
+            take_part(folder, job_id, command=command, environment=environment)
+            return
         if self.config.engine != FASTERTRANSFORMER:
             command = [sys.executable, "-u", "-m", "inference.ranks.launched_rank"]
             take_part(folder, job_id, command=command, environment=environment)

@@ -25,7 +25,7 @@ from inference.front.access import Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD
-from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
+from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, several_nodes, vllm_command
 
 PORT_KEYS = {
     "host": "deploy.host",
@@ -214,21 +214,30 @@ class DeployConfig(DeploySection):
 
     @property
     def command_line(self) -> tuple[str, ...]:
-        """The command of another engine's server, with the fields of `openai_server`."""
+        """The command of another engine's server, with fields for what only the start knows."""
+        return self.command_on(0)
+
+    def command_on(self, rank: int) -> tuple[str, ...]:
+        """Return that command for one of the nodes."""
         if self.engine != VLLM:
             return tuple(self.command)
         options: dict[str, Any] = {
             "served_model_name": self.model_name,
-            "host": HOST_FIELD,
-            "port": PORT_FIELD,
             "tensor_parallel_size": self.tp_size,
             "pipeline_parallel_size": self.pp_size,
-            "ssl_certfile": self.tls_cert,
-            "ssl_keyfile": self.tls_key,
             "max_model_len": self.max_seq_len,
         }
+        if rank == 0:  # which listens
+            options |= {
+                "host": HOST_FIELD,
+                "port": PORT_FIELD,
+                "ssl_certfile": self.tls_cert,
+                "ssl_keyfile": self.tls_key,
+            }
         if not self.is_from_elsewhere:  # such a folder states its own, and how it is quantised
             options["dtype"] = VLLM_TYPES[self.data_type]
+        if self.nodes > 1:
+            options |= several_nodes(self.nodes, rank)
         options |= {key.replace("-", "_"): value for key, value in self.vllm.items()}
         return vllm_command(self.executable, options)
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from inference.server.openai_server import MODEL_FIELD
 
+# Fields of a command for several nodes: where the processes meet, on the first node.
+HEAD_FIELD, HEAD_PORT_FIELD = "{head}", "{head_port}"
+
 TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; a command line is seen by other users
 # Options of `vllm serve` that other keys of the configuration decide.
 OWN_VLLM_OPTIONS: Mapping[str, str] = {
@@ -19,6 +22,9 @@ OWN_VLLM_OPTIONS: Mapping[str, str] = {
     "api_key": "deploy.token_file",
     "ssl_certfile": "deploy.tls_cert",
     "ssl_keyfile": "deploy.tls_key",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port", "headless"), "cluster.gpus_per_node"
+    ),
 }
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -39,3 +45,17 @@ def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]
             shown = (json.dumps(dict(v)) if isinstance(v, Mapping) else str(v) for v in values)
             words += [f"--{name}", *shown]
     return tuple(words)
+
+
+def several_nodes(nodes: int, rank: int) -> dict[str, Any]:
+    """Return the options of `vllm serve` on one of several nodes; the first one listens.
+
+    vLLM, docs/serving/parallelism_scaling.md: one process a node, which meet without Ray.
+    """
+    options: dict[str, Any] = {
+        "nnodes": nodes,
+        "node_rank": rank,
+        "master_addr": HEAD_FIELD,
+        "master_port": HEAD_PORT_FIELD,
+    }
+    return options if rank == 0 else options | {"headless": True}

@@ -22,6 +22,7 @@ from inference.launch_environment import (
 from inference.parent_process import end_process, signal_name
 from inference.ports import host_and_port, pick_free_ports
 from stages.base import StageError
+from stages.engines import HEAD_FIELD, HEAD_PORT_FIELD
 from stages.job_process import node_address, node_name
 from stages.progress import read_as, write_json
 
@@ -64,6 +65,12 @@ class ServerStart:
         """Return the variables that name the rendezvous, and its key."""
         key_file = folder.absolute() / _KEY_NAME.format(start=self)
         return {RENDEZVOUS_VARIABLE: self.address, KEY_FILE_VARIABLE: str(key_file)}
+
+    def filled(self, command: Sequence[str]) -> list[str]:
+        """Return the command of another engine with the address where its processes meet."""
+        host, _, port = self.address.rpartition(":")
+        values = {HEAD_FIELD: host.strip("[]"), HEAD_PORT_FIELD: port}
+        return [values.get(word, word) for word in command]
 
 
 def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
@@ -114,7 +121,7 @@ def take_part(
                 variables = {**environment, **start.variables(folder)}
                 with log_path.open("wb") if log_path else contextlib.nullcontext() as log:
                     process = subprocess.Popen(
-                        command,
+                        start.filled(command),
                         env={**os.environ, **variables},
                         stdin=subprocess.DEVNULL,
                         stdout=log,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -79,7 +79,10 @@ def serving(
         if config.engine == VLLM and (tokens := config.access.tokens()):
             environment[TOKEN_VARIABLE] = tokens[0]
         model, weights = config.model_name, config.folder
-        with OpenAIServer(config.command_line, model=model, folder=weights, **options) as own:
+        command: Sequence[str] = config.command_line
+        if config.nodes > 1:
+            command = announce_start(folder, job_id, restarts + 1).filled(command)
+        with OpenAIServer(command, model=model, folder=weights, **options) as own:
             progress.update("starting the server")
             own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
             yield own, _endpoint(config, own, job_id, restarts, model=model)

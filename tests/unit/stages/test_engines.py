@@ -10,6 +10,7 @@ import pytest
 
 from inference.front.access import OpenAIOptions
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, check_deploy
+from stages.server_starts import ServerStart
 
 
 def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
@@ -32,8 +33,8 @@ def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
         vllm=options,
     ).command_line
     assert " ".join(command) == (
-        "/v/bin/vllm serve {model} --served-model-name m --host {host} --port {port} "
-        "--tensor-parallel-size 2 --pipeline-parallel-size 1 --ssl-certfile c.pem "
+        "/v/bin/vllm serve {model} --served-model-name m --tensor-parallel-size 2 "
+        "--pipeline-parallel-size 1 --host {host} --port {port} --ssl-certfile c.pem "
         "--ssl-keyfile k.pem --dtype bfloat16 --enforce-eager --no-enable-prefix-caching "
         '--lora-modules a=/x b=/y --speculative-config {"method": "ngram", '
         '"num_speculative_tokens": 3}'
@@ -76,6 +77,19 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(changes: dict[str, object], named: str, tmp_path: Path) -> None:
     (problem,) = check_deploy(replace(config(tmp_path), **changes))  # type: ignore[arg-type]
     assert named in problem
+
+
+def test_on_several_nodes_the_first_listens_and_the_others_join_it(tmp_path: Path) -> None:
+    spread = replace(config(tmp_path, VLLM), nodes=2, tp_size=8, pp_size=2)
+    assert check_deploy(spread) == []
+    start = ServerStart("7", 1, "[fd00::1]:29500")
+    first, second = (" ".join(start.filled(spread.command_on(rank))) for rank in (0, 1))
+    meeting = "--master-addr fd00::1 --master-port 29500"
+    assert f"--port {{port}} --nnodes 2 --node-rank 0 {meeting}" in first
+    assert second.endswith(
+        f"--pipeline-parallel-size 2 --nnodes 2 --node-rank 1 {meeting} --headless"
+    )
+    assert "--port" not in second.split()
 
 
 def test_options_of_vllm_that_other_keys_decide_are_refused(tmp_path: Path) -> None:
