@@ -1,4 +1,5 @@
-# make setup        only set up .venv, with PYTHON (python3); `make clean` removes it
+# make setup        only set up .venv, with PYTHON (python3), or where that is too old or new with a
+#                   Python that uv finds or fetches; `make clean` removes it
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
 # make triton       the tritonserver of NVIDIA's PyTriton, into .triton, with Python 3.11 or 3.12
 # make test         set up, add the tools of developers, run every test this machine can run,
@@ -47,12 +48,19 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
-	  { echo "slipway needs Python 3.11 to 3.14, and $(PYTHON) is" \
-	    "$$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
-	  { echo "cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+$(BIN)/python:
+	@if $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))'; then \
+	  $(PYTHON) -m venv $(VENV) || \
+	    { echo "cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }; \
+	else \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and slipway needs 3.11 to 3.14: uv finds or fetches one"; \
+	  uv=$$(command -v uv) || { at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && uv=$$at/bin/uv && \
+	    $(PYTHON) -m venv "$$at" && "$$at/bin/pip" install --quiet uv; } || \
+	    { echo "uv is missing; install it, or set PYTHON=/path/to/python3"; exit 1; }; \
+	  "$$uv" venv --seed --python '>=3.11,<3.15' $(VENV); \
+	fi
+
+$(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt | $(BIN)/python
 	@echo "step 1 of 3: the packages that serve a model, into $(VENV)"
 	@$(call PINNED,$(VENV),constraints)
 	@echo "step 2 of 3: torch (0.2 GB for the CPU, 2.5 GB with CUDA)"
