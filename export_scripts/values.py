@@ -195,13 +195,14 @@ def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
     """
     from pydantic import ValidationError
 
+    kind: Any = root
     keys = {key.name: key for key in keys_of(root)}
     nested: dict[str, Any] = {}
     wrong: dict[str, str] = {}
     for name, value in values.items():
         put(nested, name, _read(keys[name], value, wrong))
     try:
-        record: _Record = _adapter(root).validate_python(nested)
+        record: _Record = _adapter(kind).validate_python(nested)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             parts = list(map(str, each["loc"]))

@@ -236,7 +236,7 @@ def flat(config: DictConfig, prefix: str = "") -> dict[str, Any]:
     """Return the values of keys, and of names that are none, before references are resolved."""
     found: dict[str, Any] = {}
     for leaf, value in config.items_ex(resolve=False):
-        name = f"{prefix}{leaf}"
+        name = prefix + str(leaf)
         if name in SECTIONS and isinstance(value, DictConfig):
             found |= flat(value, f"{name}.")
         else:
