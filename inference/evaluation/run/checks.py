@@ -1,16 +1,19 @@
 """Every problem of evaluation options that is visible before anything runs."""
 
+import operator
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from export_scripts.suggest import did_you_mean
+from export_scripts.values import MISSING, WrongValuesError, built, keys_of
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     REFERENCES,
     Bound,
+    EvaluateSection,
     EvaluationOptions,
     parse_shape,
 )
@@ -33,6 +36,18 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
+    given = {
+        each.name: operator.attrgetter(each.name)(options) for each in keys_of(EvaluateSection)
+    }
+    plain = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if value != MISSING
+    }
+    try:
+        built(EvaluateSection, plain)  # types and ranges, by what the schema says of each
+    except WrongValuesError as error:
+        problems += [f"evaluate.{text}" for text in error.problems.values()]
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
     tasks = known_tasks(options)
     for task in tasks:
