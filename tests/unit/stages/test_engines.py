@@ -68,7 +68,7 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
         ({"server": "pytriton"}, "deploy.server=pytriton has no effect"),
         (
             {"openai": OpenAIOptions(origins=["https://chat.example.org"])},
-            "deploy.openai.origins has no effect",
+            "deploy.openai has no effect",
         ),
         ({"max_request_mb": 7}, "deploy.max_request_mb"),
         ({"folder": Path("/nowhere")}, "has no config.json"),
