@@ -14,7 +14,7 @@ from typing import Any
 
 from inference.evaluation.bounds import parse_bounds
 from launcher_scripts.configuration.diagnosis import hydra_text
-from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
@@ -23,7 +23,15 @@ _NAME = re.compile(r"[\w.-]+")
 # What rows may say of how they are asked; all else of `evaluate` is the same for all.
 _OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
                     "harness.url", "request_timeout_s", "retry_s")  # fmt: skip
-_OF_ALL = ("action", "stages", "cluster_type", "base_results_dir", "export.run.results_dir", "wait")
+_OF_ALL = (
+    "action",
+    "stages",
+    "cluster",
+    "cluster_type",
+    "base_results_dir",
+    "export.run.results_dir",
+    "wait",
+)
 _GATED = (3, 5)  # exit statuses with a report
 _FEWEST = 2
 
@@ -54,10 +62,21 @@ def problems_of_upgrade(config: Config) -> list[str]:
             continue
         problems += [
             f"upgrade.rows.{name}: {key} is the same for all rows; give it outside of upgrade.rows."
-            for key in keys
-            if not _may_differ(str(key))
+            for key, _ in _flat(keys)
+            if not _may_differ(key)
         ]
     return problems
+
+
+def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a row under their whole names; sections may be nested as in YAML."""
+    for key, value in keys.items():
+        name = f"{prefix}{key}"
+        is_section = name not in KEYS and any(each.startswith(f"{name}.") for each in KEYS)
+        if is_section and isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def _may_differ(key: str) -> bool:
@@ -73,7 +92,7 @@ def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combi
     found = []
     for name, keys in config.upgrade.rows.items():
         results = hydra_text(str(Path(config.upgrade.output_dir) / name))
-        own = [f"{key}={_value(value)}" for key, value in keys.items()]
+        own = [f"{key}={_value(value)}" for key, value in _flat(keys)]
         whole = (*words, *own, f"export.run.results_dir={results}")
         found.append(Combination({"row": name}, whole))
     return found

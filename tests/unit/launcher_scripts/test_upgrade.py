@@ -36,7 +36,9 @@ def config_of(*words: str) -> Any:
         ("{}", "upgrade.rows has 0"),
         ("{now:{},next:{evaluate.limit:5}}", "evaluate.limit is the same for all rows"),
         ("{now:{},next:{evaluate.lambada.data_path:/x}}", "data_path is the same for all rows"),
+        ("{now:{},next:{evaluate:{limit:5}}}", "evaluate.limit is the same for all rows"),
         ("{now:{},next:{stages:[deploy]}}", "stages is the same for all rows"),
+        ("{now:{},next:{cluster:bcm}}", "cluster is the same for all rows"),
         ("{now:{},next:5}", "upgrade.rows.next=5 is not a mapping"),
         ("{now:{},a/b:{}}", "upgrade.rows.a/b: use letters"),
     ],
@@ -57,6 +59,14 @@ def test_a_wrong_sentence_is_refused_before_anything_starts(tmp_path: Path, caps
     assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
     assert "upgrade.gate.lambada_last_word" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_sections_of_a_row_may_be_nested(tmp_path: Path) -> None:
+    rows = "++upgrade.rows={now:{},next:{deploy:{engine:vllm,vllm:{quantization:fp8}}}}"
+    words = [*SAMPLE, rows, f"base_results_dir={tmp_path}"]
+    _, following = combinations_of_rows(config_of(*words[3:]), words)
+    config = cast(Any, compose_config(following.overrides).config)
+    assert (config.deploy.engine, config.deploy.vllm) == ("vllm", {"quantization": "fp8"})
 
 
 def test_each_row_has_its_keys_and_a_folder(tmp_path: Path) -> None:
