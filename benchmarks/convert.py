@@ -24,7 +24,7 @@ from export_scripts.convert import usual_workers
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
-from inference.server.supervisor import descendants
+from inference.server.processes import descendants
 
 _SAMPLE_S = 0.01
 _VOCAB, _POSITIONS = 51200, 2048

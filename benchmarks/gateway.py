@@ -1,9 +1,8 @@
-"""The front's cost: requests over gRPC through it, and directly to tritonserver's socket.
+"""Requests over gRPC through a server to a model in a tritonserver.
 
     python -m benchmarks.gateway [--seconds 5]
 
-The model doubles its input at once. Clients are threads of this program, on the same machine; both
-ways carry the same bytes.
+The model doubles its input at once. Clients are threads of this program, on the same machine.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.program import Cell, percentile, run
 from inference.ports import FREE_PORTS
-from inference.server.server import TritonServer
+from inference.server.server import ModelServer
 
 CONFIG = """
 name: "double" backend: "python" max_batch_size: 8
@@ -77,9 +76,12 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         (version / "model.py").write_text(SCRIPT)
         (version.parent / "config.pbtxt").write_text(CONFIG)
         log_path = Path(name) / "log"
-        with TritonServer(version.parents[1], ports=FREE_PORTS, log_path=log_path) as triton:
-            triton.start(timeout_s=120)
-            ways = {"direct": triton.control_address, "front": triton.address("grpc")}
+        server = ModelServer(
+            version.parents[1], ports=FREE_PORTS, log_path=log_path, has_triton=True
+        )
+        with server:
+            server.start(timeout_s=120)
+            ways = {"tritonserver": server.address("grpc")}
             for clients, size_bytes in CASES:
                 case = f"{clients} clients, {size_bytes >> 10} KiB"
                 for way, address in ways.items():

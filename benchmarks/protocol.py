@@ -31,7 +31,7 @@ from benchmarks.served import OURS, Served, build
 from inference.front.access import OpenAIOptions
 from inference.ports import FREE_PORTS
 from inference.server.openai_server import MODEL_FIELD, PORT_FIELD, OpenAIServer
-from inference.server.server import TritonServer
+from inference.server.server import ModelServer
 from stages.engines import VLLM_TYPES
 
 _MODEL = "decoder"
@@ -132,10 +132,10 @@ def _through_ours(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
     served = Served(model.ft_dir, args.data_type, more)
     repository = build(args.work_dir / f"streamed_{args.model}", OURS, {_MODEL: served})
     options = OpenAIOptions(0, tokenizer_folder(args.work_dir, model.vocab_size))
-    log_path = args.work_dir / "tritonserver.log"
-    with TritonServer(repository, ports=FREE_PORTS, log_path=log_path, openai=options) as triton:
-        triton.start(timeout_s=_START_LIMIT_S)
-        url = str(triton.openai_url)
+    log_path = args.work_dir / "server.log"
+    with ModelServer(repository, ports=FREE_PORTS, log_path=log_path, openai=options) as server:
+        server.start(timeout_s=_START_LIMIT_S)
+        url = str(server.openai_url)
         # The end token is only kept away: unlike vLLM's `ignore_eos`, no answer goes on after it.
         yield from rows(lambda: _over_http(url, {"min_tokens": args.output_len}), model, args)
 

@@ -21,15 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.program import ROOT, Cell, run
-from inference.server.supervisor import descendants
+from inference.server.processes import descendants
 
 # For each server: fault, words of the command line of the process that it hits, signal.
 Fault = tuple[str, tuple[str, ...], int]
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "slipway": (
-        ("server killed", ("-m inference.front",), 9),
+        ("server killed", ("-m inference.host",), 9),
         ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
-        ("server stopped", ("-m inference.front",), 19),
+        ("server stopped", ("-m inference.host",), 19),
         ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
     ),
     "tritonserver": (
@@ -39,8 +39,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
         ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
         ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
-        ("front killed", ("-m inference.front",), 9),
-        ("front stopped", ("-m inference.front",), 19),
+        ("server killed", ("-m inference.host",), 9),
+        ("server stopped", ("-m inference.host",), 19),
         ("supervisor killed", ("server.supervisor",), 9),
         ("supervisor stopped", ("server.supervisor",), 19),
     ),

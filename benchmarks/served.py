@@ -13,8 +13,8 @@ from tritonclient.utils import InferenceServerException
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
-from inference.server.server import TritonServer
-from inference.server.server_log import ServerStartError
+from inference.server.log import ServerStartError
+from inference.server.server import ModelServer
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 Answer = Tensors | str  # the outputs, or the reason for their absence
@@ -75,8 +75,12 @@ def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, Tri
         def start(engine: str) -> TritonClient | None:
             repository, log_path = work_dir / engine, work_dir / f"{engine}.log"
             build(repository, engine, served)
-            server = TritonServer(
-                repository, ports=FREE_PORTS, log_path=log_path, is_old=engine == THEIRS
+            server = ModelServer(
+                repository,
+                ports=FREE_PORTS,
+                log_path=log_path,
+                has_triton=engine == THEIRS,
+                is_nvidias=engine == THEIRS,
             )
             stack.enter_context(server)
             try:

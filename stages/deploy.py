@@ -124,11 +124,9 @@ class DeployStage(Stage):
         if config.is_other_engine:
             notes.append(f"deploy starts: {shlex.join(config.command_line)}")
         if config.engine == FASTERTRANSFORMER:
-            from inference.server.installation import old_server_options
-
             variables = [f"{name}={value}" for name, value in server_environment(config).items()]
-            options = old_server_options(config.source, config.ports, host=config.host)
-            command = [*variables, *server_prefix(config), "tritonserver", *options]
+            program = ["tritonserver", f"--model-repository={config.source}"]
+            command = [*variables, *server_prefix(config), *program]
             notes.append(f"deploy starts: {shlex.join(command)}")
         return notes
 
@@ -186,7 +184,7 @@ class DeployStage(Stage):
             take_part(folder, job_id, command=command, environment=environment)
             return
         from inference.server.installation import find_triton
-        from inference.server.server_log import fatal_lines
+        from inference.server.log import fatal_lines
 
         triton = find_triton(own_backends=False)
         # It serves through the server of the first node.

@@ -203,9 +203,8 @@ class DeployConfig(DeploySection):
         """The server of the repository on this machine: slipway or tritonserver."""
         if self.engine == FASTERTRANSFORMER:
             return TRITONSERVER
-        needs_triton = self.store is not None or self.client_shared_memory
         wanted = AUTO if self.server == PYTRITON else self.server
-        return chosen_server(wanted, needs_triton=needs_triton)
+        return chosen_server(wanted, needs_triton=self.store is not None)
 
     @property
     def is_other_engine(self) -> bool:
@@ -290,7 +289,7 @@ class ServerKind:
     servers: tuple[str, ...] = (AUTO,)  # values of deploy.server that go with it
 
 
-_LIMITS = ("deploy.max_request_mb", "deploy.client_shared_memory", "deploy.otlp_collector")
+_LIMITS = ("deploy.max_request_mb", "deploy.otlp_collector")
 _CREDENTIALS = ("deploy.tls_cert", "deploy.token_file")
 _SEVERAL_NODES, _STORE = "a model over several nodes", "deploy.repository=s3://..."
 _INSTANCES = "export.triton_deployment.instance_count"
@@ -299,7 +298,7 @@ _FRONT = (*_LIMITS, "deploy.openai", "deploy.uptime", _STORE, _INSTANCES)
 ENGINE_KINDS = {
     FASTERTRANSFORMER: ServerKind(
         "deploy.engine=fastertransformer",
-        (*_LIMITS, *_CREDENTIALS, "deploy.openai", "deploy.uptime"),
+        ("deploy.openai", "deploy.uptime"),
         (AUTO, TRITONSERVER),
     ),
     VLLM: ServerKind("deploy.engine=vllm", _FRONT),
@@ -308,7 +307,7 @@ ENGINE_KINDS = {
 SERVER_KINDS = {
     AUTO: ServerKind("deploy.server=auto"),
     TRITONSERVER: ServerKind("deploy.server=tritonserver"),
-    SLIPWAY: ServerKind("deploy.server=slipway", (_STORE, "deploy.client_shared_memory")),
+    SLIPWAY: ServerKind("deploy.server=slipway", (_STORE,)),
     PYTRITON: ServerKind(
         "deploy.server=pytriton",
         ("deploy.openai", "deploy.uptime", "deploy.repository", _SEVERAL_NODES, _INSTANCES),
@@ -350,8 +349,7 @@ def check_deploy(config: DeployConfig) -> list[str]:
     problems += ports_problems(
         config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here
     )
-    if config.engine != FASTERTRANSFORMER:
-        problems += config.access.problems()
+    problems += config.access.problems()
     if config.is_other_engine:
         return [*problems, *_other_engine_problems(config)]
     is_made_here = config.store is not None or not config.is_from_elsewhere

@@ -19,7 +19,7 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.lock import folder_lock
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
 from inference.parent_process import stop_signals
-from inference.server.server_log import ServerStartError
+from inference.server.log import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (

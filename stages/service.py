@@ -6,22 +6,18 @@ import contextlib
 import time
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from export_scripts.files.replace import read_file
-from inference.server.server_log import ServerStartError, last_lines, put_aside
+from inference.server.log import ServerStartError, last_lines
+from inference.server.server import ModelServer
 from stages.base import StageError
-from stages.deploy_config import DeployConfig
+from stages.deploy_config import PYTORCH, DeployConfig
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
 from stages.job_process import cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
 from stages.server_starts import ServerStart, losses
-from stages.serving import endpoint_of, is_own, serving
-
-if TYPE_CHECKING:
-    from inference.server.server import TritonServer
-    from inference.server.slipway import SlipwayServer
-    from stages.serving import AnyServer
+from stages.serving import AnyServer, endpoint_of, serving
 
 _POLL_S = 0.25
 # A very busy server may not answer for so long. The supervisor notices earlier if a server
@@ -81,7 +77,7 @@ class Service:
                 return str(error)
             except (ServerStartError, OSError) as error:
                 is_crash = isinstance(error, ServerStartError) and error.is_crash
-                if self._serves is None and not (is_crash and self.config.nodes > 1):
+                if self._serves is None and not is_crash:
                     raise  # it has never worked: waiting changes nothing
                 self._call_off()
                 reason, failure = "", cause_of(error, folder=self.folder)
@@ -106,7 +102,7 @@ class Service:
             with contextlib.suppress(KeyboardInterrupt):
                 try:
                     while (outcome := self._watch(server)) == (_RELOAD, ""):
-                        server = self._reloaded(stack, server)
+                        self._reload(server)
                     reason, failure = outcome
                 except _EndedError as ended:  # while a new server was loading
                     reason = str(ended)
@@ -131,9 +127,7 @@ class Service:
             self._withdraw(endpoint)
         return reason, failure
 
-    def _start(
-        self, stack: contextlib.ExitStack, former: TritonServer | None = None
-    ) -> tuple[AnyServer, ServerEndpoint]:
+    def _start(self, stack: contextlib.ExitStack) -> tuple[AnyServer, ServerEndpoint]:
         """Start a server for the life of the stack and publish its address."""
         server, endpoint = stack.enter_context(
             serving(
@@ -142,7 +136,6 @@ class Service:
                 self.progress,
                 restarts=self.restarts,
                 check=self._check_needed,
-                former=former,
             )
         )
         self.progress.path, self._is_published = self.folder / PROGRESS_NAME, False
@@ -169,43 +162,22 @@ class Service:
         with contextlib.suppress(OSError):  # without room for a lock, nothing was published
             endpoint.withdraw(self.folder / ENDPOINT_NAME)
 
-    def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
-        """Have a new server take over behind the same front; return the one that serves now.
-
-        The old one answers until the new one is ready, and then finishes what it has begun. If the
-        new one does not become ready, the old one stays.
-        """
-        if self.config.nodes > 1:
-            log_line("a server on several nodes cannot be reloaded; restart the stage")
-            return old
-        if is_own(old):
-            return self._reloaded_in_place(old)
-        if not old.can_have_a_successor():
+    def _reload(self, server: AnyServer) -> None:
+        """Have a server load its repository anew; it answers meanwhile, and if that fails."""
+        if self.config.nodes > 1 or self.config.engine != PYTORCH:
             log_line(
-                "another engine's server, NVIDIA's, or one with sessions, cannot be reloaded; "
+                "a server on several nodes, another engine's or NVIDIA's cannot be reloaded; "
                 "restart the stage"
             )
-            return old
-        old.log_path = put_aside(old.log_path)
-        try:
-            new, self._serves = self._start(stack, cast("TritonServer", old))
-        except (ServerStartError, StageError, ValueError, OSError) as error:
-            # Whatever is wrong with the new repository, or with the disk, clients are served.
-            log_line(f"not reloaded; the server goes on as it was: {error}")
-            return old
-        old.stop(drain_s=self.config.drain_s)
-        return new
-
-    def _reloaded_in_place(self, server: SlipwayServer) -> SlipwayServer:
-        """Have a server load its repository anew; it answers meanwhile, and if that fails."""
+            return
+        own = cast("ModelServer", server)
         self.progress.update("loading the new repository")
         try:
-            server.reload(timeout_s=self.config.ready_timeout_s, check=self._check_needed)
-            self._serves = endpoint_of(self.config, server, self.restarts)
+            own.reload(timeout_s=self.config.ready_timeout_s, check=self._check_needed)
+            self._serves = endpoint_of(self.config, own, self.restarts)
             self._publish(self._serves)
         except (StageError, ValueError) as error:
             log_line(f"not reloaded; the server goes on as it was: {error}")
-        return server
 
     def _check_needed(self) -> None:
         """Raise if a server that is still loading should end."""
@@ -230,7 +202,7 @@ class Service:
         while True:
             if ended := self._ended():
                 if ended == _HANDED_OVER:
-                    self._serve_the_last(cast("TritonServer", server))
+                    self._serve_the_last(cast("ModelServer", server))
                 return ended, ""
             with contextlib.suppress(OSError):  # usually there is none; another job may take it
                 (self.folder / RELOAD_NAME).unlink()
@@ -243,7 +215,7 @@ class Service:
                 return "", failure
             time.sleep(_POLL_S)
 
-    def _serve_the_last(self, server: TritonServer) -> None:
+    def _serve_the_last(self, server: ModelServer) -> None:
         """Go on for clients that have not followed to the successor, while there are any."""
         began = time.time()
         while time.monotonic() < self.until and server.failure() is None:

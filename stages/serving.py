@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 from export_scripts.ft.identity import served_identity
 from export_scripts.triton.model_config import parse_config
-from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_ENCODER, TEXT_MODELS
+from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_MODELS
 from inference.server.installation import mpi_start
-from inference.server.kinds import OWN_NAME, SLIPWAY, TRITONSERVER
+from inference.server.kinds import TRITONSERVER
+from inference.server.log import put_aside
 from inference.server.openai_server import OpenAIServer
-from inference.server.server_log import put_aside
+from inference.server.server import ModelServer
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import (
@@ -33,13 +33,7 @@ from stages.progress import Progress
 from stages.record import now
 from stages.server_starts import announce_start
 
-if TYPE_CHECKING:
-    from inference.server.server import TritonServer
-    from inference.server.slipway import SlipwayServer
-
-    AnyServer: TypeAlias = TritonServer | SlipwayServer | OpenAIServer
-
-_LEAST_PROBE_S = 60.0  # also for a server that took all its time to load
+AnyServer: TypeAlias = ModelServer | OpenAIServer
 
 
 @contextmanager
@@ -50,14 +44,12 @@ def serving(
     *,
     restarts: int = 0,
     check: Callable[[], None] = lambda: None,
-    former: TritonServer | None = None,
 ) -> Iterator[tuple[AnyServer, ServerEndpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 
     It has answered a small request by then. Its log is `server-<job id>.log` in `folder`;
     those of earlier starts keep a number. `check` is called until the server is ready; an exception
-    that it raises ends the start. A `former` server keeps answering until this one is ready, which
-    then has its front and ports.
+    that it raises ends the start.
 
     Raises:
         ServerStartError: it did not become ready, or did not answer.
@@ -90,40 +82,16 @@ def serving(
     if config.nodes > 1:
         environment |= announce_start(folder, job_id, restarts + 1).variables(folder)
     environment[RESTARTS_VARIABLE] = str(restarts)
-    with _server(config, folder, former, options) as server:
+    with _server(config, folder, options) as server:
         progress.update("starting the server")
-        began = time.monotonic()
-        # Further nodes take part in a start that the service announces.
-        retries = {"crash_retries": 1 if config.nodes == 1 else 0} if is_triton(server) else {}
-        server.start(
-            timeout_s=config.ready_timeout_s, progress=progress.update, check=check, **retries
-        )
+        server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
         model = _model_name(config, server)
         endpoint = _endpoint(config, server, job_id, restarts, model=model)
-        if is_triton(server):  # our own has asked each of its models
-            progress.update("sending a first request")
-            left_s = config.ready_timeout_s - (time.monotonic() - began)
-            outermost = TEXT_ENCODER if TEXT_ENCODER in server.models else model
-            server.await_answer(
-                endpoint.ensemble or outermost, timeout_s=max(left_s, _LEAST_PROBE_S), check=check
-            )
-            if former is not None:
-                server.take_over()
         server.watch_answers()
         yield server, endpoint
 
 
-def is_triton(server: AnyServer) -> TypeGuard[TritonServer]:
-    """Return whether a server is a tritonserver behind this project's front."""
-    return server.name == TRITONSERVER
-
-
-def is_own(server: AnyServer) -> TypeGuard[SlipwayServer]:
-    """Return whether a server is this project's own, front and engine in one process."""
-    return server.name == OWN_NAME
-
-
-def endpoint_of(config: DeployConfig, server: SlipwayServer, restarts: int) -> ServerEndpoint:
+def endpoint_of(config: DeployConfig, server: ModelServer, restarts: int) -> ServerEndpoint:
     """Return the address of a server that has loaded another repository."""
     model = _model_name(config, server)
     return _endpoint(config, server, job_id_here(), restarts, model=model)
@@ -155,9 +123,7 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
     return mpi_start(is_step=config.is_mpi_step)[0] if config.engine == FASTERTRANSFORMER else ()
 
 
-def _server(
-    config: DeployConfig, folder: Path, former: TritonServer | None, options: dict[str, Any]
-) -> TritonServer | SlipwayServer:
+def _server(config: DeployConfig, folder: Path, options: dict[str, Any]) -> ModelServer:
     source = config.source
     if config.server == PYTRITON:
         from inference.pytriton.repository import NEMO_NAME, write_text_repository
@@ -177,17 +143,11 @@ def _server(
         "openai": config.openai if config.openai.enabled else None,
         "hidden": _hidden_size(config.weights_dir),
     }
-    if config.hosts == SLIPWAY:
-        from inference.server.slipway import SlipwayServer
-
-        return SlipwayServer(source, **options)
-    from inference.server.server import TritonServer
-
-    return TritonServer(
+    return ModelServer(
         source,
+        has_triton=config.hosts == TRITONSERVER,
+        is_nvidias=config.engine == FASTERTRANSFORMER,
         prefix=server_prefix(config),
-        former=former,
-        is_old=config.engine == FASTERTRANSFORMER,
         **options,
     )
 
@@ -226,7 +186,7 @@ def served_by(config: DeployConfig, model: str) -> dict[str, str]:
     return served_identity(config.weights_dir, parameters)
 
 
-def _model_name(config: DeployConfig, server: TritonServer | SlipwayServer) -> str:
+def _model_name(config: DeployConfig, server: ModelServer) -> str:
     """Return the served model that takes token ids: as configured, or the only one there is."""
     if config.model_name in server.models:
         return config.model_name

@@ -190,6 +190,8 @@ class EngineModel(TritonEngineModel):
         self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
     ) -> None:
         try:
+            times = getattr(future.result(), "times", None)
+            exchange.queued_s = getattr(times, "queued_s", None) or 0.0
             answer(future.result())
         except CancelledError:
             exchange.fail("the request was cancelled", "CANCELLED")
@@ -199,7 +201,7 @@ class EngineModel(TritonEngineModel):
         else:
             if not exchange.is_canary:
                 seconds = time.perf_counter() - exchange.began
-                self.metrics.completed(seconds, getattr(future.result(), "times", None))
+                self.metrics.completed(seconds, times)
 
     def _fail(self, exchange: Exchange, error: Exception, *, note: Callable[[str], None]) -> None:
         """Answer a request with its failure, whatever that is, and note the reason."""

@@ -29,6 +29,7 @@ class Exchange(ABC):
         wanted: Names of the outputs that the client wants.
         turn: Place of the request in a session, None without one.
         is_canary: Sent by the server's owner, to see whether the model answers.
+        queued_s: How long the request waited for its first slot, once it is answered.
         began: On the clock `time.perf_counter`.
         steps: Takes, after each step of a generation, the new tokens of each row in place of
             whole responses; None for responses.
@@ -45,6 +46,7 @@ class Exchange(ABC):
         self.tensors, self.wanted = tensors, wanted
         self.turn, self.is_canary = turn, is_canary
         self.began = time.perf_counter()
+        self.queued_s = 0.0
         self.steps: Callable[[Sequence[Sequence[int]]], None] | None = None
 
     @abstractmethod

@@ -18,7 +18,6 @@ from export_scripts.files.replace import read_file
 from export_scripts.values import PORT, option
 from inference.ports import DEFAULT_PORTS
 
-# tritonserver reads a body in pieces of some kilobytes and takes 16 bytes of stack for each.
 MOST_REQUEST_MB = 1024
 # 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.
 _LEAST_TOKEN_CHARACTERS = 24
@@ -40,7 +39,6 @@ class Access:
     token_file: Path | None = option(
         "accepted tokens, one on each line, of mode 600; a request must carry one", None, path=True
     )
-    client_shared_memory: bool = option("clients may register shared memory of their own", False)
     otlp_collector: str | None = option(
         "collector of OpenTelemetry that gets a span for each request, http://host:4318", None
     )
@@ -104,13 +102,12 @@ def access_of(values: Mapping[str, object]) -> Access:
 
 def add_access_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of Access; `access_of` reads the parsed ones."""
-    kinds = {"max_request_mb": int, "client_shared_memory": None, "otlp_collector": str}
+    kinds = {"max_request_mb": int, "otlp_collector": str}
     for each in fields(Access):
         kind = kinds.get(each.name, Path)
-        how: dict[str, Any] = {"action": "store_true"} if kind is None else {"type": kind}
         text = each.metadata["text"]
         name = f"--{each.name.replace('_', '-')}"
-        parser.add_argument(name, default=each.default, help=f"{text} (%(default)s)", **how)
+        parser.add_argument(name, type=kind, default=each.default, help=f"{text} (%(default)s)")
 
 
 def _read_tokens(path: Path) -> tuple[str, ...]:

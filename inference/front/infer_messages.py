@@ -1,6 +1,5 @@
 """Check a ModelInferRequest of gRPC: what is not data has the form that it has in JSON."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -9,10 +8,8 @@ from tritonclient.grpc import service_pb2
 from export_scripts.wire_format import WireField, WireFormatError, wire_fields
 from inference.front import validation
 from inference.front.guard import RejectedError
-from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
 
-SEQUENCE_KEY = b"sequence_id"  # of the parameter that names a session
 _MOST_FIELDS = 4 * validation.MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
 
@@ -69,30 +66,6 @@ def message_fields(data: bytes) -> tuple[Any, dict[str, Any]]:
         ],
         "outputs": [_tensor(each) for each in message.outputs],
     }
-
-
-def check_infer_message(
-    data: bytes,
-    size_bytes: int,
-    limit: int,
-    models: Mapping[str, validation.DeclaredInputs],
-    sessions: Namespace | None,
-) -> bytes | None:
-    """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
-
-    Returns it with the server's own id of its session, None if it has no session. `sessions` may be
-    None where SEQUENCE_KEY is not in the data.
-    """
-    message, request = message_fields(data)
-    validation.check_form(request, size_bytes, limit=limit, model=models.get(message.model_name))
-    name = SEQUENCE_KEY.decode()
-    if name not in message.parameters:
-        return None
-    assert sessions is not None, "the name of a parameter stands in a message as it is"
-    parameter = message.parameters[name]
-    own = sessions.inside(getattr(parameter, parameter.WhichOneof("parameter_choice")))
-    setattr(parameter, "string_param" if isinstance(own, str) else "int64_param", own)
-    return bytes(message.SerializeToString())
 
 
 def _tensor(message: Any) -> dict[str, Any]:

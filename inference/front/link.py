@@ -1,15 +1,12 @@
-"""Both ends of the link between a front and its owner; without an owner the front ends.
+"""The link between a server and its owner; without an owner the server ends.
 
-The owner sends settings and orders as records, the front events as lines of text: nothing that it
+The owner sends settings and orders as records, the server events as lines of text: nothing that it
 sends could run in its owner.
 """
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
-import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,47 +14,39 @@ from pathlib import Path
 from typing import Any
 
 from inference.front.access import Access, OpenAIOptions
-from inference.parent_process import LinkedProcess, end_process
 
 LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
-SERVES, LEFT = "serves", "left"  # events, before the folder of a server's sockets
 _GRACE_S = 1.0
-_END_S = 5.0  # for the last answers to be sent
-
-
-@dataclass(frozen=True)
-class Served:
-    """A tritonserver: the folders of its sockets and of its models, None if those are elsewhere."""
-
-    sockets: Path
-    repository: Path | None
 
 
 @dataclass(frozen=True)
 class Readiness:
     """Whether all models of a server answer its owner."""
 
-    sockets: Path
     is_ready: bool
 
 
 @dataclass(frozen=True)
-class FrontSettings:
-    """The first record of the owner."""
+class TritonOptions:
+    """A tritonserver that runs the models.
 
-    served: Served
-    host: str  # to listen at
-    ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
-    access: Access
-    openai: OpenAIOptions | None  # None without the endpoint of OpenAI's protocol
-    folder: Path  # where relative paths begin
+    Attributes:
+        log_path: to which it appends.
+        prefix: starts it, such as mpirun.
+        is_nvidias: it has NVIDIA's C++ backend, and may be of an old release.
+    """
+
+    log_path: Path
+    prefix: tuple[str, ...] = ()
+    is_nvidias: bool = False
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """The first record of the owner of a server of this project's own."""
+    """The first record of the owner: what to serve, and where."""
 
-    repository: Path
+    repository: str  # a folder, or the address of one in an object store
+    triton: TritonOptions | None  # None for this project's own engines
     hidden: int | None  # width of the hidden states that an encoder takes, if it is known
     host: str  # to listen at
     ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
@@ -68,7 +57,7 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class Question:
-    """Whether a server of this project's own answers: `model` a canary, "" the server itself."""
+    """Whether a model answers a canary; "" asks the server itself."""
 
     number: int
     model: str = ""
@@ -76,9 +65,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reload:
-    """Serve a repository as it is now in the place of the one that was loaded."""
-
-    repository: Path
+    """Serve the repository as it is now in the place of what was loaded."""
 
 
 class Stop:
@@ -103,16 +90,15 @@ class Stop:
 
 
 class OwnerLink(Stop):
-    """The front's end of the connection; without its owner the process ends after a moment.
+    """The server's end of the connection; without its owner the process ends after a moment.
 
-    `orders` has servers that are to take over and other records, `ready` folders of sockets of the
-    servers that are ready.
+    `orders` has what the owner wants done; `is_healthy` is what he has last said of the models.
     """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self.orders: asyncio.Queue[Any] = asyncio.Queue()
-        self.ready: set[Path] = set()
+        self.orders: asyncio.Queue[Question | Reload] = asyncio.Queue()
+        self.is_healthy = True
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
@@ -125,7 +111,7 @@ class OwnerLink(Stop):
             self.stopped.set()
             return
         if isinstance(order, Readiness):
-            (self.ready.add if order.is_ready else self.ready.discard)(order.sockets)
+            self.is_healthy = order.is_ready
         else:
             self.orders.put_nowait(order)
 
@@ -133,40 +119,3 @@ class OwnerLink(Stop):
         """Send an event to the owner, if there still is one: a word, and what it is about."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(f"{event} {about}".encode(errors="replace"))
-
-
-class FrontProcess(LinkedProcess):
-    """A front, started; it ends with this process.
-
-    At SIGTERM it takes no more requests, and ends once it has answered those that it has.
-    """
-
-    def __init__(self, settings: FrontSettings, *, log_path: Path) -> None:
-        self._sending = threading.Lock()
-        self._serves: set[str] = set()  # folders of sockets
-        # The checkout that this process runs, wherever it was started.
-        checkout = Path(__file__).resolve().parents[2]
-        program = (sys.executable, "-m", "inference.front")
-        super().__init__(program, log_path=log_path, cwd=checkout)
-        self.send(settings)
-
-    def serves(self, sockets: Path) -> bool:
-        """Return whether it passes requests on to a server, or still has some of them there."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.link.poll():
-                event, _, folder = os.fsdecode(self.link.recv_bytes()).partition(" ")
-                (self._serves.discard if event == LEFT else self._serves.add)(folder)
-        return self.poll() is None and str(sockets) in self._serves
-
-    def send(self, record: FrontSettings | Served | Readiness) -> None:
-        """Have it know a server's readiness, or pass new requests on to another server.
-
-        `serves` shows when it does.
-        """
-        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
-            self.link.send(record)
-
-    def end(self) -> None:
-        """End it, and wait for that."""
-        self.link.close()
-        end_process(self, grace_s=_END_S)

@@ -25,12 +25,11 @@ from yarl import URL
 
 from export_scripts.values import PORT
 from inference.front.access import MOST_REQUEST_MB, Access, published_endpoint
+from inference.front.context import Exchangeable
+from inference.front.grpc_server import CHANNEL_OPTIONS, grpc_server
 from inference.front.guard import Guard, RejectedError, ask_for_body, refusal
-from inference.front.kserve_grpc import grpc_server
-from inference.front.kserve_http import http_server
+from inference.front.http_server import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
-from inference.front.sockets import CHANNEL_OPTIONS
-from inference.front.upstream import Exchangeable, client_session
 from inference.ports import DEFAULT_PORTS, host_and_port
 
 _POLL_S = 0.2
@@ -54,7 +53,13 @@ class MovingServer:
         self.endpoint = endpoint
         self._scheme = "https" if (tls := endpoint["uses_tls"]) else "http"
         context = ssl.create_default_context(cafile=ca) if tls else True
-        self.session = client_session(aiohttp.TCPConnector(limit=0, ssl=context))
+        # Requests of any length and duration pass as they are.
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=context),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         target = self._address("grpc")
         if tls:
             trusted = grpc.ssl_channel_credentials(None if ca is None else ca.read_bytes())

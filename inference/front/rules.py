@@ -1,12 +1,6 @@
-"""The requests that clients may send to tritonserver, and the errors that they may see."""
+"""The requests that clients may send, and the errors that they may see."""
 
 import re
-from http import HTTPStatus
-
-from inference.front.guard import RejectedError
-
-# Prefix of shared memory that clients may register: never the server's own.
-SHARED_MEMORY_PREFIX = "/slipway-client-"
 
 _MODEL = r"/v2/models/[^/?#%\s]+(?:/versions/[0-9]+)?"
 _PATHS = {
@@ -18,26 +12,23 @@ _PATHS = {
     ),
     "POST": (rf"{_MODEL}/(?:infer|generate|generate_stream)", r"/v2/repository/index"),
 }
-_SHARED_MEMORY_PATHS = {
-    "GET": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/status",),
-    "POST": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/(?:register|unregister)",),
-}
 READY_PATH = "/v2/health/ready"
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFER_CALL = f"{SERVICE}ModelInfer"
 STREAM_CALL = f"{SERVICE}ModelStreamInfer"
-INDEX_CALL = f"{SERVICE}RepositoryIndex"
-REGISTER_CALL = f"{SERVICE}SystemSharedMemoryRegister"
 # What a server that is not ready answers: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
 UNREADY_ANSWERS = {f"{SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
 _HEALTH_CALLS = (f"{SERVICE}ServerLive", *UNREADY_ANSWERS)
-_MODEL_CALLS = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
-_CALLS = (*_HEALTH_CALLS, *(SERVICE + n for n in _MODEL_CALLS), INFER_CALL, STREAM_CALL, INDEX_CALL)
-_SHARED_MEMORY_CALLS = (
-    *(f"{SERVICE}SystemSharedMemory{name}" for name in ("Status", "Unregister")), REGISTER_CALL
-)  # fmt: skip
-
+_MODEL_CALLS = (
+    "ModelReady",
+    "ServerMetadata",
+    "ModelMetadata",
+    "ModelConfig",
+    "ModelStatistics",
+    "RepositoryIndex",
+)
+_CALLS = (*_HEALTH_CALLS, *(SERVICE + n for n in _MODEL_CALLS), INFER_CALL, STREAM_CALL)
 CLOSED = "this endpoint is not exposed to clients"
 UNREACHABLE = "the server behind the front does not answer; it is starting, or it has ended"
 _SOCKETS = "slipway-sockets-"  # of the folder that they are in
@@ -47,28 +38,20 @@ _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+
 _SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
 
 
-def passes_http(method: str, path: str, *, shared_memory: bool) -> bool:
+def passes_http(method: str, path: str) -> bool:
     """Return whether a request of HTTP is one that clients may send."""
-    tables = (_PATHS, _SHARED_MEMORY_PATHS) if shared_memory else (_PATHS,)
-    return any(re.fullmatch(each, path) for table in tables for each in table.get(method, ()))
+    paths = _PATHS.get("GET" if method == "HEAD" else method, ())
+    return any(re.fullmatch(each, path) for each in paths)
 
 
-def passes_grpc(call: str, *, shared_memory: bool) -> bool:
+def passes_grpc(call: str) -> bool:
     """Return whether a call of gRPC, `/service/method`, is one that clients may send."""
-    return call in _CALLS or (shared_memory and call in _SHARED_MEMORY_CALLS)
+    return call in _CALLS
 
 
 def is_health(target: str) -> bool:
     """Return whether a path of HTTP or a call of gRPC asks for health, which needs no token."""
     return target in ("/v2/health/live", READY_PATH, *_HEALTH_CALLS)
-
-
-def check_shared_memory(key: object) -> None:
-    """Raise RejectedError unless a client may register shared memory of this name."""
-    name = re.escape(SHARED_MEMORY_PREFIX) + r"[\w.-]+"
-    if not (isinstance(key, str) and re.fullmatch(name, key)):
-        reason = f"shared memory of clients is named {SHARED_MEMORY_PREFIX}<letters, digits, _ . ->"
-        raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
 
 def without_internal_names(text: str) -> str:
@@ -79,8 +62,3 @@ def without_internal_names(text: str) -> str:
     if _SOCKETS in text:
         return UNREACHABLE
     return _SESSION.sub(r"this \1", _INTERNAL_NAME.sub("(internal)", text))
-
-
-def has_internal_names(data: bytes) -> bool:
-    """Return whether a message of the server may hold such a name; quick for large messages."""
-    return b"shm_region_" in data or b"slipway-" in data

@@ -11,20 +11,13 @@ It answers a wrong id, name or parameter with a status of its own failures, and 
 null character, which would give one request two meanings.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tritonclient.grpc import model_config_pb2 as schema
-
-from export_scripts.triton.model_config import parse_config
-from export_scripts.triton.signature import ENCODERS
 from inference.front.guard import RejectedError
-from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
 from inference.supervision import OWN_PREFIX
 
@@ -67,12 +60,6 @@ _SEQUENCE_ID: Check = (
     lambda e: (_is_text(e) and len(e.encode()) <= MOST_SEQUENCE_ID_BYTES) or _is_number(e),
     f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or {_NUMBER[1]}",
 )
-_REGION = "shared_memory_region"
-_MEMORY: Checks = {
-    _REGION: _TEXT,
-    "shared_memory_offset": _NUMBER,
-    "shared_memory_byte_size": _NUMBER,
-}
 _REQUEST_FIELDS: Checks = {"id": _TEXT}
 MODEL_FIELDS: Checks = dict.fromkeys(("model_name", "model_version"), _TEXT)  # gRPC
 _REQUEST_PARAMETERS: Checks = {
@@ -81,6 +68,9 @@ _REQUEST_PARAMETERS: Checks = {
     **dict.fromkeys(("priority", "timeout"), _NUMBER),
 }
 _INPUT_FIELDS: Checks = {"name": _TEXT, "datatype": _TEXT}
+_MEMORY: Checks = {
+    "shared_memory_region": (lambda _: False, "none: no memory is shared with clients; send data"),
+}
 _INPUT_PARAMETERS: Checks = {"binary_data_size": _NUMBER, **_MEMORY}
 _OUTPUT_FIELDS: Checks = {"name": _TEXT}
 _OUTPUT_PARAMETERS: Checks = {
@@ -96,42 +86,6 @@ class DeclaredInputs:
 
     datatypes: Mapping[str, str]  # by name, in the spelling of requests: UINT32, BYTES
     required: tuple[str, ...]
-
-
-def read_configs(repository: Path) -> dict[str, Any]:
-    """Return the configurations of the models in a repository, by model name.
-
-    A model without a readable config.pbtxt is left out: tritonserver knows its inputs, or reports
-    what is wrong with it.
-    """
-    found = {}
-    for path in repository.glob("*/config.pbtxt"):
-        with contextlib.suppress(OSError, ValueError):
-            found[path.parent.name] = parse_config(path.read_text(encoding="utf-8"))
-    return found
-
-
-def leaves_types_to_the_backend(config: Any) -> bool:
-    """Return whether a model is an encoder made for NVIDIA's backend.
-
-    Such a config.pbtxt does not give the types of its tensors, or not the right ones.
-    """
-    model_type = config.parameters["model_type"].string_value
-    return config.backend == "fastertransformer" and model_type in ENCODERS
-
-
-def read_declared_inputs(repository: Path | None) -> dict[str, DeclaredInputs]:
-    """Return the inputs of those models in a repository that declare them, by model name."""
-    found = {}
-    for name, config in read_configs(repository).items() if repository else ():
-        if leaves_types_to_the_backend(config):
-            continue
-        kinds = {e.name: schema.DataType.Name(e.data_type) for e in config.input}
-        found[name] = DeclaredInputs(
-            {n: k.removeprefix("TYPE_").replace("STRING", "BYTES") for n, k in kinds.items()},
-            required=tuple(each.name for each in config.input if not each.optional),
-        )
-    return found
 
 
 def length_of_json(header: str | None, size_bytes: int) -> int:
@@ -152,40 +106,21 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
     return int(header)
 
 
-def check_infer(
-    data: bytes, size_bytes: int, limit: int, model: DeclaredInputs | None, sessions: Namespace
-) -> bytes:
-    """Return the JSON of a request to `infer` with the server's own id of its session.
+def check_form(request: dict[str, Any], size_bytes: int, *, model: DeclaredInputs | None) -> None:
+    """Check a request to `infer` but for the values of its tensors.
 
-    The whole body has `size_bytes`, the largest request `limit`, and a tensor in shared memory no
-    more elements. `model` is None if its inputs are unknown.
+    The whole body has `size_bytes`. `model` is None if its inputs are unknown.
     """
-    request = parse_json(data)
-    check_form(request, size_bytes, limit=limit, model=model)
-    for each in request.get("inputs", ()):
-        if "data" in each:
-            check_data(each)
-    asked = request.get("parameters", {})
-    if not asked.get("sequence_id"):
-        return data
-    asked["sequence_id"] = sessions.inside(asked["sequence_id"])
-    return json.dumps(request, ensure_ascii=False).encode()
-
-
-def check_form(
-    request: dict[str, Any], size_bytes: int, *, limit: int, model: DeclaredInputs | None
-) -> None:
-    """Check a request to `infer` but for the values of its tensors; see `check_infer`."""
     check_fields("the request:", request, _REQUEST_FIELDS)
     _check_parameters("the request:", _entry(request, "parameters", dict), _REQUEST_PARAMETERS)
     _check_count("outputs", _entry(request, "outputs", list))
     names = []
-    for name, each, parameters in _tensors(request, "inputs", _INPUT_FIELDS, _INPUT_PARAMETERS):
+    for name, each in _tensors(request, "inputs", _INPUT_FIELDS, _INPUT_PARAMETERS):
         names.append(each["name"])
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
             raise RejectedError(f"the shape of input {name} is not a list of integers")
-        _check_shape(name, shape, most=limit if _REGION in parameters else size_bytes)
+        _check_shape(name, shape, most=size_bytes)
         if each["datatype"] == "BYTES":
             check_texts(name, math.prod(shape))
     _check_required(model, names)
@@ -195,8 +130,8 @@ def check_form(
 
 def _tensors(
     request: dict[str, Any], key: str, fields: Checks, known: Checks
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield the inputs or outputs with their names, as messages have them, and parameters."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the inputs or outputs with their names, as messages have them."""
     entries, kind = _entry(request, key, list), key.removesuffix("s")
     _check_count(key, entries)
     for each in entries:
@@ -210,7 +145,7 @@ def _tensors(
         # null stands for none, as in the server
         parameters = {} if each.get("parameters") is None else _entry(each, "parameters", dict)
         _check_parameters(f"{kind} {name}:", parameters, known)
-        yield name, each, parameters
+        yield name, each
 
 
 def check_fields(of: str, values: Mapping[str, Any], checks: Checks) -> None:

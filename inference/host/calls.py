@@ -9,25 +9,35 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from inference.backend.exchange import INVALID, Array, Exchange
 from inference.decoding.rows import SessionTurn
+from inference.front.guard import RejectedError
+from inference.front.rules import without_internal_names
 
 # TritonError's names to those of gRPC.
 _GRPC_NAMES = {INVALID: "INVALID_ARGUMENT"}
-Outputs = Mapping[str, Any]  # arrays or torch tensors by name
+_STATUS = {
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "UNIMPLEMENTED": HTTPStatus.NOT_IMPLEMENTED,
+}
+Outputs = Mapping[str, Any]  # arrays, torch tensors or raw ones by name
 Responses = AsyncGenerator[tuple[Outputs, bool], None]  # each with whether it is the last
 
 logger = logging.getLogger(__name__)
 
 
-class InferError(Exception):
-    """A request is not answered. `code` is the name of gRPC's status."""
+class InferError(RejectedError):
+    """A model does not answer a request. `grpc_code` is the name of gRPC's status."""
 
     def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
-        super().__init__(message)
-        self.code = code
+        text = without_internal_names(message) or "the model does not answer"
+        super().__init__(text, _STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR))
+        self.grpc_code = code
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class InferRequest:
     """One request to a model.
 
     `wanted` are names of outputs, none for all of them. A client chooses `id` for itself.
+    `parameters` are those that only models of others read.
     """
 
     tensors: dict[str, Array]
@@ -43,6 +54,7 @@ class InferRequest:
     id: str = ""
     is_canary: bool = False
     steps: Callable[[Sequence[Sequence[int]]], None] | None = field(default=None, repr=False)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Mailbox:

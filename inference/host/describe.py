@@ -35,8 +35,9 @@ def server_metadata() -> dict[str, Any]:
 
 def found_model(models: Mapping[str, HostedModel], name: str, version: str) -> HostedModel:
     """Return a model of a name, and of a version unless that is "". Raises InferError."""
-    model = models.get(name)
-    if model is None or version not in ("", model.version):
+    first = models.get(name)
+    model = first.versions.get(version or first.version) if first is not None else None
+    if model is None:
         of_version = f" version {version}" if version else ""
         raise InferError(
             f"Request for unknown model: '{name}'{of_version} is not found", "NOT_FOUND"
@@ -55,7 +56,7 @@ def model_metadata(model: HostedModel) -> dict[str, Any]:
 
     return {
         "name": model.name,
-        "versions": [model.version],
+        "versions": sorted(model.versions),
         "platform": model.config.platform or model.config.backend,
         "inputs": described(model.inputs),
         "outputs": described(model.outputs),
@@ -76,16 +77,20 @@ def statistics_json(
 ) -> dict[str, Any]:
     """Return the statistics of all models, or of one. Raises InferError."""
     if not name:
-        return {"model_stats": [each.statistics.as_json() for each in models.values()]}
+        every = [each for model in models.values() for each in model.versions.values()]
+        return {"model_stats": [each.statistics.as_json() for each in every]}
     try:
         model = found_model(models, name, version)
     except InferError:
         raise InferError(f"requested model '{name}' is not available") from None
-    return {"model_stats": [model.statistics.as_json()]}
+    found = [model] if version else model.versions.values()
+    return {"model_stats": [each.statistics.as_json() for each in found]}
 
 
 def index_json(models: Mapping[str, HostedModel]) -> list[dict[str, str]]:
     """Return the list of the models, all of which are ready."""
     return [
-        {"name": each.name, "version": each.version, "state": "READY"} for each in models.values()
+        {"name": name, "version": version, "state": "READY"}
+        for name, model in models.items()
+        for version in model.versions
     ]

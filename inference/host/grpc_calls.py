@@ -1,11 +1,16 @@
-"""KServe over gRPC, answered by this process."""
+"""KServe's protocol over gRPC: checks a call, and answers it with the models of this process.
+
+gRPC itself refuses messages that are too large. Of a call that is refused, no message is read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import grpc
@@ -13,8 +18,9 @@ from google.protobuf import json_format
 from tritonclient.grpc import service_pb2
 
 from inference.front import rules
+from inference.front.context import FrontContext
+from inference.front.guard import RejectedError
 from inference.front.infer_messages import parsed, without_raw_tensors
-from inference.front.kserve_grpc import CallFailedError, KServeGrpc
 from inference.front.sessions import Namespace
 from inference.host.calls import InferError, InferRequest
 from inference.host.describe import (
@@ -26,6 +32,7 @@ from inference.host.describe import (
 )
 from inference.host.hosted import Hosted
 from inference.host.messages import (
+    EMPTY_PARAMETER,
     FINAL_PARAMETER,
     SentRequest,
     infer_response,
@@ -38,41 +45,106 @@ _NO_STREAMS = "ModelInfer RPC doesn't support models with decoupled transaction 
 # Requests of one stream that are answered at a time; more are read once one of them has its answer.
 _MOST_AT_ONCE = 256
 _READY_ANSWER = b"\x08\x01"  # of ServerLive, ServerReady, and Health/Check: true, SERVING
+# Of an error: clients refuse more than 8 KiB of metadata, in which a byte may take three.
+_MOST_REASON_BYTES = 2 << 10
+_CODES = {
+    HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    HTTPStatus.SERVICE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
 
 
-class HostedGrpc(KServeGrpc):
-    """Answers calls of gRPC with the models of this process.
+class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
+    """Answers calls of gRPC at a port.
 
     `idle_streams` is the number of open streams without a request that is being answered.
     """
 
     idle_streams = 0
 
-    async def _healthy(self, *_: object) -> bytes:
-        return _READY_ANSWER
+    def __init__(self, context: FrontContext[Hosted], *, port: int) -> None:
+        self._context = context
+        self._port = port
+
+    def service(self, details: Any) -> grpc.RpcMethodHandler:
+        """Return the handler of a call."""
+        call = details.method
+        if not rules.passes_grpc(call):
+            return _refusal(grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED)
+        if rules.is_health(call):
+            return self._health(call)
+        metadata = dict(details.invocation_metadata or ())
+        try:
+            owner = self._context.guard.token_owner(metadata.get("authorization"))
+        except RejectedError as error:
+            return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        if call == rules.STREAM_CALL:
+            return grpc.stream_stream_rpc_method_handler(partial(self._stream, owner))
+        return grpc.unary_unary_rpc_method_handler(partial(self._unary, call, owner))
+
+    def _health(self, call: str) -> grpc.RpcMethodHandler:
+        """Return the handler of a call that needs no token, and whose message says nothing."""
+
+        async def answer(_requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+            if call in rules.UNREADY_ANSWERS and not self._context.is_ready():
+                yield rules.UNREADY_ANSWERS[call]
+            else:
+                yield _READY_ANSWER
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    async def _unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
+        # The call is ended outside of the block that caught the error: an error that is raised
+        # there refers to the other, whose frames hold the request, and itself.
+        try:
+            with self._context.use() as hosted:
+                return await self._answered(hosted, call, owner, request, context)
+        except RejectedError as error:
+            refused = _status_of(error)
+        del request
+        await context.abort(*refused)
+        raise AssertionError("abort raises")
+
+    async def _stream(
+        self, owner: str | None, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        refused: tuple[grpc.StatusCode, str] | None = None
+        try:
+            with self._context.use() as hosted:
+                answers = self._streamed(hosted, owner, requests, context)
+                async with contextlib.aclosing(answers):
+                    async for reply in answers:
+                        yield reply
+        except RejectedError as error:
+            refused = _status_of(error)
+        if refused is not None:
+            await context.abort(*refused)
+
+    def _namespace(self, owner: str | None, context: Any) -> Namespace:
+        _, _, peer = urllib.parse.unquote(context.peer()).partition(":")  # ipv6:[::1]:50000
+        address, _, port = peer.rpartition(":")
+        return self._context.sessions.namespace(owner, address.strip("[]"), int(port), self._port)
 
     async def _answered(
-        self, upstream: Hosted, call: str, owner: str | None, request: bytes, context: Any
+        self, hosted: Hosted, call: str, owner: str | None, request: bytes, context: Any
     ) -> bytes:
-        try:
-            if call == rules.INFER_CALL:
-                sessions = partial(self._namespace, owner, context)
-                model, sent, asked = await self._read(upstream, request, sessions)
-                if model.decoupled:
-                    raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
-                async with contextlib.aclosing(model.infer(asked)) as responses:
-                    async for outputs, _ in responses:
-                        answer = infer_response(model, sent, outputs)
-                return bytes(answer.SerializeToString())
-            data = await self._context.guard.message(request)
-            name = call.removeprefix(rules.SERVICE)
-            message = parsed(getattr(service_pb2, f"{name}Request"), data)
-            return bytes(_ANSWERS[name](upstream, message).SerializeToString())
-        except InferError as error:
-            raise CallFailedError(grpc.StatusCode[error.code], str(error)) from None
+        """Return the answer to a call. Raises RejectedError."""
+        if call == rules.INFER_CALL:
+            sessions = partial(self._namespace, owner, context)
+            model, sent, asked = await self._read(hosted, request, sessions)
+            if model.decoupled:
+                raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
+            async with contextlib.aclosing(model.infer(asked)) as responses:
+                async for outputs, _ in responses:
+                    answer = infer_response(model, sent, outputs)
+            return bytes(answer.SerializeToString())
+        data = await self._context.guard.message(request)
+        name = call.removeprefix(rules.SERVICE)
+        message = parsed(getattr(service_pb2, f"{name}Request"), data)
+        return bytes(_ANSWERS[name](hosted, message).SerializeToString())
 
     async def _read(
-        self, upstream: Hosted, request: bytes, sessions: Callable[[], Namespace]
+        self, hosted: Hosted, request: bytes, sessions: Callable[[], Namespace]
     ) -> tuple[HostedModel, SentRequest, InferRequest]:
         self._context.guard.note_use()
         request = await self._context.guard.message(request)
@@ -81,17 +153,16 @@ class HostedGrpc(KServeGrpc):
             read_message,
             data,
             len(request),
-            self._context.limit,
-            upstream.declared,
+            hosted.declared,
             size_bytes=len(data),
         )
-        model = found_model(upstream.models, name, version)
+        model = found_model(hosted.models, name, version)
         whole = memoryview(request)
         parts = [whole[each.content] for each in raw if each.content is not None]
         return model, sent, with_bytes(model, sent, parts, sessions)
 
     async def _streamed(
-        self, upstream: Hosted, owner: str | None, requests: AsyncIterator[bytes], context: Any
+        self, hosted: Hosted, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answers as they come, those of all requests of the stream mixed."""
         sessions = partial(self._namespace, owner, context)
@@ -105,7 +176,7 @@ class HostedGrpc(KServeGrpc):
             self.idle_streams -= asked == 0
             asked += 1
             try:
-                async for reply in self._frames(upstream, request, sessions, turn):
+                async for reply in self._frames(hosted, request, sessions, turn):
                     answers.put_nowait(reply)
             except Exception as error:
                 answers.put_nowait(error.with_traceback(None))
@@ -141,7 +212,7 @@ class HostedGrpc(KServeGrpc):
 
     async def _frames(
         self,
-        upstream: Hosted,
+        hosted: Hosted,
         request: bytes,
         sessions: Callable[[], Namespace],
         turn: asyncio.Event,
@@ -153,9 +224,11 @@ class HostedGrpc(KServeGrpc):
         model: HostedModel | None = None
         sent = SentRequest([])
         try:
-            model, sent, asked = await self._read(upstream, request, sessions)
+            model, sent, asked = await self._read(hosted, request, sessions)
             async with contextlib.aclosing(model.infer(asked)) as responses:
                 async for outputs, final in responses:
+                    if not outputs and not sent.parameters.get(EMPTY_PARAMETER):
+                        continue
                     answer = infer_response(model, sent, outputs)
                     answer.parameters[FINAL_PARAMETER].bool_param = final
                     reply = service_pb2.ModelStreamInferResponse(infer_response=answer)
@@ -168,10 +241,30 @@ class HostedGrpc(KServeGrpc):
             yield _stream_error(error, model, sent)
 
 
+def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:
+    """Return the status of gRPC for a refusal, and its reason, shortened."""
+    if isinstance(error, InferError):
+        code = grpc.StatusCode[error.grpc_code]
+    else:
+        code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
+    reason = str(error).encode()
+    if len(reason) > _MOST_REASON_BYTES:
+        reason = reason[:_MOST_REASON_BYTES] + b" ..."
+    return code, reason.decode(errors="ignore")
+
+
+def _refusal(code: grpc.StatusCode, reason: str) -> grpc.RpcMethodHandler:
+    # As a stream, of which no message is read.
+    async def answer(_requests: AsyncIterator[bytes], context: Any) -> None:
+        await context.abort(code, reason)
+
+    return grpc.stream_stream_rpc_method_handler(answer)
+
+
 def _stream_error(error: InferError, model: HostedModel | None, sent: SentRequest) -> bytes:
     text = str(error)
-    if model is not None and model.decoupled and error.code != "INVALID_ARGUMENT":
-        text = f"{error.code}: {text}"  # streams carry no code
+    if model is not None and model.decoupled and error.grpc_code != "INVALID_ARGUMENT":
+        text = f"{error.grpc_code}: {text}"  # streams carry no code
     answer = service_pb2.ModelStreamInferResponse(error_message=text)
     answer.infer_response.id = sent.id
     if model is not None:

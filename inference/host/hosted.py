@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from inference.front.validation import DeclaredInputs
 from inference.host.calls import InferError, InferRequest, Mailbox
-from inference.host.models import HostedEngine, HostedModel, engines_of
+from inference.host.models import HostedModel, engines_of
+from inference.host.probe import WHOLE_SESSION, is_interactive, probe_tensors
 from inference.host.repository import Repository, UnservedError
-from inference.server.admin import is_interactive, probe_tensors
+from inference.host.triton import TritonRepository
 
 
 class Hosted:
@@ -23,7 +23,9 @@ class Hosted:
         endpoint: answers OpenAI's requests, once it is opened.
     """
 
-    def __init__(self, repository: Repository, *, hidden: int | None = None) -> None:
+    def __init__(
+        self, repository: Repository | TritonRepository, *, hidden: int | None = None
+    ) -> None:
         """Take a repository; `hidden` is the width of the hidden states that an encoder takes."""
         self.repository = repository
         self.models: dict[str, HostedModel] = {}
@@ -33,7 +35,7 @@ class Hosted:
 
     async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
         """Load every model, and send each a small request. Raises UnservedError."""
-        await asyncio.to_thread(self.repository.load, mailbox, say)
+        await self.repository.load(mailbox, say)
         models = self.repository.models
         say("sending first requests")
         problems = [await self._problem(model) for model in models.values()]
@@ -61,30 +63,36 @@ class Hosted:
 
         A model of sessions gets none as a canary: it would wait behind those that users hold.
         """
-        tensors = probe_tensors(model.config, hidden=self._hidden)
-        if tensors is None or is_interactive(model.config):
+        has_sessions = is_interactive(model.config)
+        if is_canary and (has_sessions or not model.takes_canaries):
             return
-        request = InferRequest(dict(tensors), is_canary=is_canary)
+        if (tensors := probe_tensors(model.config, hidden=self._hidden)) is None:
+            return
+        turn = WHOLE_SESSION if has_sessions else None
+        request = InferRequest(dict(tensors), turn=turn, is_canary=is_canary)
         async for _ in model.infer(request):
             pass
 
     def has(self, name: str, version: str) -> bool:
         """Return whether a version of a model, "" for any, is served."""
         model = self.models.get(name)
-        return model is not None and version in ("", model.version)
+        return model is not None and version in ("", *model.versions)
+
+    def every_model(self) -> list[HostedModel]:
+        """Return the models, every version."""
+        return [each for model in self.models.values() for each in model.versions.values()]
 
     def advanced(self) -> int:
         """Return a number that grows with the work that is finished: requests and steps."""
         models = self.repository.models
         steps = sum(each.engine.steps for each in engines_of(models))
-        return steps + sum(model.statistics.successes for model in models.values())
+        return steps + sum(model.responses for model in models.values())
 
     def open_sessions(self) -> int:
         """Return the number of sessions that may go on."""
-        engines = (each for each in self.models.values() if isinstance(each, HostedEngine))
-        return sum(each.open_sessions() for each in engines)
+        return sum(model.sessions.count() for model in self.models.values())
 
     async def close(self) -> None:
         """End the engines."""
         self.models = {}
-        await asyncio.to_thread(self.repository.close)
+        await self.repository.close()

@@ -1,4 +1,4 @@
-"""KServe over HTTP, answered by this process."""
+"""KServe's protocol over HTTP: admits a request, and answers it with the models of this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from aiohttp import web
 
-from inference.front.guard import RejectedError
-from inference.front.kserve_http import JSON_LENGTH, KServeHttp, json_length
-from inference.front.rules import READY_PATH
-from inference.front.validation import check_index
+from inference.front import rules
+from inference.front.context import FrontContext
+from inference.front.guard import RejectedError, refusal
+from inference.front.sessions import Namespace
+from inference.front.validation import check_index, length_of_json
 from inference.host.calls import InferError, InferRequest, Outputs
 from inference.host.describe import (
     config_json,
@@ -36,16 +37,12 @@ from inference.host.messages import (
 from inference.host.models import HostedModel
 from inference.host.statistics import triton_metrics
 
-STATUS = {
-    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
-    "NOT_FOUND": HTTPStatus.NOT_FOUND,
-    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
-    "UNIMPLEMENTED": HTTPStatus.NOT_IMPLEMENTED,
-}
 _PATH = re.compile(
     r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?(?:/(?P<action>\w+))?"
 )
 _LIVE_PATH, _ALL_STATS = "/v2/health/live", "/v2/models/stats"
+_METRICS_PATH = "/metrics"
+_JSON_LENGTH = "Inference-Header-Content-Length"
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 _ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
@@ -56,61 +53,104 @@ _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction 
 _LEAST_COMPRESSED_BYTES = 1 << 10
 
 
-class HostedHttp(KServeHttp[Hosted]):
-    """Answers requests of HTTP with the models of this process."""
+class KServeHttp:
+    """Answers requests of HTTP."""
 
-    async def _got(self, upstream: Hosted, request: web.BaseRequest) -> web.StreamResponse:
-        path, models = request.path, upstream.models
-        if path in (_LIVE_PATH, READY_PATH):
+    def __init__(self, context: FrontContext[Hosted]) -> None:
+        self._context = context
+        self._guard = context.guard
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            is_open = rules.passes_http(request.method, request.path)
+            owner = self._admitted(request, is_open=is_open)
+            if request.path == rules.READY_PATH and not self._context.is_ready():
+                reason = "the server is starting, or a model does not answer its owner"
+                raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
+            if request.method != "POST":
+                return self._got(self._context.current, request)
+            body = await self._guard.body(request)
+            with self._context.use() as hosted:
+                return await self._posted(hosted, request, body, owner)
+        except RejectedError as error:
+            return refusal(error, {"error": str(error)})
+
+    async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request for metrics."""
+        try:
+            is_open = request.method in ("GET", "HEAD") and request.path == _METRICS_PATH
+            self._admitted(request, is_open=is_open)
+            with self._context.use() as hosted:
+                statistics = [each.statistics for each in hosted.every_model()]
+                lines = [*triton_metrics(statistics), *await hosted.repository.metrics(), ""]
+            return web.Response(text="\n".join(lines))
+        except RejectedError as error:
+            return refusal(error, {"error": str(error)})
+
+    def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
+        """Return the holder of a request's token; refuse it where its body does not matter."""
+        self._guard.check_page(request.headers)
+        owner = None
+        if not rules.is_health(request.path):
+            owner = self._guard.token_owner(request.headers.get("Authorization"))
+        # No character of a path has a second spelling.
+        if not is_open or request.raw_path.partition("?")[0] != request.path:
+            raise RejectedError(rules.CLOSED, HTTPStatus.FORBIDDEN)
+        return owner
+
+    def _sessions(self, request: web.BaseRequest, owner: str | None) -> Namespace:
+        """Return the sessions of a client."""
+        ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
+        (address, port, *_), (_, own_port, *_) = ends
+        return self._context.sessions.namespace(owner, address, port, own_port)
+
+    def _got(self, hosted: Hosted, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request without a body. Raises RejectedError."""
+        path, models = request.path, hosted.models
+        if path in (_LIVE_PATH, rules.READY_PATH):
             return web.Response(content_type="text/plain")
         if path == _ALL_STATS:
             return _json(statistics_json(models))
         if (found := _PATH.fullmatch(path)) is None:
             return _json(server_metadata())
         name, version, action = found["model"], found["version"] or "", found["action"]
-        with _refusals():
-            if action == "ready":
-                if not upstream.has(name, version):
-                    raise RejectedError("Model version not ready")
-                return web.Response(content_type="text/plain")
-            if action == "stats":
-                return _json(statistics_json(models, name, version))
-            model = found_model(models, name, version)
-            return _json(config_json(model) if action == "config" else model_metadata(model))
-
-    async def _metrics(self, upstream: Hosted, _: web.BaseRequest) -> web.StreamResponse:
-        statistics = [each.statistics for each in upstream.models.values()]
-        lines = [*triton_metrics(statistics), *upstream.repository.registry.lines(), ""]
-        return web.Response(text="\n".join(lines))
+        if action == "ready":
+            if not hosted.has(name, version):
+                raise RejectedError("Model version not ready")
+            return web.Response(content_type="text/plain")
+        if action == "stats":
+            return _json(statistics_json(models, name, version))
+        model = found_model(models, name, version)
+        return _json(config_json(model) if action == "config" else model_metadata(model))
 
     async def _posted(
-        self, upstream: Hosted, request: web.BaseRequest, body: bytes, owner: str | None
+        self, hosted: Hosted, request: web.BaseRequest, body: bytes, owner: str | None
     ) -> web.StreamResponse:
-        with _refusals():
-            if (found := _PATH.fullmatch(request.path)) is None:
-                if body:
-                    await self._context.workers.check(check_index, body, size_bytes=len(body))
-                return _json(index_json(upstream.models))
-            model = found_model(upstream.models, found["model"], found["version"] or "")
-            if found["action"] == "infer":
-                return await self._inferred(upstream, model, request, body, owner)
-            return await self._generated(
-                upstream, model, request, body, streams=found["action"] == "generate_stream"
-            )
+        """Answer a request with a body, of the holder of a token. Raises RejectedError."""
+        if (found := _PATH.fullmatch(request.path)) is None:
+            if body:
+                await self._context.workers.check(check_index, body, size_bytes=len(body))
+            return _json(index_json(hosted.models))
+        model = found_model(hosted.models, found["model"], found["version"] or "")
+        if found["action"] == "infer":
+            return await self._inferred(hosted, model, request, body, owner)
+        streams = found["action"] == "generate_stream"
+        return await self._generated(hosted, model, request, body, streams=streams)
 
     async def _inferred(
         self,
-        upstream: Hosted,
+        hosted: Hosted,
         model: HostedModel,
         request: web.BaseRequest,
         body: bytes,
         owner: str | None,
     ) -> web.StreamResponse:
-        length = json_length(request, body)
+        length = _json_length(request, body)
         data = body[:length]
-        declared = upstream.declared.get(model.name)
+        declared = hosted.declared.get(model.name)
         sent = await self._context.workers.check(
-            read_infer, data, len(body), self._context.limit, declared, size_bytes=len(data)
+            read_infer, data, len(body), declared, size_bytes=len(data)
         )
         if model.decoupled:
             raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
@@ -118,7 +158,7 @@ class HostedHttp(KServeHttp[Hosted]):
         asked = with_bytes(model, sent, rest, lambda: self._sessions(request, owner))
         outputs = await _only(model, asked)
         answer, raw = json_answer(model, sent, outputs)
-        headers = {JSON_LENGTH: str(len(answer))} if raw else {}
+        headers = {_JSON_LENGTH: str(len(answer))} if raw else {}
         response = web.Response(
             body=b"".join((answer, *raw)),
             headers=headers,
@@ -130,7 +170,7 @@ class HostedHttp(KServeHttp[Hosted]):
 
     async def _generated(
         self,
-        upstream: Hosted,
+        hosted: Hosted,
         model: HostedModel,
         request: web.BaseRequest,
         body: bytes,
@@ -138,7 +178,7 @@ class HostedHttp(KServeHttp[Hosted]):
         streams: bool,
     ) -> web.StreamResponse:
         values = await self._context.workers.check(
-            read_generate, body, upstream.declared.get(model.name), size_bytes=len(body)
+            read_generate, body, hosted.declared.get(model.name), size_bytes=len(body)
         )
         asked = generate_request(model, values)
 
@@ -154,16 +194,26 @@ class HostedHttp(KServeHttp[Hosted]):
             return await _streamed(request, frames, encoded)
 
 
+def _json_length(request: web.BaseRequest, body: bytes) -> int:
+    """Return how much of a body is JSON. Raises RejectedError."""
+    lengths = request.headers.getall(_JSON_LENGTH, [])
+    if len(lengths) > 1:
+        raise RejectedError(f"{_JSON_LENGTH} is given twice")
+    return length_of_json(lengths[0] if lengths else None, len(body))
+
+
 async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[Outputs, None]:
+    """Yield the responses of a model that have outputs. Raises InferError."""
     async with contextlib.aclosing(model.infer(request)) as responses:
         async for outputs, _ in responses:
-            yield outputs
+            if outputs:
+                yield outputs
 
 
 async def _only(model: HostedModel, request: InferRequest) -> Outputs:
-    """Return the outputs of a model that answers with one response."""
+    """Return the outputs of a model that answers with one response. Raises InferError."""
     frames = [outputs async for outputs in _frames(model, request)]
-    return frames[-1]
+    return frames[-1] if frames else {}
 
 
 async def _streamed(
@@ -181,21 +231,14 @@ async def _streamed(
             await response.write(b"data: " + encoded(outputs) + b"\n\n")
     except InferError as error:
         if not response.prepared:
-            response.set_status(STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR))
+            response.set_status(error.status)
             await response.prepare(request)
         text = json.dumps({"error": str(error)}, separators=(",", ":")).encode()
         await response.write(b"data: " + text + b"\n\n")
+    if not response.prepared:
+        await response.prepare(request)
     await response.write_eof()
     return response
-
-
-class _refusals(contextlib.AbstractContextManager[None]):  # noqa: N801 - as contextlib's own
-    """Turns an InferError within the block into the refusal of a request of HTTP."""
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, InferError):
-            status = STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
-            raise RejectedError(str(error), status) from None
 
 
 def _json(value: Any) -> web.Response:

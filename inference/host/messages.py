@@ -25,6 +25,7 @@ from inference.host.models import HostedModel
 from inference.host.tensors import DATATYPES, array_of, datatype_of, json_values, raw_of
 
 FINAL_PARAMETER = "triton_final_response"
+EMPTY_PARAMETER = "triton_enable_empty_final_response"
 _CONTENTS = {
     "BOOL": "bool", "BYTES": "bytes", "FP32": "fp32", "FP64": "fp64", "INT64": "int64",
     "UINT64": "uint64", **dict.fromkeys(("INT8", "INT16", "INT32"), "int"),
@@ -70,17 +71,21 @@ class SentRequest:
 
 
 _FLAGS = ("start", "end")
+# Parameters of a request that are read here.
+_TAKEN = frozenset(
+    {"binary_data_output", EMPTY_PARAMETER, *(f"sequence_{each}" for each in ("id", *_FLAGS))}
+)
 
 
 def read_infer(
-    data: bytes, size_bytes: int, limit: int, declared: validation.DeclaredInputs | None
+    data: bytes, size_bytes: int, declared: validation.DeclaredInputs | None
 ) -> SentRequest:
     """Return what the JSON of a request to `infer` says. Raises RejectedError or InferError.
 
-    The whole body has `size_bytes`, the largest request `limit`.
+    The whole body has `size_bytes`.
     """
     request = parse_json(data)
-    validation.check_form(request, size_bytes, limit=limit, model=declared)
+    validation.check_form(request, size_bytes, model=declared)
     inputs = []
     for each in request.get("inputs", ()):
         parameters = each.get("parameters") or {}
@@ -130,11 +135,13 @@ def read_generate(data: bytes, declared: validation.DeclaredInputs | None) -> di
 def generate_request(model: HostedModel, values: Mapping[str, Any]) -> InferRequest:
     """Return the request that values by name ask for. Raises InferError.
 
-    A row fills the last axis of any size. What is not an input of the model is left aside.
+    A row fills the last axis of any size. What is not an input of the model is a parameter.
     """
-    tensors = {}
+    tensors, parameters = {}, dict[str, Any]()
     for name, value in values.items():
         if (facts := model.inputs.get(name)) is None:
+            if name not in (*_TAKEN, "id"):
+                parameters[name] = value
             continue
         row = value if isinstance(value, list) else [value]
         shape = model.shape(facts)
@@ -147,18 +154,18 @@ def generate_request(model: HostedModel, values: Mapping[str, Any]) -> InferRequ
                 f"input '{name}' of model '{model.name}' has the shape {shape}, and {len(row)} "
                 "values were given"
             ) from None
-    return InferRequest(tensors, id=str(values.get("id", "")))
+    return InferRequest(tensors, id=str(values.get("id", "")), parameters=parameters)
 
 
 def read_message(
-    data: bytes, size_bytes: int, limit: int, declared: Mapping[str, validation.DeclaredInputs]
+    data: bytes, size_bytes: int, declared: Mapping[str, validation.DeclaredInputs]
 ) -> tuple[str, str, SentRequest]:
     """Return model, version and what a ModelInferRequest without its raw tensors says.
 
     Raises RejectedError or InferError.
     """
     message, fields = message_fields(data)
-    validation.check_form(fields, size_bytes, limit=limit, model=declared.get(message.model_name))
+    validation.check_form(fields, size_bytes, model=declared.get(message.model_name))
     inputs = []
     for each in message.inputs:
         if each.datatype not in DATATYPES:
@@ -226,7 +233,13 @@ def with_bytes(
         tensors[each.name] = array_of(part, each.datatype, each.shape, name=named)
     if (isinstance(raw, memoryview) and at < len(raw)) or number < len(raw) * isinstance(raw, list):
         raise InferError(f"unexpected additional input data for model '{model.name}'")
-    return InferRequest(tensors, tuple(sent.outputs), sent.turn(sessions), sent.id)
+    return InferRequest(
+        tensors,
+        tuple(sent.outputs),
+        sent.turn(sessions),
+        sent.id,
+        parameters={name: each for name, each in sent.parameters.items() if name not in _TAKEN},
+    )
 
 
 def json_answer(

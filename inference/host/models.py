@@ -57,6 +57,33 @@ def _facts(tensor: Any) -> TensorFacts:
     )
 
 
+class OpenSessions:
+    """The sessions of a model that may go on, each with whatever keeps it.
+
+    One that has paused for `idle_s` seconds is forgotten.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        # By id: its keeper, and when it was last used, on the monotonic clock.
+        self._open: dict[int | str, tuple[Any, float]] = {}
+
+    def take(self, turn: SessionTurn, keeper: Callable[[], Any]) -> Any:
+        """Return what keeps the session of a turn, a new `keeper` for a new one."""
+        known = self._open.pop(turn.session_id, None)
+        found = keeper() if known is None else known[0]
+        if not turn.ends:
+            self.count()
+            self._open[turn.session_id] = found, time.monotonic()
+        return found
+
+    def count(self) -> int:
+        """Return the number of sessions that may go on."""
+        begun = time.monotonic() - self._idle_s
+        self._open = {key: each for key, each in self._open.items() if each[1] > begun}
+        return len(self._open)
+
+
 class HostedModel:
     """A model by its name; subclasses answer.
 
@@ -64,13 +91,22 @@ class HostedModel:
         config: its configuration, the message of Triton's schema.
         decoupled: whether it answers with any number of responses.
         statistics: of its requests.
+        versions: those that are served of it, this one among them.
+        sessions: those that may go on.
+        responses: how many it has given.
+        takes_canaries: whether it answers a small request soon, however busy it is.
     """
+
+    takes_canaries = True
 
     def __init__(self, config: Any, version: str) -> None:
         self.config, self.name, self.version = config, config.name, version
         self.decoupled = bool(config.model_transaction_policy.decoupled)
         self.keeps_sessions = config.HasField("sequence_batching")
         self.statistics = ModelStatistics(config.name, version)
+        self.versions: dict[str, HostedModel] = {version: self}
+        self.sessions = OpenSessions(config.sequence_batching.max_sequence_idle_microseconds / 1e6)
+        self.responses = 0
         self.inputs = {each.name: _facts(each) for each in config.input}
         self.outputs = {each.name: _facts(each) for each in config.output}
         self._is_batched = config.max_batch_size > 0
@@ -92,11 +128,12 @@ class HostedModel:
             rows = self._checked_rows(request)
             async with contextlib.aclosing(self._answer(self._reshaped(request))) as responses:
                 async for response in responses:
+                    self.responses += 1
                     if response[1]:
                         reason = ""
                     yield response
         except InferError as error:
-            reason = _REASONS.get(error.code, "OTHER")
+            reason = _REASONS.get(error.grpc_code, "OTHER")
             raise
         finally:
             statistics.pending -= 1
@@ -185,8 +222,6 @@ class HostedEngine(HostedModel):
         self.instances = tuple(instances)
         self._mailbox = mailbox
         self._turns = cycle(self.instances)
-        # By id: its instance, and when it was last used, on the monotonic clock.
-        self._sessions: dict[int | str, tuple[EngineModel, float]] = {}
 
     async def _answer(self, request: InferRequest) -> Responses:
         if not self.keeps_sessions:
@@ -198,25 +233,16 @@ class HostedEngine(HostedModel):
             self._instance(request).take(exchange)
         async with contextlib.aclosing(exchange.responses()) as responses:
             async for response in responses:
+                if response[1]:
+                    self.statistics.queued(round(exchange.queued_s * 1e9))
                 yield response
 
     def _instance(self, request: InferRequest) -> EngineModel:
         """Return an instance: of a session the one that has it."""
-        if (turn := request.turn) is None:
+        if request.turn is None:
             return next(self._turns)
-        known = self._sessions.pop(turn.session_id, None)
-        found = next(self._turns) if known is None else known[0]
-        if not turn.ends:
-            self.open_sessions()  # forgets those that have paused for too long
-            self._sessions[turn.session_id] = found, time.monotonic()
+        found: EngineModel = self.sessions.take(request.turn, lambda: next(self._turns))
         return found
-
-    def open_sessions(self) -> int:
-        """Return the number of sessions that may go on."""
-        idle_s = self.config.sequence_batching.max_sequence_idle_microseconds / 1e6
-        begun = time.monotonic() - idle_s
-        self._sessions = {key: each for key, each in self._sessions.items() if each[1] > begun}
-        return len(self._sessions)
 
 
 class HostedTexts(HostedModel):

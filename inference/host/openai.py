@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from inference.backend.exchange import Array
 from inference.backend.text_models import pad_rows
-from inference.front.guard import RejectedError
 from inference.front.openai.answers import Candidate
 from inference.front.openai.prepare import ModelFacts
 from inference.front.openai.served import HIDDEN, candidates_of, unit_vectors, wanted_outputs
-from inference.host.calls import InferError, InferRequest
-from inference.host.http import STATUS
+from inference.host.calls import InferRequest
 from inference.host.models import HostedModel
+from inference.host.tensors import as_array
 
 
 class HostedGenerator:
@@ -50,7 +48,8 @@ class HostedGenerator:
                 if isinstance(each, Exception):
                     raise each
                 if isinstance(each, Mapping):
-                    yield candidates_of(each, prompt_len)
+                    outputs = {name: as_array(value) for name, value in each.items()}
+                    yield candidates_of(outputs, prompt_len)
                     continue
                 for row, new in zip(rows, each, strict=True):
                     row += new
@@ -64,9 +63,10 @@ class HostedGenerator:
         try:
             async with contextlib.aclosing(self._model.infer(request)) as responses:
                 async for outputs, _ in responses:
-                    came.put_nowait(outputs)
-        except InferError as error:
-            came.put_nowait(_refused(error))
+                    if outputs:
+                        came.put_nowait(outputs)
+        except Exception as error:  # whatever it is, the request ends with it
+            came.put_nowait(error.with_traceback(None))
         else:
             came.put_nowait(None)
 
@@ -76,24 +76,13 @@ class HostedGenerator:
         for first in range(0, len(rows), self.facts.max_rows):
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
             tensors = {"input_ids": ids, "sequence_length": lengths}
-            try:
-                async with contextlib.aclosing(
-                    self._model.infer(InferRequest(tensors, [HIDDEN]))
-                ) as responses:
-                    async for outputs, _ in responses:
-                        hidden = outputs[HIDDEN].float().cpu().numpy()  # (B, S, E)
-            except InferError as error:
-                raise _refused(error) from None
+            request = InferRequest(tensors, [HIDDEN])
+            async with contextlib.aclosing(self._model.infer(request)) as responses:
+                async for outputs, _ in responses:
+                    hidden = as_array(outputs[HIDDEN])  # (B, S, E)
             found.append(hidden.sum(1, dtype=np.float32) / lengths)
         return unit_vectors(np.concatenate(found))
 
 
 def _ignore(_: object) -> None:
     """Take no news."""
-
-
-def _refused(error: InferError) -> RejectedError:
-    return RejectedError(
-        str(error) or "the model does not answer",
-        STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR),
-    )

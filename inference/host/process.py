@@ -1,8 +1,7 @@
-"""The process of this project's own server: it listens, loads a repository, and serves it.
+"""The process of a server: it listens, loads a repository, and serves it.
 
-`python -m inference.front` runs it where its owner's first record is `link.HostSettings`. At
-SIGTERM it is not ready any more, answers the requests that it has, refuses others with a time after
-which to try again, and ends.
+At SIGTERM it is not ready any more, answers the requests that it has, refuses others with a time
+after which to try again, and ends.
 """
 
 import asyncio
@@ -20,22 +19,24 @@ from typing import NoReturn
 
 from aiohttp import web
 
+from inference.front.context import FrontContext
+from inference.front.grpc_server import grpc_server
 from inference.front.guard import RejectedError
-from inference.front.kserve_grpc import grpc_server
-from inference.front.kserve_http import Handler, http_server
-from inference.front.link import HostSettings, OwnerLink, Question, Reload
+from inference.front.http_server import Handler, http_server
+from inference.front.link import HostSettings, OwnerLink, Question
 from inference.front.tracing import close_tracer
-from inference.front.upstream import FrontContext
 from inference.front.workers import Workers
 from inference.host.calls import InferError, Mailbox
-from inference.host.grpc_calls import HostedGrpc
+from inference.host.grpc_calls import KServeGrpc
 from inference.host.hosted import Hosted
-from inference.host.http import HostedHttp
+from inference.host.http import KServeHttp
 from inference.host.repository import Repository, UnservedError, try_texts
+from inference.host.triton import TritonRepository
 from inference.parent_process import end_with_parent
 
 _POLL_S = 0.02
 _END_S = 0.5  # for the last answers to be sent, and for engines to stop
+_TRITON_END_S = 15.0  # for a tritonserver to end
 _SEND_S = 0.3  # for the answers of a failed engine
 _USED_S = 1.0  # between two notes that clients ask
 _TRY_S = 120.0  # for the text models of a new repository to load
@@ -65,11 +66,10 @@ class _Host:
         """Listen, load, follow the owner's orders, and finish what has begun at the end."""
         settings = self._settings
         self._link = OwnerLink(self._connection)
-        self._link.ready.add(Path())  # until its owner says otherwise
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._workers = Workers()
         try:
-            repository = self._repository(settings.repository)
+            repository = self._repository()
         except ValueError as error:
             return self._fail(error)
         self._context = FrontContext[Hosted](
@@ -92,9 +92,9 @@ class _Host:
     async def _serve(self, link: OwnerLink) -> None:
         settings = self._settings
         grpc_port = settings.ports["grpc"]
-        self._grpc = HostedGrpc(self._context, port=grpc_port)
+        self._grpc = KServeGrpc(self._context, port=grpc_port)
         server = grpc_server(settings.access, self._grpc, host=settings.host, port=grpc_port)
-        http = HostedHttp(self._context)
+        http = KServeHttp(self._context)
         await self._listen(http.answer, settings.ports["http"])
         await self._listen(http.answer_metrics, settings.ports["metrics"])
         await server.start()
@@ -107,9 +107,13 @@ class _Host:
             await following
         await link.finish(self._answered())
         ends = [runner.cleanup() for runner in self._runners]
-        for end in (asyncio.gather(server.stop(_END_S), *ends), self._context.current.close()):
+        close_s = _END_S if settings.triton is None else _TRITON_END_S
+        for end, limit_s in (
+            (asyncio.gather(server.stop(_END_S), *ends), _END_S),
+            (self._context.current.close(), close_s),
+        ):
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(end, _END_S)
+                await asyncio.wait_for(end, limit_s)
 
     async def _follow(self) -> None:
         """Load the repository, and open OpenAI's protocol, if wanted; then follow orders."""
@@ -129,8 +133,8 @@ class _Host:
                 task = asyncio.create_task(self._reply(order))
                 asked.add(task)
                 task.add_done_callback(asked.discard)
-            elif isinstance(order, Reload):
-                await self._reload(order.repository)
+            else:
+                await self._reload()
 
     async def _load(self, hosted: Hosted) -> None:
         await hosted.load(self._mailbox, partial(self._link.tell, SAYS))
@@ -151,8 +155,8 @@ class _Host:
             answers=answers,
         )
 
-    async def _reload(self, folder: Path) -> None:
-        """Serve another repository; requests under way end where they began.
+    async def _reload(self) -> None:
+        """Serve the repository as it is now; requests under way end where they began.
 
         What its files hold is read in a process of its own before this one reads it.
         """
@@ -161,8 +165,9 @@ class _Host:
         try:
             if any(each.keeps_sessions for each in self._context.current.models.values()):
                 raise ValueError("its sessions would be lost; restart the stage")
-            await trial.run(try_texts, folder, size_bytes=0)
-            new = Hosted(self._repository(folder), hidden=self._settings.hidden)
+            if self._settings.triton is None:
+                await trial.run(try_texts, Path(self._settings.repository), size_bytes=0)
+            new = Hosted(self._repository(), hidden=self._settings.hidden)
             await self._load(new)
         except Exception as error:  # whatever it was, the one that is there goes on
             self._link.tell(KEPT, f"{error}")
@@ -175,8 +180,11 @@ class _Host:
         self._link.tell(READY, " ".join(new.models))
         await (await leaving).close()
 
-    def _repository(self, folder: Path) -> Repository:
-        return Repository(folder, leave=self._leave, workers=self._workers)
+    def _repository(self) -> Repository | TritonRepository:
+        source, triton = self._settings.repository, self._settings.triton
+        if triton is None:
+            return Repository(Path(source), leave=self._leave, workers=self._workers)
+        return TritonRepository(source, triton, leave=self._leave)
 
     async def _reply(self, question: Question) -> None:
         """Answer whether a model does, and how much it has answered."""
@@ -185,12 +193,12 @@ class _Host:
             if question.model in hosted.models:
                 await hosted.ask(hosted.models[question.model], is_canary=True)
         except InferError as error:
-            problem = f"{error.code} {error}"
+            problem = f"{error.grpc_code} {error}"
         self._link.tell(ANSWERED, f"{question.number} {hosted.advanced()} {problem}")
 
     def _is_ready(self) -> bool:
         hosted = self._context.current
-        is_healthy = Path() in self._link.ready and not self._link.stopped.is_set()
+        is_healthy = self._link.is_healthy and not self._link.stopped.is_set()
         return bool(hosted.models) and is_healthy
 
     def _note_use(self) -> None:
@@ -219,7 +227,7 @@ class _Host:
 
     def _leave(self, reason: str) -> None:
         """End the process once what the failed engine has answered is sent."""
-        self._link.ready.clear()
+        self._link.is_healthy = False
         sys.stderr.write(f"error: {reason}\n")
         self._link.tell(LOST, reason)
         sys.stderr.flush()
@@ -228,5 +236,6 @@ class _Host:
     def _fail(self, error: Exception) -> int:
         sys.stderr.write(f"error: {error}\n")
         reasons = error.problems if isinstance(error, UnservedError) else (f"{error}",)
-        self._link.tell(FAILED, json.dumps(reasons))
+        is_crash = isinstance(error, UnservedError) and error.is_crash
+        self._link.tell(FAILED, json.dumps([is_crash, *reasons]))
         return 1

@@ -6,6 +6,7 @@ Nothing of a repository is run: a model's script only names which of this projec
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import json
 import pkgutil
@@ -63,11 +64,15 @@ _ENSEMBLE, _NVIDIA = "ensemble", "fastertransformer"
 
 
 class UnservedError(ValueError):
-    """A repository cannot be served; `problems` has the reason of each model."""
+    """A repository cannot be served; `problems` has the reason of each model.
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    `is_crash` holds where a signal has ended another server while it loaded.
+    """
+
+    def __init__(self, problems: Sequence[str], *, is_crash: bool = False) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+        self.is_crash = is_crash
 
 
 class Repository:
@@ -104,11 +109,14 @@ class Repository:
         if not self.configs:
             raise UnservedError([f"{folder} holds no model"])
 
-    def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
+    async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
         """Load every model; `say` gets a line for each. Raises UnservedError.
 
         Nothing stays loaded then.
         """
+        await asyncio.to_thread(self._load, mailbox, say)
+
+    def _load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
         problems = []
         simple = [n for n, (config, _) in self.configs.items() if not _is_ensemble(config)]
         # Engines first: text models load while their ranks start.
@@ -123,12 +131,19 @@ class Repository:
         if not problems:
             problems += [self._ensemble_problem(name) for name in self._in_order()]
         if problems := list(filter(None, problems)):
-            self.close()
+            self._close()
             raise UnservedError(problems)
         self.models = dict(sorted(self.models.items()))
 
-    def close(self) -> None:
+    async def metrics(self) -> list[str]:
+        """Return the lines of the metrics that the models declare."""
+        return list(self.registry.lines())
+
+    async def close(self) -> None:
         """End the engines."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
         for each in engines_of(self.models):
             each.close()
         for thread in self._threads:

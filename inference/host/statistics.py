@@ -57,6 +57,11 @@ class ModelStatistics:
         batch[0] += 1
         batch[1] += taken_ns
 
+    def queued(self, taken_ns: int) -> None:
+        """Note that a part of the time of a request was spent in the queue."""
+        self.queue_ns += taken_ns
+        self.infer_ns -= taken_ns
+
     def failed(self, reason: str, taken_ns: int) -> None:
         """Note a request that was not, for one of the reasons that Triton counts."""
         self.failures[reason] += 1

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,15 @@ _SIZES = {"BF16": 2} | {
     if name not in ("BF16", "BYTES")
 }
 _LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """An output in the bytes of KServe's protocol, as another server has sent it."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    raw: bytes = field(repr=False)
 
 
 def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
@@ -61,7 +71,9 @@ def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
 
 
 def datatype_of(value: Any) -> str:
-    """Return KServe's name of the type of an output, an array or a torch tensor."""
+    """Return KServe's name of the type of an output: an array, a torch tensor or a raw one."""
+    if isinstance(value, RawTensor):
+        return value.datatype
     if isinstance(value, np.ndarray):
         return _NAMES[value.dtype]
     kind = str(value.dtype).removeprefix("torch.")
@@ -69,7 +81,9 @@ def datatype_of(value: Any) -> str:
 
 
 def raw_of(value: Any) -> bytes:
-    """Return the bytes of an output, an array or a torch tensor."""
+    """Return the bytes of an output: an array, a torch tensor or a raw one."""
+    if isinstance(value, RawTensor):
+        return value.raw
     if not isinstance(value, np.ndarray):
         value = value.contiguous().cpu()
         half = datatype_of(value) == "BF16"
@@ -80,6 +94,13 @@ def raw_of(value: Any) -> bytes:
     return b"".join(part for text in texts for part in (_LENGTH.pack(len(text)), text))
 
 
+def as_array(value: Any) -> Array:
+    """Return an output, an array, a torch tensor or a raw one, as an array."""
+    if isinstance(value, RawTensor):
+        return array_of(value.raw, value.datatype, value.shape, name="output")
+    return value if isinstance(value, np.ndarray) else np.asarray(value.float().cpu().numpy())
+
+
 def _int16() -> Any:
     import torch
 
@@ -88,8 +109,7 @@ def _int16() -> Any:
 
 def json_values(value: Any) -> list[Any]:
     """Return the elements of an output as JSON has them, in one list."""
-    if not isinstance(value, np.ndarray):
-        value = value.float().cpu().numpy()
+    value = as_array(value)
     if value.dtype == np.object_:
         return [
             each.decode(errors="replace") if isinstance(each, bytes) else each

@@ -109,7 +109,7 @@ def _lead(arguments: argparse.Namespace) -> int:
         server = server_of(
             arguments,
             folder.path / "repository",
-            kind=chosen_server(AUTO, needs_triton=arguments.client_shared_memory),
+            kind=chosen_server(AUTO, needs_triton=False),
             log_path=folder.path / "server.log",
         )
         if problems := server.port_problems():

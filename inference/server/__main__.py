@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from inference.front.access import (
     access_of,
@@ -26,21 +26,20 @@ from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.installation import mpi_start
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
-from inference.server.server import TritonServer
-from inference.server.server_log import ServerStartError, forwarded_log
-from inference.server.slipway import SlipwayServer
+from inference.server.log import ServerStartError, forwarded_log
+from inference.server.server import ModelServer
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0
 _FASTERTRANSFORMER = "fastertransformer"
-AnyOwnServer: TypeAlias = TritonServer | SlipwayServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (status 0), or until the server fails (status 1)."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    repository, is_old = arguments.model_repository, arguments.engine == _FASTERTRANSFORMER
+    repository = arguments.model_repository
+    is_nvidias = arguments.engine == _FASTERTRANSFORMER
     if "://" not in repository and not (repository and Path(repository).is_dir()):
         parser.error(
             f"--model-repository={repository} is not a folder; give one with a folder for each "
@@ -50,22 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if openai is not None:
         if problems := openai.problems(prefix="--openai-"):
             parser.error(" ".join(problems))
-        if is_old:
+        if is_nvidias:
             parser.error("--openai-port needs --engine=pytorch")
+    needs_triton = is_nvidias or "://" in repository
+    kind = chosen_server(arguments.server, needs_triton=needs_triton)
+    if kind == SLIPWAY and needs_triton:
+        parser.error(
+            "--engine=fastertransformer and repositories in object stores need "
+            "--server=tritonserver"
+        )
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         try:
-            more: dict[str, Any] = {"log_path": Path(folder) / "server.log", "openai": openai}
-            needs_triton = is_old or arguments.client_shared_memory or "://" in repository
-            kind = chosen_server(arguments.server, needs_triton=needs_triton)
-            if kind == SLIPWAY and needs_triton:
-                raise ValueError(
-                    "--engine=fastertransformer, --client-shared-memory and repositories in object "
-                    "stores need --server=tritonserver"
-                )
-            if kind == TRITONSERVER:
-                prefix, variables = mpi_start() if is_old else ((), {})
-                more |= {"env": variables, "prefix": prefix, "is_old": is_old}
-            server = server_of(arguments, repository, kind=kind, **more)
+            prefix, variables = mpi_start() if is_nvidias else ((), {})
+            server = server_of(
+                arguments,
+                repository,
+                kind=kind,
+                log_path=Path(folder) / "server.log",
+                openai=openai,
+                env=variables,
+                prefix=prefix,
+                is_nvidias=is_nvidias,
+            )
         except ValueError as error:
             parser.error(str(error))
         return serve_until_signal(
@@ -91,14 +96,14 @@ def server_of(
     kind: str = TRITONSERVER,
     log_path: Path,
     **more: Any,
-) -> AnyOwnServer:
+) -> ModelServer:
     """Return the server that parsed options ask for. Raises ValueError with their problems."""
     access = access_of(vars(arguments))
     if problems := access.problems(prefix="--", joiner="-"):
         raise ValueError("\n".join(problems))
-    made = TritonServer if kind == TRITONSERVER else SlipwayServer
-    return made(
+    return ModelServer(
         repository,
+        has_triton=kind == TRITONSERVER,
         ports={name: getattr(arguments, f"{name}_port") for name in TRITON_PORTS},
         host=arguments.host,
         log_path=log_path,
@@ -108,7 +113,7 @@ def server_of(
     )
 
 
-def serve_until_signal(server: AnyOwnServer, *, ready_timeout_s: float, drain_s: float) -> int:
+def serve_until_signal(server: ModelServer, *, ready_timeout_s: float, drain_s: float) -> int:
     """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed."""
     with stop_signals(signal.SIGTERM, signal.SIGINT), forwarded_log(server.log_path):
         try:

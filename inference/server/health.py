@@ -1,4 +1,4 @@
-"""Whether a ready server still answers: small requests to each model and to the processes in front.
+"""Whether a ready server still answers: small requests to each model, and to the server itself.
 
 Silence alone ends nothing. What is silent and advances is busy; what is silent and computes may be
 busy; what does neither hangs.
@@ -10,11 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from export_scripts.triton.parameters import PARAMETERS, REQUIRED
-from inference.server.admin import Admin, RefusalError, is_interactive
-from inference.server.process import ServedProcess
-from inference.server.supervisor import descendants, model_of, process_state
-from inference.supervision import BUSY, CANARY_PARAMETER
+from inference.server.processes import process_state
 
 INTERVAL_S = 5.0
 TIMEOUT_S = 20.0
@@ -29,9 +25,12 @@ _COMPUTES = 0.05
 # The largest request that a text model takes keeps a core busy for some 20 s, and a step of a large
 # model on a CPU may take a minute. What computes for longer without an end never comes to one.
 _LONGEST_S = 300.0
-_REFUSALS = ("UNAVAILABLE", "INVALID_ARGUMENT", "NOT_FOUND")
 # A model that computes but has not answered for so long would not answer a request now.
 _LONGEST_READY_S = 30.0
+
+
+class RefusalError(ValueError):
+    """A model answered with an error that is its own."""
 
 
 @dataclass
@@ -160,52 +159,3 @@ def _advanced(target: Target) -> float | None:
 def _computed_s(target: Target) -> float:
     states = map(process_state, target.processes())
     return sum(state.cpu_s for state in states if state is not None)
-
-
-def model_targets(admin: Admin, models: Sequence[str], *, root: int) -> list[Target]:
-    """Return a target for each model that takes a canary.
-
-    Models of sessions get none: a canary would wait behind the sessions that users keep open.
-    """
-    return [
-        _model_target(admin, name, root)
-        for name in models
-        if not is_interactive(admin.config(name)) and admin.small_request(name) is not None
-    ]
-
-
-def _model_target(admin: Admin, name: str, root: int) -> Target:
-    steps = [each.model_name for each in admin.config(name).ensemble_scheduling.step] or [name]
-    needed = {key for key, each in PARAMETERS.items() if each.default == REQUIRED}
-    # An engine takes a request over at once, and says itself whether it advances.
-    counted = [each for each in steps if needed.isdisjoint(admin.config(each).parameters)]
-
-    def ask(timeout_s: float) -> None:
-        try:
-            admin.ask(name, timeout_s=timeout_s, parameters={CANARY_PARAMETER: True})
-        except RefusalError as error:  # others are the request's fault, not the model's
-            if error.code not in _REFUSALS and str(error).rpartition(" ")[2] != BUSY:
-                raise
-
-    return Target(
-        f"model {name}",
-        ask,
-        advanced=lambda: sum(map(admin.executed, counted)),
-        processes=lambda: [
-            pid
-            for own in descendants(root)
-            if model_of(own) in steps
-            for pid in (own, *descendants(own))
-        ],
-    )
-
-
-def front_target(server: ServedProcess, port: str, *, pid: int) -> Target:
-    """Return a target for a server's front at a port: any answer to HTTP shows that it lives."""
-    return Target(
-        f"the front at its port {server.ports[port]}",
-        lambda timeout_s: server.ask("/v2/health/live", timeout_s=timeout_s, port=port),
-        advanced=lambda: 0.0,
-        processes=lambda: [pid],
-        longest_s=_LONGEST_READY_S,
-    )

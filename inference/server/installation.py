@@ -4,18 +4,18 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.front.sockets import ServerSockets
+from export_scripts.triton.model_config import parse_config
+from export_scripts.triton.signature import ENCODERS
 from inference.private_folder import is_plain, plain_temporary_folder
 from inference.process_memory import memory_variables
 
@@ -40,15 +40,13 @@ print(json.dumps({
     "numpy": numpy,
 }))
 """
-_OPTION = re.compile(r"^\s*--([a-z][a-z-]*)", re.MULTILINE)
 _HELP_TIMEOUT_S = 120.0  # a container's first read of the program can be slow
 # Set by launchers of MPI processes.
 _MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
 _REMOTE_SHELLS = ("ssh", "rsh")  # Open MPI's mpirun ends at once where there is neither
-# The server itself waits this long for running requests; `stop` sets the limit that counts.
-_EXIT_TIMEOUT_S = 3600
-_EVERYWHERE = "0.0.0.0"  # where tritonserver listens by itself
+# The server itself waits this long for running requests: it is ended once it has none.
+_EXIT_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,6 @@ class TritonInstallation:
         if libraries := os.pathsep.join(filter(None, searched)):
             variables["LD_LIBRARY_PATH"] = libraries
         return variables | memory_variables()
-
-    def known_options(self) -> frozenset[str]:
-        """Return the names of the options that the program's help lists."""
-        done = subprocess.run(
-            [str(self.program), "--help"],
-            capture_output=True,
-            text=True,
-            env=os.environ | self.environment(),
-            timeout=_HELP_TIMEOUT_S,
-            check=False,  # some releases end with 1 after their help
-        )
-        return frozenset(_OPTION.findall(done.stdout + done.stderr))
 
     def arguments(self) -> list[str]:
         """Return the options with the paths of the server's parts."""
@@ -264,48 +250,54 @@ def _cache_root() -> Path:
     return folder
 
 
-def server_options(
-    repository: str, sockets: ServerSockets, *, completes_configs: bool
-) -> list[str]:
-    """Return the options of a server of this project, which listens on Unix sockets alone.
-
-    The sockets' owner may load and unload models; the front passes no such request on. With
-    `completes_configs` backends may fill in what a config.pbtxt leaves out, for which each of their
-    models is loaded twice.
-    """
-    grpc, _, port = str(sockets.grpc).rpartition(":")
+def server_options(repository: str, sockets: Path) -> list[str]:
+    """Return the options of a server that listens on Unix sockets in a folder alone."""
     return [
         f"--model-repository={repository}",
-        f"--http-address=unix:{sockets.http}",
-        f"--grpc-address=unix:{grpc}",
-        f"--grpc-port={port}",
-        f"--metrics-address=unix:{sockets.metrics}",
+        *_listening(sockets),
+        f"--metrics-address=unix:{sockets / 'metrics'}",
         # Lets a model whose workers died take itself out of service.
         "--model-control-mode=explicit",
         "--load-model=*",
         # A failed model stays listed with its reason; the server goes on.
         "--exit-on-error=false",
         "--strict-readiness=true",
-        f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
-        *(() if completes_configs else ("--disable-auto-complete-config",)),
+        *_completion(repository),
     ]
 
 
-def old_server_options(
-    repository: str, ports: Mapping[str, int], *, host: str, known: Collection[str] | None = None
-) -> list[str]:
+def nvidias_options(repository: str, sockets: Path) -> list[str]:
     """Return options that releases of tritonserver for NVIDIA's C++ backend know.
 
-    Models are loaded once: the backend cannot load one again in the same process. `known` are the
-    options that the program takes: releases before 23.06 cannot bind the metrics to an address.
+    Models are loaded once: the backend cannot load one again in the same process. Releases before
+    23.06 cannot bind the metrics to an address.
     """
-    addresses = [f"{name}-address" for name in ports if host != _EVERYWHERE]
+    return [f"--model-repository={repository}", *_listening(sockets), "--allow-metrics=false"]
+
+
+def _listening(sockets: Path) -> list[str]:
+    # To the name of a Unix socket, too, the server adds the port.
     return [
-        f"--model-repository={repository}",
-        *(f"--{name}-port={port}" for name, port in ports.items()),
-        *(f"--{name}={host}" for name in addresses if known is None or name in known),
+        "--allow-http=false",
+        f"--grpc-address=unix:{sockets / 'grpc'}",
+        "--grpc-port=8001",
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
     ]
+
+
+def _completion(repository: str) -> list[str]:
+    """Return the option by which backends fill in nothing that a config.pbtxt leaves out.
+
+    For an encoder made for NVIDIA's backend they have to: its configuration does not give the types
+    of its tensors, or not the right ones. Each model is then loaded twice.
+    """
+    for path in Path(repository).glob("*/config.pbtxt"):
+        with contextlib.suppress(OSError, ValueError):  # the server reports what is wrong with it
+            config = parse_config(path.read_text(encoding="utf-8"))
+            model_type = config.parameters["model_type"].string_value
+            if config.backend == "fastertransformer" and model_type in ENCODERS:
+                return []
+    return ["--disable-auto-complete-config"]
 
 
 def mpi_start(*, is_step: bool = False) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -5,7 +5,6 @@ import shutil
 
 SLIPWAY, TRITONSERVER, AUTO = "slipway", "tritonserver", "auto"
 SERVERS = (AUTO, SLIPWAY, TRITONSERVER)
-OWN_NAME = "the server"  # of this project's own, in messages
 SERVER_VARIABLE = "TRITON_SERVER"
 
 

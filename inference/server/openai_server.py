@@ -6,10 +6,12 @@ from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from pathlib import Path
 
+from inference.server import supervisor
 from inference.server.process import ServedProcess
 
 HOST_FIELD, PORT_FIELD, MODEL_FIELD = "{host}", "{port}", "{model}"  # in a command
 _POLL_S = 0.25
+_GRACE_S = 5.0  # between SIGTERM and SIGKILL once this process is gone
 _ASK_S = 5.0
 _FIRST_ANSWER_S = 120.0  # kernels may be compiled for it
 
@@ -56,7 +58,7 @@ class OpenAIServer(ServedProcess):
             values = {HOST_FIELD: self.host, PORT_FIELD: port, MODEL_FIELD: folder}
             for field, value in values.items():
                 command = [word.replace(field, value) for word in command]
-            self._spawn(command, segments="", env={})
+            self._start_process(supervisor.PROGRAM, ["", f"{_GRACE_S:g}", *command])
             progress(f"waiting for {self.name}")
             while not self._is_healthy():
                 check()

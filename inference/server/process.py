@@ -1,4 +1,4 @@
-"""A server's process under its supervisor: its ports, its start, its end."""
+"""A server's process: its ports, its start, its end."""
 
 import contextlib
 import http.client
@@ -17,11 +17,11 @@ from typing import NoReturn, TypeVar
 from inference.front.access import OPEN_ACCESS, Access
 from inference.parent_process import LinkedProcess
 from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
-from inference.server import supervisor
-from inference.server.server_log import ServerStartError, last_lines
-from inference.supervision import REPORTS_VARIABLE
+from inference.server.log import ServerStartError, last_lines
+from inference.server.processes import descendants, process_state
 
-_KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
+_END_S = 5.0  # for processes that were killed to go
+_POLL_S = 0.02
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # Lines that a server itself marks as errors, or the exception that ended it.
 _ERROR = re.compile(r"E\d{4} |error: |terminate called ")
@@ -30,7 +30,7 @@ _Server = TypeVar("_Server", bound="ServedProcess")
 
 @dataclass(kw_only=True, eq=False)
 class ServedProcess:
-    """A server that runs under a supervisor, with all that it starts, and ends with this process.
+    """A server that ends with this process, with all that it starts.
 
     Attributes:
         ports: by name; those of 0 are chosen when it starts, and are then here.
@@ -39,7 +39,7 @@ class ServedProcess:
         access: limits the clients and their requests.
     """
 
-    name = "tritonserver"
+    name = "the server"
     host: str = "127.0.0.1"
     ports: Mapping[str, int] = field(default_factory=TRITON_PORTS.copy)
     log_path: Path
@@ -53,7 +53,6 @@ class ServedProcess:
         self._headers: dict[str, str] = {}  # that authorize a request
         self._wanted_ports = dict(self.ports)
         self._process: LinkedProcess | None = None
-        self._losses: list[str] = []
         self._silent_since: float | None = None
 
     @property
@@ -67,7 +66,7 @@ class ServedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the supervisor, the root of this server's processes."""
+        """Process id of the root of this server's processes."""
         return self._process.pid if self._process else None
 
     def port_problems(self) -> list[str]:
@@ -105,10 +104,6 @@ class ServedProcess:
         finally:
             connection.close()
 
-    def can_have_a_successor(self) -> bool:
-        """Return whether another server can take over its clients; without our front none can."""
-        return False
-
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
@@ -138,25 +133,22 @@ class ServedProcess:
 
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return
+        below = descendants(process.pid)
         if self.poll() is None and drain_s > 0:
-            self._drain(time.monotonic() + drain_s)
-        if self.poll() is None:
-            self._order(supervisor.KILL)
-            self._process.send_signal(signal.SIGCONT)  # it may have been stopped
-            self._ended_within(_KILL_WAIT_S)
-        if self.poll() is None:
-            for pid in [*supervisor.descendants(self._process.pid), self._process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.wait()
-        self._process.link.close()
-
-    def _drain(self, deadline: float) -> None:
-        """Ask the server to end, and wait until it has, or no request needs it any more."""
-        self._order(supervisor.END)
-        self._ended_within(deadline - time.monotonic())
+            process.terminate()
+            self._ended_within(drain_s)
+        below += descendants(process.pid)
+        _kill([process.pid])
+        self._ended_within(_END_S)
+        # A supervisor ends what it has started, and removes the memory that was shared.
+        deadline = time.monotonic() + _END_S
+        while any(map(process_state, below)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        _kill(below)
+        process.link.close()
 
     def __enter__(self: _Server) -> _Server:
         return self
@@ -174,42 +166,29 @@ class ServedProcess:
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
         self.ports = self._wanted_ports | dict(chosen)
 
-    def _spawn(
+    def _start_process(
         self,
-        command: Sequence[str],
+        program: Sequence[str],
+        words: Sequence[str],
         *,
-        segments: str,
-        env: Mapping[str, str],
+        env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-    ) -> None:
-        """Start the command under a supervisor.
-
-        `segments` is the prefix of its shared memory's names, "" for a server that clears its own.
-        """
+    ) -> LinkedProcess:
+        """Start a program with a new log; `words` follow the descriptor of its link."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
         self._process = LinkedProcess(
-            supervisor.PROGRAM,
-            [segments, *command],
+            program,
+            words,
             log_path=self.log_path,
-            # A socket that this process itself has to report to is not the server's.
-            env={**os.environ, REPORTS_VARIABLE: "", **env, **self.env},
+            env={**os.environ, **(env or {}), **self.env},
             cwd=cwd,
         )
-
-    def _order(self, what: bytes) -> None:
-        assert self._process is not None
-        with contextlib.suppress(OSError):  # its exit status reports its end
-            self._process.link.send_bytes(what)
+        return self._process
 
     def _lost(self) -> str:
-        """Return what the supervisor has reported as lost, empty for nothing."""
-        assert self._process is not None
-        link = self._process.link
-        with contextlib.suppress(EOFError, OSError):
-            while link.poll():
-                self._losses.append(link.recv_bytes().decode(errors="replace"))
-        return "; ".join(self._losses)
+        """Return what the server has reported as lost, empty for nothing."""
+        return ""
 
     def _fail(
         self, summary: str, reasons: Sequence[str] = (), *, is_crash: bool = False
@@ -223,3 +202,9 @@ class ServedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         return self._process.poll() is not None
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,88 +1,60 @@
-"""One tritonserver process: start it, wait until it is ready, watch it, stop all of it."""
+"""A server of a repository, as its owner sees it: start it, watch it, stop all of it."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-import secrets
+import itertools
+import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
-from http import HTTPStatus
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import FrontProcess, FrontSettings, Readiness, Served
-from inference.front.rules import READY_PATH
-from inference.front.sockets import ServerSockets, new_sockets
-from inference.front.validation import leaves_types_to_the_backend, read_configs
-from inference.ports import accepts_connections
-from inference.private_folder import plain_folder
-from inference.server import supervisor
-from inference.server.admin import Admin, RefusalError, is_interactive
-from inference.server.health import Health, front_target, model_targets
-from inference.server.installation import find_triton, old_server_options, server_options
+from inference.front.link import HostSettings, Question, Readiness, Reload, TritonOptions
+from inference.process_memory import memory_variables
+from inference.server.health import Health, RefusalError, Target
 from inference.server.process import ServedProcess
-from inference.server.segments import user_prefix
-from inference.server.server_log import (
-    ServerLog,
-    ServerStartError,
-    crash_of,
-    last_lines,
-    put_aside,
-    short_reason,
-)
-from inference.supervision import REPORTS_VARIABLE
+from inference.server.processes import ServerWatch, descendants
 
-_POLL_S = 0.1
-_TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
-_PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
-_UNLOADING = "live models and "  # logged every second once all requests are answered
-_DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
-# Server 2.51 never unloads a model if the last frame of one of its streams was on the way when the
-# client cancelled: the stream keeps the request, and the request the model.
-_UNLOAD_S = 10.0
+_PROGRAM = (sys.executable, "-m", "inference.host")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.02
+_END_S = 5.0  # for a process that was killed to go
 
 
 @dataclass(eq=False)
-class TritonServer(ServedProcess):
-    """One tritonserver process, its child processes, and the front that clients reach.
+class ModelServer(ServedProcess):
+    """One process that serves a repository, and those that it starts.
 
     Attributes:
-        prefix: starts the server, such as mpirun.
-        is_old: keeps to the options that every release knows: the server then listens itself,
-            without a front, and leaves the control of models open to clients.
-        openai: adds an endpoint of OpenAI's protocol, which needs the front.
-        hidden: width of the hidden states that an encoder takes; an encoder of unknown width is not
-            asked whether it answers.
-        former: a server whose front and ports this one gets by `take_over`.
+        prefix: of the command of a tritonserver, such as mpirun.
+        has_triton: a tritonserver runs the models, in place of this project's own engines.
+        is_nvidias: with NVIDIA's C++ backend.
+        openai: adds an endpoint of OpenAI's protocol.
+        hidden: width of the hidden states that an encoder takes, if it is known.
     """
 
     model_repository: Path | str
     _: KW_ONLY
-    prefix: Sequence[str] = ()
-    is_old: bool = False
     openai: OpenAIOptions | None = None
     hidden: int | None = None
-    former: TritonServer | None = None
+    has_triton: bool = False
+    is_nvidias: bool = False
+    prefix: Sequence[str] = ()
+
+    name = "the server"
 
     def __post_init__(self) -> None:
-        assert self.openai is None or not self.is_old, "the endpoint needs the front"
         if self.openai is not None:
             self.ports = {**self.ports, "openai": self.openai.port}
         super().__post_init__()
-        self._source = str(self.model_repository)
-        self._stopped_since: dict[str, float] = {}  # by process
-        self._admin: Admin | None = None
         self._health: Health | None = None
-        # Prefix of the server's segments in /dev/shm, by which those of a killed server are found.
-        self._shm_prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
-        self._sockets: ServerSockets | None = None
-        self._front: FrontProcess | None = None
-        self._held = contextlib.ExitStack()  # what a start has made, and its end removes
-        self._has_successor = False
+        self._watch: ServerWatch | None = None
+        self._link: HostLink | None = None
 
     @property
     def openai_url(self) -> str | None:
@@ -92,342 +64,253 @@ class TritonServer(ServedProcess):
         scheme = "https" if self.uses_tls else "http"
         return f"{scheme}://{self.address('openai')}/v1"
 
-    @property
-    def control_address(self) -> str:
-        """Target of gRPC at which the server answers only its owner.
-
-        It offers all of Triton's API, including the loading and unloading of models.
-        """
-        return self.address("grpc") if self._sockets is None else f"unix:{self._sockets.grpc}"
-
-    @property
-    def admin(self) -> Admin:
-        """The owner's connection to a started server."""
-        if self._admin is None:
-            self._admin = Admin(self.control_address, hidden=self.hidden)
-        return self._admin
-
-    def port_problems(self) -> list[str]:
-        """Return a message for every wanted port that is unavailable."""
-        return [] if self.former is not None else super().port_problems()
-
     def start(
         self,
         *,
         timeout_s: float,
         progress: Callable[[str], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,
-        crash_retries: int = 1,
     ) -> None:
-        """Start the server and return once every model is ready.
+        """Start the server and return once every model has answered a small request.
 
-        `check` is called repeatedly; an exception that it raises ends the start. A program that
-        crashes is started again `crash_retries` times: tritonserver 2.51 does so once in some
-        hundred starts. Once ready, the server ends with a model's process, or when a process stays
-        stopped.
-
-        Raises:
-            ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
-                process is left then.
-            FileNotFoundError: tritonserver is not installed on this machine.
+        `check` is called repeatedly; an exception that it raises ends the start. Raises
+        ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
+        process is left then.
         """
         self._check_ports()
-        deadline = time.monotonic() + timeout_s
-        # Another process can take a chosen port before the server opens it.
-        for attempts_left in (2, 1, 0):
-            log = self._launch()
-            try:
-                self._await_ready(log, deadline, timeout_s, progress, check)
-            except BaseException as error:
-                self.stop(drain_s=0)
-                if not (isinstance(error, ServerStartError) and attempts_left):
-                    raise
-                if error.is_crash and crash_retries:
-                    crash_retries -= 1
-                    kept = put_aside(self.log_path)
-                    with contextlib.suppress(OSError):  # on a full disk
-                        sys.stderr.write(f"{error.summary} starting it again; its log is {kept}\n")
-                elif 0 not in self._wanted_ports.values() or not _PORT_TAKEN.search(
-                    "\n".join(last_lines(self.log_path, 50))
-                ):
-                    raise
-            else:
-                self._order(supervisor.READY)
-                return
+        self._choose_ports()
+        try:
+            self._launch()
+            self._await_ready(time.monotonic() + timeout_s, timeout_s, progress, check)
+        except BaseException:
+            self.stop(drain_s=0)
+            raise
 
-    def await_answer(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """Send a model of a started server a small request, and wait for the answer.
+    def _launch(self) -> None:
+        # The folder is for the list of processes alone.
+        process = self._start_process(
+            _PROGRAM, [str(self.model_repository)], env=memory_variables(), cwd=_CHECKOUT
+        )
+        self._link = HostLink(process.link)
+        triton = TritonOptions(self.log_path.absolute(), tuple(self.prefix), self.is_nvidias)
+        settings = HostSettings(
+            self._source(),
+            triton if self.has_triton else None,
+            self.hidden,
+            self.host,
+            self.ports,
+            self.access,
+            self.openai,
+            Path.cwd(),
+        )
+        self._link.send(settings)
 
-        `check` is called repeatedly; an exception that it raises ends the wait. Raises
-        ServerStartError if the model has answered with an error, or not within `timeout_s`, or the
-        server has ended.
-        """
-        summary = "tritonserver is ready, but does not answer:"
-        pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
-        answered = pool.submit(self.admin.ask, model, timeout_s=timeout_s)
-        pool.shutdown(wait=False)
-        while not answered.done():
+    def _source(self) -> str:
+        text = str(self.model_repository)
+        return text if "://" in text else str(Path(text).absolute())
+
+    def _await_ready(
+        self,
+        deadline: float,
+        timeout_s: float,
+        progress: Callable[[str], None],
+        check: Callable[[], None],
+    ) -> None:
+        process, link = self._process, self._link
+        assert process is not None
+        assert link is not None
+        while not link.models:
             check()
-            if (status := self.poll()) is not None:
-                ended = f"tritonserver ended with status {status} at its first request"
-                self._fail(summary, [ended])
-            wait([answered], timeout=_POLL_S)
-        if (error := answered.exception()) is not None:
-            words = f"model {model} did not answer a first small request: {error}"
-            self._fail(summary, f"{words} (within {timeout_s:g} s)".splitlines())
+            if (status := process.poll()) is not None:
+                link.read_all()
+            for said in link.said():
+                progress(said)
+            if link.has_failed:
+                summary = "the server cannot serve this repository:"
+                self._fail(summary, link.failures, is_crash=link.is_crash)
+            if status is not None:
+                self._fail(f"the server ended with status {status} before it was ready:")
+            if time.monotonic() > deadline:
+                self._fail(f"the server was not ready after {timeout_s:g} s:", link.loading())
+            link.wait(_POLL_S)
+        self.models = link.models
+        self._watch = ServerWatch(process.pid)
+        progress("ready")
 
     def watch_answers(self, **times: float) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
-        Each model gets a small request every few seconds; `times` are those of `Health`.
+        Each gets a small request every few seconds; `times` are those of `Health`.
         """
-        if self.is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
-            return
         assert self._process is not None, "the server was not started"
-        targets = model_targets(self.admin, self.models, root=self._process.pid)
-        if self._front is not None:
-            targets += [
-                front_target(self, name, pid=self._front.pid)
-                for name in ("http", "openai")
-                if name in self.ports
-            ]
+        pid, link = self._process.pid, self._link
+        assert link is not None
+
+        def processes() -> list[int]:
+            return [pid, *descendants(pid)]
+
+        targets = [
+            Target(
+                f"model {name}" if name else "the server",
+                ask=lambda timeout_s, name=name: link.ask(name, timeout_s=timeout_s),  # type: ignore[misc]
+                advanced=link.advanced,
+                processes=processes,
+            )
+            for name in ("", *self.models)
+        ]
         self._health = Health(targets, tell=self.tell_ready, **times)
 
-    def last_used(self) -> float:
-        """Return the Unix time of the last request of a client through the front."""
-        assert self._sockets is not None, "NVIDIA's server has no front"
-        return self._sockets.last_used()
-
     def tell_ready(self, is_ready: bool) -> None:
-        """Have the front say whether the server is ready."""
-        if self._front is not None and self._sockets is not None:
-            self._front.send(Readiness(self._sockets.folder, is_ready))
+        """Have the server say whether it is ready."""
+        assert self._link is not None
+        self._link.send(Readiness(is_ready))
+
+    def last_used(self) -> float:
+        """Return the Unix time of the last request of a client."""
+        assert self._link is not None
+        return self._link.used
+
+    def reload(self, *, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Serve the repository as it is now; requests under way end where they began.
+
+        Raises ValueError if it cannot be served; what was loaded is served on.
+        """
+        link = self._link
+        assert link is not None
+        link.models, link.kept = (), ""
+        link.send(Reload())
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not link.models:
+                check()
+                if link.kept or self.poll() is not None or time.monotonic() > deadline:
+                    raise ValueError(link.kept or "the server did not load the new repository")
+                link.wait(_POLL_S)
+        finally:
+            link.models = link.models or self.models
+        self.models = link.models
 
     def _fault(self) -> str | None:
-        if fault := crash_of(self.log_path) or self._stopped_process():
-            return fault
-        if self._front is not None and (status := self._front.poll()) is not None:
-            return f"the front, which clients reach, ended with status {status}"
-        try:
-            lost = [name for name in self.models if not self.admin.is_model_ready(name)]
-        except RefusalError as error:
-            raise ConnectionError(str(error)) from error
-        if lost:
-            return self._lost() or "; ".join(f"model {name} is not ready" for name in lost)
+        assert self._watch is not None
+        if loss := self._watch.loss():
+            return loss
         return self._health.failure() if self._health is not None else None
 
-    def _stopped_process(self) -> str | None:
-        """Return which process has been stopped too long; the supervisor sees those below it."""
-        processes = {"the supervisor": self._process, "the front": self._front}
-        for name, process in processes.items():
-            if process is None:
-                continue
-            state, now = supervisor.process_state(process.pid), time.monotonic()
-            if state is None or state.letter != "T":
-                self._stopped_since.pop(name, None)
-            elif now - self._stopped_since.setdefault(name, now) >= supervisor.STOPPED_LIMIT_S:
-                limit_s = supervisor.STOPPED_LIMIT_S
-                return f"{name}, process {process.pid}, has been stopped for {limit_s:g} s"
-        return None
+    def _lost(self) -> str:
+        if self._link is None:
+            return ""
+        if self.poll() is not None:
+            self._link.read_all()
+        return self._link.lost
 
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._health is not None:
             self._health.stop()
         super().stop(drain_s=drain_s)
-        if self._front is not None and not self._has_successor:
-            self._front.end()
-        self._close_admin()
-        self._held.close()
 
-    def _close_admin(self) -> None:
-        if self._admin is not None:
-            self._admin.close()
-            self._admin = None
 
-    def _launch(self) -> ServerLog:
-        if self.former is not None:
-            self._wanted_ports = dict(self.former.ports)
-        self._choose_ports()
-        command, environment = self._command()
-        self._spawn(command, segments=self._shm_prefix, env=environment)
-        if self._sockets is not None and self.former is None:
-            served = self._served(self._sockets)
-            settings = FrontSettings(
-                served, self.host, self.ports, self.access, self.openai, Path.cwd()
-            )
-            self._front = FrontProcess(settings, log_path=self.log_path)
-        configs = Path(self._source).glob("*/config.pbtxt")  # none at a URL
-        return ServerLog(self.log_path, (path.parent.name for path in configs))
+class HostLink:
+    """The owner's end of the connection to a server: orders there, events back.
 
-    def _served(self, sockets: ServerSockets) -> Served:
-        is_here = "://" not in self._source
-        return Served(sockets.folder, Path(self._source).absolute() if is_here else None)
+    Attributes:
+        models: those that are served, none before they are ready.
+        has_failed: whether it cannot serve, `failures` why, as far as it knows, and `is_crash`
+            whether a signal has ended a tritonserver.
+        lost: why it is about to end.
+        kept: why it has not loaded another repository.
+        used: Unix time of the last request.
+    """
 
-    def _command(self) -> tuple[list[str], dict[str, str]]:
-        """Return the command line of this start, with new sockets, and its environment."""
-        installation = find_triton(own_backends=not self.is_old)
-        program = [*self.prefix, str(installation.program), *installation.arguments()]
-        repository = self._held.enter_context(plain_folder(self._source))
-        environment = installation.environment()
-        if self.is_old:
-            known = installation.known_options()
-            options = old_server_options(repository, self.ports, host=self.host, known=known)
-        else:
-            self._sockets = new_sockets()
-            self._held.callback(self._sockets.remove)
-            environment[REPORTS_VARIABLE] = str(self._sockets.reports)
-            configs = read_configs(Path(self._source)).values()
-            completes = any(map(leaves_types_to_the_backend, configs))
-            options = server_options(repository, self._sockets, completes_configs=completes)
-        segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
-        return [*program, *options, segments], environment
+    def __init__(self, connection: Connection) -> None:
+        self.models: tuple[str, ...] = ()
+        self.failures: tuple[str, ...] = ()
+        self.lost = self.kept = ""
+        self.has_failed = self.is_crash = False
+        self.used = time.time()
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._said: list[str] = []
+        self._loading: list[str] = []
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, str] = {}
+        self._advanced = 0.0
+        self._reader = threading.Thread(target=self._read, name="host", daemon=True)
+        self._reader.start()
 
-    def can_have_a_successor(self) -> bool:
-        """Return whether another server can take over: it has a front, and keeps no sessions."""
-        return self._front is not None and not self._has_sessions()
+    def send(self, record: object) -> None:
+        """Send an order."""
+        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
+            self._connection.send(record)
 
-    def take_over(self) -> None:
-        """Have the front of the former server pass requests on to this one, which is ready.
+    def read_all(self) -> None:
+        """Read what a server that has ended has sent."""
+        self._reader.join(_END_S)
 
-        The former one finishes the requests that it has; `stop` waits for them. Raises
-        ServerStartError if the front cannot serve this one; it stays with the former.
+    def wait(self, limit_s: float) -> None:
+        """Wait for an event."""
+        with self._changed:
+            self._changed.wait(limit_s)
+
+    def said(self) -> list[str]:
+        """Return what the server has said since the last time."""
+        said, self._said = self._said, []
+        return said
+
+    def loading(self) -> list[str]:
+        """Return which models are loading, for a start that takes too long."""
+        return [f"still loading {', '.join(self._loading)}"] if self._loading else []
+
+    def ask(self, model: str, *, timeout_s: float) -> None:
+        """Have a model answer a small request; "" asks the server itself.
+
+        Raises ConnectionError for silence, RefusalError for an error.
         """
-        former, sockets = self.former, self._sockets
-        assert former is not None
-        assert former._front is not None
-        assert sockets is not None
-        front = former._front
-        front.send(Readiness(sockets.folder, is_ready=True))
-        front.send(self._served(sockets))
-        deadline = time.monotonic() + _TAKE_OVER_S
-        while not front.serves(sockets.folder):
-            if front.poll() is not None or time.monotonic() > deadline:
-                raise ServerStartError(
-                    "the front did not take the new server:", reasons=[], log_path=former.log_path
-                )
-            time.sleep(_POLL_S)
-        self._front, self.former = front, None
-        former._has_successor = True
+        number = next(self._numbers)
+        self.send(Question(number, model))
+        with self._changed:
+            answered = self._changed.wait_for(lambda: number in self._answers, timeout_s)
+        if not answered:
+            raise ConnectionError(f"no answer within {timeout_s:g} s")
+        code, _, words = self._answers.pop(number).partition(" ")
+        if code and code not in ("UNAVAILABLE", "INVALID_ARGUMENT"):
+            raise RefusalError(words)
 
-    def _await_ready(
-        self,
-        log: ServerLog,
-        deadline: float,
-        timeout_s: float,
-        progress: Callable[[str], None],
-        check: Callable[[], None],
-    ) -> None:
-        while True:
-            check()
-            status = self.poll()
-            crash = crash_of(self.log_path, status)  # it may hang while it reports that
-            events = log.read()
-            if crash or status is not None:
-                events += log.read()  # the last record is whole
-            for message in events:
-                progress(message)
-            if crash:
-                self._fail(f"{crash} before it was ready:", log.failures, is_crash=not log.failures)
-            if status is not None:
-                self._fail(
-                    f"tritonserver ended with status {status} before it was ready:", log.failures
-                )
-            if self._front is not None and self._front.poll() is not None:
-                self._fail("the front, which clients reach, did not start:", log.failures)
-            if log.failures:
-                self._fail("tritonserver cannot serve this repository:", log.failures)
-            if self._is_ready(log):
-                # A model's problems, and that it is loaded, are logged before it is ready.
-                for message in (*log.read(), *log.read()):
-                    progress(message)
-                if not log.failures and self._is_seen_ready():
-                    return progress("ready")
-            if time.monotonic() > deadline:
-                waiting = [name for name in log.loading if name not in log.loaded]
-                log.failures.append(
-                    f"still loading {', '.join(waiting)}" if waiting else "no model is loading"
-                )
-                self._fail(f"tritonserver was not ready after {timeout_s:g} s:", log.failures)
-            time.sleep(_POLL_S)
+    def advanced(self) -> float:
+        """Return a number that grows with what the server has finished."""
+        with contextlib.suppress(ConnectionError):
+            self.ask("", timeout_s=1.0)
+        return self._advanced
 
-    def _is_ready(self, log: ServerLog) -> bool:
-        try:
-            statuses = self.admin.statuses()
-            failed = [each for each in statuses if each.state == "UNAVAILABLE"]
-            # An ensemble fails because of another model: causes first.
-            failed.sort(key=lambda each: "depend" in each.reason)
-            log.failures += [f"model {each.name}: {short_reason(each.reason)}" for each in failed]
-            if failed or any(each.state != "READY" for each in statuses):
-                return False
-            if not self.admin.is_ready() or not self._listens():
-                return False
-        except (OSError, RefusalError):
-            self._close_admin()  # a channel that was refused may wait for seconds
-            return False
-        sockets = self._sockets
-        if self._front and sockets and not self._front.serves(sockets.folder):
-            return False
-        if not statuses:
-            log.failures.append(f"{self._source} holds no model")
-            return False
-        self.models = tuple(sorted(each.name for each in statuses))
-        return True
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                event, _, about = self._connection.recv_bytes().decode().partition(" ")
+                with self._changed:
+                    self._take(event, about)
+                    self._changed.notify_all()
 
-    def _listens(self) -> bool:
-        """Return whether HTTP and metrics are there too; gRPC listens before them."""
-        addresses: list[str | tuple[str, int]]
-        if self._sockets is None:
-            addresses = [(self.connect_host, self.ports[name]) for name in ("http", "metrics")]
-        else:
-            addresses = [str(self._sockets.http), str(self._sockets.metrics)]
-        return all(map(accepts_connections, addresses))
-
-    def _is_seen_ready(self) -> bool:
-        """Have the front report that the server is ready; return whether clients see that.
-
-        Not earlier: tritonserver is ready by gRPC before it listens for HTTP, and both are ready
-        before OpenAI's port is open.
-        """
-        if self._front is None:
-            return True
-        self.tell_ready(True)
-        try:
-            status, _ = self.ask(READY_PATH, timeout_s=1.0)
-        except OSError:
-            return False
-        return status == HTTPStatus.OK
-
-    def _has_sessions(self) -> bool:
-        """Return whether clients may hold sessions, whose turns the server takes to the end."""
-        try:
-            return any(is_interactive(self.admin.config(name)) for name in self.models)
-        except (OSError, RefusalError):
-            return False
-
-    def _drain(self, deadline: float) -> None:
-        """Have the server end; wait until it has, or until its log shows that no request needs it.
-
-        tritonserver is asked to end only once the front has answered its requests: it would refuse
-        the steps of ensembles that have begun, and never end their streams (2.51).
-        """
-        if not self._has_sessions():
-            self._finish_requests(deadline)
-        self._order(supervisor.END)
-        while time.monotonic() < deadline and not self._ended_within(_POLL_S):
-            tail = last_lines(self.log_path, 5)
-            if any(_DRAINED in line for line in tail):
-                return
-            if any(_UNLOADING in line for line in tail):
-                deadline = min(deadline, time.monotonic() + _UNLOAD_S)
-
-    def _finish_requests(self, deadline: float) -> None:
-        """Wait until the front, which takes no more for this server, has answered its requests."""
-        front, sockets = self._front, self._sockets
-        if front is None or sockets is None:
-            return
-        if not self._has_successor:
-            front.terminate()
-        while front.serves(sockets.folder) and time.monotonic() < deadline:
-            if self._ended_within(_POLL_S):
-                return
+    def _take(self, event: str, about: str) -> None:
+        if event == "says":
+            self._said.append(about)
+            does, _, model = about.partition(" ")
+            if does == "loading":
+                self._loading.append(model)
+            elif model in self._loading:
+                self._loading.remove(model)
+        elif event == "ready":
+            self.models = tuple(sorted(about.split(" ")))
+        elif event == "used":
+            self.used = time.time()
+        elif event == "answered":
+            number, advanced, answer = about.split(" ", 2)
+            self._answers[int(number)], self._advanced = answer, float(advanced)
+        elif event == "failed":
+            self.is_crash, *reasons = json.loads(about)
+            self.failures = tuple(reasons)
+            self.has_failed = True
+        elif event == "lost":
+            self.lost = about
+        elif event == "kept":
+            self.kept = about

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -16,21 +14,18 @@ from export_scripts.triton.model_config import parse_config
 from tests.fake_triton import FakeTriton, RefusedError, served
 
 KNOWN = (
-    *("model-repository", "http-port", "grpc-port", "metrics-port", "exit-timeout-secs"),
+    *("model-repository", "grpc-port", "exit-timeout-secs"),
     *("allow-http", "allow-grpc", "allow-metrics", "backend-config"),
-    *("http-address", "grpc-address"),  # and no metrics-address, as releases before 23.06
+    "grpc-address",  # and no metrics-address, as releases before 23.06
 )
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--help"]:
-        print("".join(f"  --{name} <string>\n\tas it says\n" for name in KNOWN), file=sys.stderr)
-        return 1
     options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
     if unknown := set(options) - set(KNOWN):
         print(f"unrecognized option(s) {sorted(unknown)}")
         return 1
-    if any(name.startswith("allow-") for name in options):
+    if "allow-grpc" in options:
         print(os.environ.get("FAKE_FURTHER_SERVER_SAYS", ""), flush=True)
         Path(os.environ["FAKE_SERVER_TOLD"] + "-further").write_text(json.dumps(options))
         time.sleep(600)  # as a further node's server: until it is ended
@@ -55,11 +50,7 @@ def main() -> int:
             raise RefusedError(said)
 
     address = f"{options.get('grpc-address', '0.0.0.0')}:{options['grpc-port']}"
-    with served(FakeTriton(configs, infer), address), contextlib.ExitStack() as stack:
-        for name in ("http", "metrics"):  # they accept, and nothing here asks them
-            host = options.get(f"{name}-address", "0.0.0.0")
-            port = int(options[f"{name}-port"])
-            stack.enter_context(socket.create_server((host, port)))
+    with served(FakeTriton(configs, infer), address):
         time.sleep(3600)
     return 0
 

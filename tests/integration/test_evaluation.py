@@ -21,7 +21,7 @@ from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.task import EvaluationError
 from inference.server.kinds import SLIPWAY
 from tests.conftest import ROOT, material, present
-from tests.integration.triton_process import AnyServer, hosted
+from tests.integration.triton_process import ModelServer, hosted
 
 START_LIMIT_S = 120
 PASSAGES = ROOT / "examples" / "passages.jsonl"
@@ -34,7 +34,7 @@ LOG_PROB_TOLERANCE = 5e-4
 @pytest.fixture(scope="module")
 def server(
     sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[AnyServer]:
+) -> Iterator[ModelServer]:
     repository = sample_repository(tp_size=2)
     with hosted(SLIPWAY, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
@@ -42,7 +42,7 @@ def server(
 
 
 @pytest.fixture
-def options(server: AnyServer, tmp_path: Path) -> EvaluationOptions:
+def options(server: ModelServer, tmp_path: Path) -> EvaluationOptions:
     """Return options that ask for the bundled passages through the ensemble over gRPC."""
     return EvaluationOptions(
         output_dir=str(tmp_path / "out"),

@@ -16,7 +16,7 @@ from inference.evaluation.options import EvaluationOptions, IdentityOptions, Lat
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.run.evaluator import evaluate
 from inference.server.kinds import SLIPWAY
-from tests.integration.triton_process import AnyServer, hosted
+from tests.integration.triton_process import ModelServer, hosted
 from tests.tiny_transformers import write_model
 
 # model -> (family, ranks, type)
@@ -61,13 +61,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[AnyServer]:
+def server(root: Path) -> Iterator[ModelServer]:
     with hosted(SLIPWAY, root / "repository", root / "log") as running:
         running.start(timeout_s=240)
         yield running
 
 
-def evaluated(root: Path, server: AnyServer, name: str, tmp_path: Path) -> Report:
+def evaluated(root: Path, server: ModelServer, name: str, tmp_path: Path) -> Report:
     _, tp_size, kind = MODELS[name]
     types = (kind, "int8") if name in INT8 else (kind,)
     weights = root / "repository" / name / "1" / f"{tp_size}-gpu"
@@ -93,7 +93,7 @@ def evaluated(root: Path, server: AnyServer, name: str, tmp_path: Path) -> Repor
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "damaged"])
 def test_served_model_is_its_source(
-    root: Path, server: AnyServer, name: str, tmp_path: Path
+    root: Path, server: ModelServer, name: str, tmp_path: Path
 ) -> None:
     report = evaluated(root, server, name, tmp_path)
     assert (report.gate.exit_code, len(report.gate.verdicts)) == (0, 1)
@@ -113,7 +113,7 @@ def test_served_model_is_its_source(
 
 
 def test_damaged_shard_is_found_and_the_message_says_how_to_find_it(
-    root: Path, server: AnyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, server: ModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = evaluated(root, server, "damaged", tmp_path)
     assert report.gate.exit_code == 3

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from inference.decoding.rows import SessionTurn
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
-from inference.server.server import TritonServer
+from inference.server.server import ModelServer
 from tests.ft_folders import unpack_case
 from tests.nvidia_repositories import add_nvidia_model, add_text_models
 
@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, int, dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     home = tmp_path_factory.mktemp("home")
     repository = home / "all_models"
     for name, (case, tp_size, own) in MODELS.items():
@@ -74,18 +74,19 @@ def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
         if "model_checkpoint_path" not in own:
             shutil.copytree(weights, version / f"{name}-weights")
     add_text_models(repository)
-    with TritonServer(
+    with ModelServer(
         repository,
         ports=FREE_PORTS,
         log_path=home / "triton.log",
         work_dir=home,
+        has_triton=True,
     ) as running:
         running.start(timeout_s=300)
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: TritonServer) -> Iterator[TritonClient]:
+def client(server: ModelServer) -> Iterator[TritonClient]:
     with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
@@ -159,7 +160,7 @@ def test_conversation_goes_on_where_it_was_left(shared: Path, client: TritonClie
 
 
 def test_hidden_states_have_the_type_that_is_computed_in(
-    shared: Path, server: TritonServer, client: TritonClient
+    shared: Path, server: ModelServer, client: TritonClient
 ) -> None:
     case = shared / "golden" / MODELS["bert"][0]
     states = np.load(case / "input_hidden_state.npy").astype(np.float16)[None]  # (1, S, E)
@@ -179,7 +180,7 @@ def test_hidden_states_have_the_type_that_is_computed_in(
         assert declared["output_hidden_state"] == "FP16"
 
 
-def test_parameters_that_do_nothing_here_are_logged(server: TritonServer) -> None:
+def test_parameters_that_do_nothing_here_are_logged(server: ModelServer) -> None:
     log = server.log_path.read_text()
     assert "bloom: parameter enable_custom_all_reduce has no effect in this engine" in log
     assert "gptneox: parameter decoder_layers is unknown and has no effect" in log

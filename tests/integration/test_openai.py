@@ -26,7 +26,7 @@ from inference.front.access import Access, Credentials, OpenAIOptions
 from inference.server.client import TritonClient
 from inference.server.kinds import TRITONSERVER
 from tests.conftest import ROOT
-from tests.integration.triton_process import AnyServer, hosted
+from tests.integration.triton_process import ModelServer, hosted
 from tests.waiting import until
 
 WHOLE, STREAMING = "fastertransformer", "streaming"
@@ -51,7 +51,7 @@ def server(
     sample_repository: Callable[..., Path],
     token_file: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[AnyServer]:
+) -> Iterator[ModelServer]:
     repository = sample_repository(tp_size=1, parameters={"device": "cpu"})
     shutil.copytree(repository / WHOLE, repository / STREAMING)
     config = repository / STREAMING / "config.pbtxt"
@@ -73,7 +73,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def client(server: AnyServer, token_file: Path) -> Iterator[openai.OpenAI]:
+def client(server: ModelServer, token_file: Path) -> Iterator[openai.OpenAI]:
     assert server.openai_url is not None
     key = token_file.read_text().strip()
     with openai.OpenAI(
@@ -114,7 +114,7 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
 
 
 def test_the_scores_of_an_echoed_prompt_add_up_to_the_servers_own(
-    client: openai.OpenAI, server: AnyServer, token_file: Path, greedy_cases: Cases
+    client: openai.OpenAI, server: ModelServer, token_file: Path, greedy_cases: Cases
 ) -> None:
     prompt = greedy_cases[0]["input_ids"]
     flag = np.array([[True]])
@@ -193,7 +193,9 @@ def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: 
 
 
 @BOTH
-def test_a_banned_token_does_not_come(client: openai.OpenAI, server: AnyServer, model: str) -> None:
+def test_a_banned_token_does_not_come(
+    client: openai.OpenAI, server: ModelServer, model: str
+) -> None:
     asked: dict[str, Any] = {"model": model, "prompt": "It was the best", "temperature": 0}
     (choice,) = client.completions.create(max_tokens=1, **asked).choices
     (banned,) = load_tokenizer(Path(server.model_repository) / "preprocessing" / "1").encode(
@@ -222,7 +224,7 @@ def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
 
 
 def test_the_documents_example_runs(
-    server: AnyServer, token_file: Path, capsys: pytest.CaptureFixture[str]
+    server: ModelServer, token_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs" / "openai.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -232,7 +234,7 @@ def test_the_documents_example_runs(
     assert len(capsys.readouterr().out.split()) > 8
 
 
-def test_health_is_the_servers(server: AnyServer) -> None:
+def test_health_is_the_servers(server: ModelServer) -> None:
     assert server.openai_url is not None
     url = server.openai_url.replace("/v1", "/health")
 
@@ -251,7 +253,7 @@ def test_health_is_the_servers(server: AnyServer) -> None:
         until(partial(answers, expected), f"{expected}")
 
 
-def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: AnyServer) -> None:
+def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: ModelServer) -> None:
     assert server.failure() is None
     own = [pid for pid in children(os.getpid()) if IS_FRONT.search(command_line(pid))]
     (pid,) = own

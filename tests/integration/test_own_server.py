@@ -22,8 +22,8 @@ import pytest
 
 from inference.ports import pick_free_ports
 from inference.server.kinds import SLIPWAY
-from inference.server.server_log import ServerStartError
-from inference.server.slipway import SlipwayServer
+from inference.server.log import ServerStartError
+from inference.server.server import ModelServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, hosted, processes
 from tests.waiting import lives, until
@@ -39,9 +39,9 @@ def repository(sample_repository: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def server(repository: Path, tmp_path: Path) -> Iterator[SlipwayServer]:
+def server(repository: Path, tmp_path: Path) -> Iterator[ModelServer]:
     running = hosted(SLIPWAY, repository, tmp_path)
-    assert isinstance(running, SlipwayServer)
+    assert isinstance(running, ModelServer)
     with running:
         running.start(timeout_s=START_S)
         yield running
@@ -57,7 +57,7 @@ def texts(port: int, count: int = 4) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_or_stopped_process_is_noticed(server: SlipwayServer, number: int) -> None:
+def test_a_lost_or_stopped_process_is_noticed(server: ModelServer, number: int) -> None:
     server.watch_answers()
     everything = processes(server)
     assert server.failure() is None
@@ -70,7 +70,7 @@ def test_a_lost_or_stopped_process_is_noticed(server: SlipwayServer, number: int
 
 
 def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(
-    server: SlipwayServer, repository: Path
+    server: ModelServer, repository: Path
 ) -> None:
     (port,) = {server.ports["http"]}
     expected = texts(port)
@@ -86,7 +86,7 @@ def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(
     assert server.failure() is None
 
 
-def test_a_large_text_keeps_no_other_request_waiting(server: SlipwayServer) -> None:
+def test_a_large_text_keeps_no_other_request_waiting(server: ModelServer) -> None:
     port = server.ports["http"]
 
     def ids(text: str) -> int:

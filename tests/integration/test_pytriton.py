@@ -30,7 +30,7 @@ from inference.ports import pick_free_ports
 from inference.private_folder import PrivateFolder
 from inference.ranks.settings import Placement
 from inference.server.client import TritonClient
-from inference.server.supervisor import descendants
+from inference.server.processes import descendants
 from inference.server.tensors import as_tensor
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, processes_of, served

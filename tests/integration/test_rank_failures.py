@@ -21,7 +21,7 @@ from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
-from inference.server.supervisor import descendants
+from inference.server.processes import descendants
 from tests.conftest import ROOT
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt

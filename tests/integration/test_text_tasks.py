@@ -41,7 +41,7 @@ from tests.integration.text_models import (
     likelier,
     t5_source,
 )
-from tests.integration.triton_process import AnyServer, hosted
+from tests.integration.triton_process import ModelServer, hosted
 
 START_LIMIT_S = 120
 
@@ -59,7 +59,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Source:
 @pytest.fixture(scope="module")
 def server(
     t5: Source, gpt: Source, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[AnyServer]:
+) -> Iterator[ModelServer]:
     root = tmp_path_factory.mktemp("text_tasks")
     repository = root / "repository"
     add_model(repository, "fastertransformer", t5, tp_size=2)
@@ -89,7 +89,7 @@ def ask(options: EvaluationOptions) -> Asked:
 
 def options(
     folder: Path,
-    server: AnyServer,
+    server: ModelServer,
     task: str,
     rows: Sequence[dict[str, Any]],
     **task_options: Any,
@@ -118,7 +118,7 @@ def share(answers: Sequence[str], targets: Sequence[str]) -> float:
 TRANSLATIONS = [{"source": source, "target": target} for source, target in PAIRS]
 
 
-def test_translation_equals_the_library_s(t5: Source, server: AnyServer, tmp_path: Path) -> None:
+def test_translation_equals_the_library_s(t5: Source, server: ModelServer, tmp_path: Path) -> None:
     asked = ask(options(tmp_path, server, "translation", TRANSLATIONS, output_len=6))
     expected = t5.answers([f"{PREFIX} {english}" for english in ENGLISH], output_len=6)
     assert asked.answers == expected
@@ -140,7 +140,7 @@ def test_translation_equals_the_library_s(t5: Source, server: AnyServer, tmp_pat
     ],
 )
 def test_entailment_equals_the_library_s(
-    task: str, template: str, t5: Source, server: AnyServer, tmp_path: Path
+    task: str, template: str, t5: Source, server: ModelServer, tmp_path: Path
 ) -> None:
     languages = ["de", "fr"] if task == "xnli" else [""]
     pairs = [{"premise": one, "hypothesis": other} for one in ENGLISH for other in ENGLISH]
@@ -164,7 +164,7 @@ def f1(answer: str, target: str) -> float:
     return 2 * shared / (len(answer.split()) + len(target.split()))
 
 
-def test_squad_equals_the_library_s(t5: Source, server: AnyServer, tmp_path: Path) -> None:
+def test_squad_equals_the_library_s(t5: Source, server: ModelServer, tmp_path: Path) -> None:
     prompts = [f"question: {english} context: {english}" for english in ENGLISH]
     expected = t5.answers(prompts, output_len=4)
     # One right answer, one that shares its first word, and two of other words.
@@ -182,7 +182,7 @@ def test_squad_equals_the_library_s(t5: Source, server: AnyServer, tmp_path: Pat
     )
 
 
-def test_summaries_equal_the_library_s(t5: Source, server: AnyServer, tmp_path: Path) -> None:
+def test_summaries_equal_the_library_s(t5: Source, server: ModelServer, tmp_path: Path) -> None:
     articles = [f"{one} {other}" for one, other in zip(ENGLISH, reversed(ENGLISH), strict=True)]
     expected = t5.answers([f"summarize: {article}" for article in articles], output_len=12)
     rows = [
@@ -214,7 +214,7 @@ BOOLQ_PROMPTS = [row["passage"] + row["question"] for row in BOOLQ]
 BOOLQ_ANSWERS = [row["answer"] for row in BOOLQ]
 
 
-def prompt_options(server: AnyServer, model: str, *, sends_table: bool) -> PromptOptions:
+def prompt_options(server: ModelServer, model: str, *, sends_table: bool) -> PromptOptions:
     (table,) = (Path(server.model_repository) / model / "1").glob(f"*-gpu/{TABLE_NAME}")
     return PromptOptions(
         length=VIRTUAL,
@@ -229,7 +229,7 @@ def prompt_options(server: AnyServer, model: str, *, sends_table: bool) -> Promp
 def test_boolq_of_a_tuned_model_equals_the_library_s(
     served: str,
     sends_table: bool,
-    server: AnyServer,
+    server: ModelServer,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -252,7 +252,7 @@ def test_boolq_of_a_tuned_model_equals_the_library_s(
 
 
 def test_boolq_by_likelihood_equals_the_library_s(
-    gpt: Source, server: AnyServer, tmp_path: Path
+    gpt: Source, server: ModelServer, tmp_path: Path
 ) -> None:
     asked = ask(
         replace(
@@ -271,7 +271,7 @@ def test_boolq_by_likelihood_equals_the_library_s(
 
 
 def test_tokens_of_a_streaming_model_are_timed_as_they_come(
-    gpt: Source, server: AnyServer, tmp_path: Path
+    gpt: Source, server: ModelServer, tmp_path: Path
 ) -> None:
     latency = LatencyOptions(shapes=["6+9"], concurrencies=[2], requests=4, warmup=1)
     asked = ask(
@@ -293,7 +293,7 @@ def test_tokens_of_a_streaming_model_are_timed_as_they_come(
     assert point.first_token_ms + point.per_token_ms < point.latency.max_ms
 
 
-def test_the_latency_of_an_encoder_decoder_is_measured(server: AnyServer, tmp_path: Path) -> None:
+def test_the_latency_of_an_encoder_decoder_is_measured(server: ModelServer, tmp_path: Path) -> None:
     latency = LatencyOptions(
         shapes=["6+3"], batch_sizes=[2], concurrencies=[1], requests=2, warmup=1
     )
@@ -310,7 +310,7 @@ def test_the_latency_of_an_encoder_decoder_is_measured(server: AnyServer, tmp_pa
 
 
 def test_the_source_checkpoint_is_asked_as_reference(
-    t5: Source, server: AnyServer, tmp_path: Path
+    t5: Source, server: ModelServer, tmp_path: Path
 ) -> None:
     asked = ask(
         replace(
@@ -328,7 +328,7 @@ def test_the_source_checkpoint_is_asked_as_reference(
     assert compared.largest_difference == 0
 
 
-def test_the_ensemble_passes_its_smoke_test(server: AnyServer, tmp_path: Path) -> None:
+def test_the_ensemble_passes_its_smoke_test(server: ModelServer, tmp_path: Path) -> None:
     asked = ask(replace(options(tmp_path, server, "translation", ()), tasks=["end_to_end"]))
     assert asked.values == {
         "end_to_end_agreement": 1.0,

@@ -6,20 +6,15 @@ backend is its approval of everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tritonclient.grpc import InferenceServerClient
-from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.ports import FREE_PORTS
-from inference.server.installation import find_triton
-from inference.server.server import TritonServer
+from inference.server.log import ServerStartError
 from tests.ft_folders import unpack_case
-from tests.integration.triton_process import DOUBLE, add_model
+from tests.integration.triton_process import new_server
 
 pytestmark = pytest.mark.triton
 
@@ -40,54 +35,33 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-class _WithoutOwnBackends(TritonServer):
-    """Finds only the backends of the installed server."""
-
-    def _command(self) -> tuple[list[str], dict[str, str]]:
-        folder = find_triton(own_backends=False).backend_directory
-        command, environment = super()._command()
-        return [*command, f"--backend-directory={folder}"], environment
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = add_model(tmp_path_factory.mktemp("repository"), "double", DOUBLE)
-    with _WithoutOwnBackends(
-        repository,
-        ports=FREE_PORTS,
-        log_path=tmp_path_factory.mktemp("log") / "triton.log",
-    ) as running:
-        running.start(timeout_s=240)
-        yield running
-
-
-def _load(server: TritonServer, name: str) -> str:
-    """Ask the server as its owner to load a model and return its complaint."""
-    client = InferenceServerClient(server.control_address)
-    with pytest.raises(InferenceServerException) as caught:
-        client.load_model(name)
-    client.close()
-    return str(caught.value.message())
+def _complaint(repository: Path, log_folder: Path) -> str:
+    """Return why a server that has NVIDIA's backends alone does not serve a repository."""
+    server = new_server(repository, log_folder, is_nvidias=True)
+    with pytest.raises(ServerStartError) as caught:
+        server.start(timeout_s=240)
+    return "\n".join(caught.value.log_tail)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_server_finds_nothing_wrong_but_the_absent_backend(
-    shared: Path, server: TritonServer, name: str
+    shared: Path, tmp_path: Path, name: str
 ) -> None:
     case, tp_size, options = CASES[name]
-    model_dir = Path(server.model_repository) / name
+    model_dir = tmp_path / "repository" / name
     unpack_case(shared / "golden" / case, model_dir / "1", tp_size=tp_size)
     settings = {"ensemble": False, "max_batch_size": 8, "data_type": "fp16", **options}
     request = RepositoryRequest(
         model_dir=model_dir, tp_size=tp_size, engine="fastertransformer", pp_size=1, **settings
     )
     assert build_repository(request) == [model_dir]
-    assert "unable to find backend library for backend 'fastertransformer'" in _load(server, name)
+    assert "unable to find backend library for backend 'fastertransformer'" in _complaint(
+        model_dir.parent, tmp_path
+    )
 
 
-def test_server_would_have_complained_about_the_configuration_first(server: TritonServer) -> None:
-    folder = Path(server.model_repository) / "wrong"
+def test_server_would_have_complained_about_the_configuration_first(tmp_path: Path) -> None:
+    folder = tmp_path / "repository" / "wrong"
     (folder / "1").mkdir(parents=True)
-    text = 'name: "wrong" backend: "fastertransformer" max_batch_size: 8'
-    (folder / "config.pbtxt").write_text(text + " input { name: 'x' dims: [ 0 ] }")
-    assert _load(server, "wrong") == "failed to load 'wrong', failed to poll from model repository"
+    (folder / "config.pbtxt").write_text('name: "wrong" backend: "fastertransformer" nonsense: 8')
+    assert "unable to find backend library" not in _complaint(folder.parent, tmp_path)

@@ -23,7 +23,7 @@ from inference.client import main
 from inference.server.client import TritonClient
 from tests.conftest import ROOT
 from tests.ft_folders import unpack_case
-from tests.integration.triton_process import AnyServer, hosted
+from tests.integration.triton_process import ModelServer, hosted
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3
 
@@ -83,14 +83,14 @@ def _add_t5_with_ia3(model_dir: Path, work_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def server(
     host: str, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[AnyServer]:
+) -> Iterator[ModelServer]:
     with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=240)
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: AnyServer) -> Iterator[TritonClient]:
+def client(server: ModelServer) -> Iterator[TritonClient]:
     with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
@@ -146,7 +146,7 @@ def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
 
 
 def test_request_files_of_t5_are_answered_with_and_without_an_ia3_task(
-    server: AnyServer, capsys: pytest.CaptureFixture[str]
+    server: ModelServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = json.dumps({"config": {"url": server.address("http"), "model_name": TUNED}})
     answers = []

@@ -15,9 +15,9 @@ from tritonclient.utils import InferenceServerException
 
 from inference.client import main
 from inference.server.client import TritonClient
-from inference.server.server_log import ServerStartError
+from inference.server.log import ServerStartError
 from tests.conftest import ROOT
-from tests.integration.triton_process import AnyServer, hosted, processes
+from tests.integration.triton_process import ModelServer, hosted, processes
 from tests.waiting import lives, until
 
 MODEL = "fastertransformer"
@@ -31,7 +31,7 @@ def server(
     host: str,
     sample_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[AnyServer]:
+) -> Iterator[ModelServer]:
     repository = sample_repository(tp_size=2)
     with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
@@ -39,7 +39,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def client(server: AnyServer) -> Iterator[TritonClient]:
+def client(server: ModelServer) -> Iterator[TritonClient]:
     with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
@@ -90,7 +90,7 @@ def test_ensemble_turns_text_into_the_recorded_text(
 
 
 def test_http_and_grpc_give_the_same_answers(
-    server: AnyServer, client: TritonClient, greedy_cases: Cases
+    server: ModelServer, client: TritonClient, greedy_cases: Cases
 ) -> None:
     request = _request(greedy_cases[0]["input_ids"])
     with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
@@ -230,7 +230,7 @@ def test_unknown_option_is_answered_with_the_ones_the_ensemble_takes(client: Tri
 
 
 def test_client_commands_work_against_the_server(
-    server: AnyServer,
+    server: ModelServer,
     greedy_cases: Cases,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -313,7 +313,7 @@ def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
 
 @pytest.mark.parametrize("kind", ["", "_runtime_top_k", "_single", "_ensemble"])
 def test_shipped_request_files_are_answered(
-    server: AnyServer, capsys: pytest.CaptureFixture[str], kind: str
+    server: ModelServer, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     file = ROOT / "examples" / "requests" / f"sample_request{kind}.json"
     params = json.dumps({"config": {"url": server.address("http")}})

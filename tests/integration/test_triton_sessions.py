@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from inference.client import main
 from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
-from tests.integration.triton_process import AnyServer, hosted
+from tests.integration.triton_process import ModelServer, hosted
 from tests.waiting import until
 
 MODEL = "fastertransformer"
@@ -33,7 +33,7 @@ def server(
     host: str,
     sample_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[AnyServer]:
+) -> Iterator[ModelServer]:
     """Return a server with one model for whole answers, and one of two instances for streams."""
     options: dict[str, Any] = {"interactive": True, "max_batch_size": 1}
     options["parameters"] = {"max_lanes": str(SLOTS)}
@@ -50,7 +50,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def client(server: AnyServer) -> Iterator[TritonClient]:
+def client(server: ModelServer) -> Iterator[TritonClient]:
     with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
@@ -116,7 +116,7 @@ def test_streamed_turns_end_in_the_answer_that_comes_whole(
 
 
 def test_instances_share_sessions_out_and_each_stays_where_it_began(
-    server: AnyServer, client: TritonClient, greedy_cases: list[dict[str, Any]]
+    server: ModelServer, client: TritonClient, greedy_cases: list[dict[str, Any]]
 ) -> None:
     prompts = [case["input_ids"] for case in greedy_cases[:3]]
     sessions = range(100, 100 + 2 * len(prompts))
@@ -146,7 +146,7 @@ def test_instances_share_sessions_out_and_each_stays_where_it_began(
     assert served == {"0": len(sessions), "1": len(sessions)}
 
 
-def _completed(server: AnyServer) -> dict[str, float]:
+def _completed(server: ModelServer) -> dict[str, float]:
     """Return the answers of each instance of the model that streams."""
     with urllib.request.urlopen(f"http://{server.address('metrics')}/metrics") as answer:
         text = answer.read().decode()
@@ -181,13 +181,13 @@ def test_a_session_forgets_tokens_beyond_its_memory(
         client.infer(MODEL, short, turn=SessionTurn(73, starts=True, ends=True))
 
 
-def test_http_holds_sessions_too(server: AnyServer, client: TritonClient) -> None:
+def test_http_holds_sessions_too(server: ModelServer, client: TritonClient) -> None:
     with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
         assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])
 
 
 def test_request_files_hold_a_session(
-    server: AnyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: ModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "turn.json"
     for prompt, more in (([5, 6], {"sequence_start": True}), ([7], {"sequence_end": True})):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from inference.ports import FREE_PORTS
-from inference.server.kinds import SLIPWAY, TRITONSERVER
-from inference.server.server import TritonServer
-from inference.server.slipway import SlipwayServer
-from inference.server.supervisor import descendants
+from inference.server.kinds import TRITONSERVER
+from inference.server.processes import descendants
+from inference.server.segments import SHM_FOLDER
+from inference.server.server import ModelServer
 
 CONFIG = """
 name: "{name}" backend: "python" max_batch_size: 8
@@ -38,21 +39,36 @@ def add_model(repository: Path, name: str, script: str) -> Path:
     return repository
 
 
-AnyServer: TypeAlias = TritonServer | SlipwayServer
-HOSTS: dict[str, type[AnyServer]] = {SLIPWAY: SlipwayServer, TRITONSERVER: TritonServer}
+def new_server(repository: Path | str, log_folder: Path, **options: Any) -> ModelServer:
+    """Return a server whose models a tritonserver runs, not started."""
+    return hosted(TRITONSERVER, repository, log_folder, **options)
 
 
-def new_server(repository: Path | str, log_folder: Path) -> TritonServer:
-    return TritonServer(repository, ports=FREE_PORTS, log_path=log_folder / "triton.log")
-
-
-def hosted(host: str, repository: Path, log_folder: Path, **options: Any) -> AnyServer:
-    """Return a server of one of HOSTS, not started."""
+def hosted(host: str, repository: Path | str, log_folder: Path, **options: Any) -> ModelServer:
+    """Return a server, slipway or tritonserver, not started."""
     options = {"ports": FREE_PORTS, "log_path": log_folder / "server.log", **options}
-    return HOSTS[host](repository, **options)
+    return ModelServer(repository, has_triton=host == TRITONSERVER, **options)
 
 
-def processes(server: AnyServer) -> list[int]:
+def processes(server: ModelServer) -> list[int]:
     """Return the ids of everything a running server consists of."""
     assert server.pid is not None
     return [server.pid, *descendants(server.pid)]
+
+
+def triton_of(server: ModelServer) -> int:
+    """Return the process of the tritonserver that runs the models."""
+    (found,) = (
+        pid
+        for pid in processes(server)
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "tritonserver"
+    )
+    return found
+
+
+def segments(server: ModelServer) -> list[Path]:
+    """Return the shared memory between a tritonserver and its models."""
+    words = Path(f"/proc/{triton_of(server)}/cmdline").read_text()
+    prefix = re.search(r"shm-region-prefix-name=([^\0]+)", words)
+    assert prefix is not None
+    return list(SHM_FOLDER.glob(f"{prefix[1]}*"))

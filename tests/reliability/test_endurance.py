@@ -24,9 +24,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from tritonclient.grpc import service_pb2
 
 from inference.server.client import TritonClient
-from inference.server.segments import SHM_FOLDER
-from inference.server.server import TritonServer
-from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
+from inference.server.server import ModelServer
+from tests.integration.triton_process import (
+    DOUBLE,
+    add_model,
+    new_server,
+    processes,
+    segments,
+)
 
 pytestmark = pytest.mark.triton
 
@@ -39,31 +44,24 @@ STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     folder = tmp_path_factory.mktemp("endurance")
     with new_server(add_model(folder / "repository", "double", DOUBLE), folder) as started:
         started.start(timeout_s=120)
         yield started
 
 
-def everything(server: TritonServer) -> list[int]:
-    """Return the processes of a server and of its front."""
-    assert server._front is not None
-    return [*processes(server), server._front.pid]
-
-
-def resident_bytes(server: TritonServer) -> int:
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in everything(server)]
+def resident_bytes(server: ModelServer) -> int:
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes(server)]
     return sum(pages) * 4096
 
 
-def segment_bytes(server: TritonServer) -> int:
-    segments = SHM_FOLDER.glob(f"{server._shm_prefix}*")
-    return sum(path.stat().st_size for path in segments)
+def segment_bytes(server: ModelServer) -> int:
+    return sum(path.stat().st_size for path in segments(server))
 
 
 @pytest.mark.soak
-def test_memory_stays_flat_under_many_clients(server: TritonServer, soak: int) -> None:
+def test_memory_stays_flat_under_many_clients(server: ModelServer, soak: int) -> None:
     counts = [0] * CLIENTS
 
     def ask(number: int, until: float) -> None:
@@ -85,10 +83,10 @@ def test_memory_stays_flat_under_many_clients(server: TritonServer, soak: int) -
             list(pool.map(ask, range(CLIENTS), [until] * CLIENTS))
 
     ask_for(SOAK_SECONDS)  # allocators and pools reach their size
-    running, memory, shared = everything(server), resident_bytes(server), segment_bytes(server)
+    running, memory, shared = processes(server), resident_bytes(server), segment_bytes(server)
     ask_for(SOAK_SECONDS * soak)
     assert min(counts) > 0
-    assert everything(server) == running
+    assert processes(server) == running
     assert resident_bytes(server) - memory < GROWTH_BYTES
     assert segment_bytes(server) == shared
 
@@ -96,7 +94,7 @@ def test_memory_stays_flat_under_many_clients(server: TritonServer, soak: int) -
 class Stranger(RuleBasedStateMachine):
     """A client that sends anything, keeps streams open and leaves; others are not affected."""
 
-    server: TritonServer
+    server: ModelServer
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +177,7 @@ class Stranger(RuleBasedStateMachine):
 
 
 @pytest.mark.soak
-def test_no_sequence_of_requests_affects_others(server: TritonServer, soak: int) -> None:
+def test_no_sequence_of_requests_affects_others(server: ModelServer, soak: int) -> None:
     class OfServer(Stranger):
         pass
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from inference.server.processes import descendants
 from inference.server.segments import SHM_FOLDER
-from inference.server.supervisor import descendants
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
 from tests.waiting import kill_all, lives, until
 

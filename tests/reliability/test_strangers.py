@@ -13,7 +13,6 @@ import json
 import os
 import re
 import resource
-import signal
 import socket
 import ssl
 import stat
@@ -32,13 +31,16 @@ from tritonclient.grpc import service_pb2
 
 from inference.decoding.rows import SessionTurn
 from inference.front.access import Access, Credentials
-from inference.front.rules import SHARED_MEMORY_PREFIX
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
-from inference.server.segments import SHM_FOLDER
-from inference.server.server import TritonServer
-from tests.integration.triton_process import DOUBLE, add_model, processes
-from tests.waiting import until
+from inference.server.server import ModelServer
+from tests.integration.triton_process import (
+    DOUBLE,
+    add_model,
+    processes,
+    segments,
+    triton_of,
+)
 
 pytestmark = pytest.mark.triton
 
@@ -138,7 +140,7 @@ class TritonPythonModel:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     folder = tmp_path_factory.mktemp("strangers")
     repository = add_model(folder / "repo", "double", NAMING)
     with _server(repository, folder, Access(max_request_mb=LIMIT_MB)) as server:
@@ -151,17 +153,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         yield server
 
 
-def _server(repository: Path, folder: Path, access: Access) -> TritonServer:
-    return TritonServer(
+def _server(repository: Path, folder: Path, access: Access) -> ModelServer:
+    return ModelServer(
         repository,
         ports=FREE_PORTS,
         log_path=folder / "triton.log",
         access=access,
+        has_triton=True,
     )
 
 
 def _http(
-    server: TritonServer,
+    server: ModelServer,
     method: str,
     path: str,
     body: Any = None,
@@ -190,18 +193,18 @@ def _code(channel: grpc.Channel, name: str) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def _connected(server: TritonServer, timeout_s: float | None = 30) -> socket.socket:
+def _connected(server: ModelServer, timeout_s: float | None = 30) -> socket.socket:
     host, port = server.address("http").split(":")
     return socket.create_connection((host, int(port)), timeout_s)
 
 
-def _still_answers(server: TritonServer) -> bool:
+def _still_answers(server: ModelServer) -> bool:
     status, body = _http(server, "POST", "/v2/models/double/infer", json.dumps(INFER))
     return status == 200 and json.loads(body)["outputs"][0]["data"] == [2, 4]
 
 
-def _log_is_quiet(server: TritonServer) -> bool:
-    """Return whether the front has logged no traceback of a client's error."""
+def _log_is_quiet(server: ModelServer) -> bool:
+    """Return whether the server has logged no traceback of a client's error."""
     log = server.log_path.read_text()
     return "Error handling request" not in log and "Unhandled exception" not in log
 
@@ -222,7 +225,7 @@ def _intrusion(marker: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
 def test_nobody_loads_a_model_of_its_own_over_http(
-    server: TritonServer, tmp_path: Path, content_type: str
+    server: ModelServer, tmp_path: Path, content_type: str
 ) -> None:
     marker = tmp_path / "ran"
     parameters = {
@@ -240,7 +243,7 @@ def test_nobody_loads_a_model_of_its_own_over_http(
     assert not marker.exists()
 
 
-def test_nobody_loads_a_model_of_its_own_over_grpc(server: TritonServer, tmp_path: Path) -> None:
+def test_nobody_loads_a_model_of_its_own_over_grpc(server: ModelServer, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     request = service_pb2.RepositoryModelLoadRequest(model_name="intruder")
     for name, value in _intrusion(marker).items():
@@ -257,7 +260,7 @@ def test_nobody_loads_a_model_of_its_own_over_grpc(server: TritonServer, tmp_pat
     assert not marker.exists()
 
 
-def test_the_whole_of_http_as_a_stranger_sees_it(server: TritonServer) -> None:
+def test_the_whole_of_http_as_a_stranger_sees_it(server: ModelServer) -> None:
     def statuses(requests: list[tuple[str, str]]) -> set[int]:
         bodies = {"GET": None, "POST": "{}", "PUT": "{}"}
         return {_http(server, each, path, bodies[each])[0] for each, path in requests}
@@ -267,7 +270,7 @@ def test_the_whole_of_http_as_a_stranger_sees_it(server: TritonServer) -> None:
     assert _still_answers(server)
 
 
-def test_the_whole_of_grpc_as_a_stranger_sees_it(server: TritonServer) -> None:
+def test_the_whole_of_grpc_as_a_stranger_sees_it(server: ModelServer) -> None:
     methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert set(methods) > OPEN_CALLS
     with grpc.insecure_channel(server.address("grpc")) as channel:
@@ -288,13 +291,13 @@ def test_the_whole_of_grpc_as_a_stranger_sees_it(server: TritonServer) -> None:
         {"Host": ""},
     ],
 )
-def test_web_pages_are_refused(server: TritonServer, headers: dict[str, str]) -> None:
+def test_web_pages_are_refused(server: ModelServer, headers: dict[str, str]) -> None:
     body = json.dumps(INFER)
     assert _http(server, "POST", "/v2/models/double/infer", body, headers)[0] == 403
     assert _http(server, "GET", "/v2/models/double/config", None, headers)[0] == 403
 
 
-def _taken_memory(server: TritonServer) -> int:
+def _taken_memory(server: ModelServer) -> int:
     """Return the shared memory of the server's own processes."""
     maps = [Path(f"/proc/{pid}/maps") for pid in processes(server)]
     words = {line.split()[-1] for each in maps for line in each.read_text().splitlines()}
@@ -308,7 +311,7 @@ def _too_large_json() -> bytes:
 
 
 @pytest.mark.parametrize("form", ["declared", "chunked", "compressed", "never sent"])
-def test_bodies_beyond_the_limit_are_refused_unread(server: TritonServer, form: str) -> None:
+def test_bodies_beyond_the_limit_are_refused_unread(server: ModelServer, form: str) -> None:
     path, body = "/v2/models/double/infer", _too_large_json() + b" " * (LIMIT_MB << 20)
     before = _taken_memory(server)
     assert before
@@ -333,7 +336,7 @@ def test_bodies_beyond_the_limit_are_refused_unread(server: TritonServer, form: 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 def test_messages_beyond_the_limit_are_refused(
-    server: TritonServer, compression: grpc.Compression
+    server: ModelServer, compression: grpc.Compression
 ) -> None:
     request = service_pb2.ModelInferRequest(model_name="double")
     request.raw_input_contents.append(bytes(2 * LIMIT_MB << 20))
@@ -347,10 +350,9 @@ def test_messages_beyond_the_limit_are_refused(
     assert _still_answers(server)
 
 
-def _peak_mb(server: TritonServer) -> float:
-    """Return the most memory that the front has had since the last call."""
-    assert server._front is not None
-    process = Path(f"/proc/{server._front.pid}")
+def _peak_mb(server: ModelServer) -> float:
+    """Return the most memory that the server has had since the last call."""
+    process = Path(f"/proc/{server.pid}")
     status = (process / "status").read_text()
     (process / "clear_refs").write_text("5")
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
@@ -360,7 +362,7 @@ def _peak_mb(server: TritonServer) -> float:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(
-    server: TritonServer, compression: grpc.Compression
+    server: ModelServer, compression: grpc.Compression
 ) -> None:
     """gRPC itself would expand 256 KiB to 256 MiB before it looks at the size."""
     _peak_mb(server)
@@ -380,7 +382,7 @@ def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(
     assert _still_answers(server)
 
 
-def test_an_error_that_quotes_a_long_name_reaches_its_client(server: TritonServer) -> None:
+def test_an_error_that_quotes_a_long_name_reaches_its_client(server: ModelServer) -> None:
     request = service_pb2.ModelConfigRequest(name="ä" * 100_000)
     with (
         grpc.insecure_channel(server.address("grpc")) as channel,
@@ -399,10 +401,9 @@ def _double_request() -> Any:
     return message
 
 
-def _cpu_s(server: TritonServer) -> float:
-    """Return the seconds that the front has computed."""
-    assert server._front is not None
-    fields = Path(f"/proc/{server._front.pid}/stat").read_text().rpartition(")")[2].split()
+def _cpu_s(server: ModelServer) -> float:
+    """Return the seconds that the server has computed."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -418,7 +419,7 @@ def _expanding(coding: str) -> bytes:
 
 @pytest.mark.parametrize("coding", ["br", "gzip", "gzip, gzip", "gzip, br"])
 def test_who_has_no_token_makes_nobody_decompress(
-    guarded: tuple[TritonServer, Path], coding: str
+    guarded: tuple[ModelServer, Path], coding: str
 ) -> None:
     """16 kB of them stopped every port for seconds, expanded before the token was read."""
     server, folder = guarded
@@ -435,7 +436,7 @@ def test_who_has_no_token_makes_nobody_decompress(
     assert _cpu_s(server) - before < 0.2
 
 
-def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[TritonServer, Path]) -> None:
+def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[ModelServer, Path]) -> None:
     server, folder = guarded
     trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
     zeros = bytes(64 << 20)
@@ -454,7 +455,7 @@ def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[TritonServe
         assert _cpu_s(server) - before < 0.2
 
 
-def test_a_refused_body_costs_no_more_than_its_bytes(server: TritonServer) -> None:
+def test_a_refused_body_costs_no_more_than_its_bytes(server: ModelServer) -> None:
     path, before = "/v2/models/double/infer", _cpu_s(server)
     for coding, status in (("br", 415), ("gzip, gzip", 415), ("gzip", 413), ("deflate", 400)):
         body = _expanding(coding)
@@ -469,7 +470,7 @@ def _turn(session_id: int | str, value: int, **flags: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("session_id", [1, 2**63 - 5])
-def test_a_session_is_nobody_elses(guarded: tuple[TritonServer, Path], session_id: int) -> None:
+def test_a_session_is_nobody_elses(guarded: tuple[ModelServer, Path], session_id: int) -> None:
     """The sum of a session's values is its owner's, whoever guesses its number."""
     server, folder = guarded
     trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
@@ -498,16 +499,16 @@ def test_a_session_is_nobody_elses(guarded: tuple[TritonServer, Path], session_i
     assert ask(other, 1, sequence_end=True)["outputs"][0]["data"] == [8]
 
 
-def test_a_body_in_a_million_pieces_does_not_end_the_server(server: TritonServer) -> None:
+def test_a_body_in_a_million_pieces_does_not_end_the_server(server: ModelServer) -> None:
     """CVE-2025-23310 of this server: it takes 16 bytes of its stack for each piece."""
-    pid = processes(server)[1]
+    pid = triton_of(server)
     with _connected(server, None) as attacker:
         attacker.sendall(
             b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 700_000 + b"0\r\n\r\n"
         )
         assert attacker.recv(12).startswith(b"HTTP/1.1 ")
-    assert processes(server)[1] == pid
+    assert triton_of(server) == pid
     assert _still_answers(server)
 
 
@@ -515,9 +516,9 @@ def _shaped(*shape: int, name: str = "x") -> dict[str, Any]:
     return {"name": name, "shape": shape, "datatype": "UINT32", "data": [1, 2]}
 
 
-def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
+def test_no_form_of_a_request_ends_the_server(server: ModelServer) -> None:
     """Each of these alone ended it, or was never answered (CVE-2025-23325, CVE-2026-24175, ...)."""
-    pid, infer = processes(server)[1], "/v2/models/double/infer"
+    pid, infer = triton_of(server), "/v2/models/double/infer"
     deep = b"[" * 200_000
     requests: list[tuple[str, bytes, dict[str, str]]] = [
         (infer, deep, {}),
@@ -545,13 +546,13 @@ def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
         assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == refusal
     headers = {"Accept-Encoding": "deflate;q=nan,gzip;q=1e999"}
     assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == 200
-    assert processes(server)[1] == pid
+    assert triton_of(server) == pid
     assert _still_answers(server)
     assert _log_is_quiet(server)
 
 
-def test_no_form_of_a_message_ends_the_server(server: TritonServer) -> None:
-    pid = processes(server)[1]
+def test_no_form_of_a_message_ends_the_server(server: ModelServer) -> None:
+    pid = triton_of(server)
     messages = [b"\xff" * 1000]
     for shape in ((2**63 - 1,), (1, 2**61), (1, 2**62 + 2), (2**62, 4), (0, 0), (-1, -2)):
         message = service_pb2.ModelInferRequest(model_name="double")
@@ -570,12 +571,12 @@ def test_no_form_of_a_message_ends_the_server(server: TritonServer) -> None:
                 with pytest.raises(grpc.RpcError) as caught:
                     list(call(iter([message]), timeout=30))
                 assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert processes(server)[1] == pid
+    assert triton_of(server) == pid
     assert _still_answers(server)
 
 
-def test_clients_that_leave_at_any_moment_do_no_harm(server: TritonServer) -> None:
-    pid = processes(server)[1]
+def test_clients_that_leave_at_any_moment_do_no_harm(server: ModelServer) -> None:
+    pid = triton_of(server)
     message = service_pb2.ModelInferRequest(model_name="double")
     message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
     message.raw_input_contents.append(bytes(8))
@@ -594,13 +595,13 @@ def test_clients_that_leave_at_any_moment_do_no_harm(server: TritonServer) -> No
         with _connected(server, None) as client:
             client.sendall(head % len(body) + body[: len(body) // (turn % 3 + 1)])
             time.sleep(turn % 5 / 1000)
-    assert processes(server)[1] == pid
+    assert triton_of(server) == pid
     assert _still_answers(server)
     assert _log_is_quiet(server)
 
 
 def test_connections_that_never_send_a_whole_request_keep_nobody_out(
-    server: TritonServer,
+    server: ModelServer,
 ) -> None:
     with contextlib.ExitStack() as idle:
         for _ in range(FEW_FILES + 100):
@@ -610,13 +611,13 @@ def test_connections_that_never_send_a_whole_request_keep_nobody_out(
         assert server.failure() is None
 
 
-def test_other_users_cannot_read_the_servers_memory(server: TritonServer) -> None:
-    segments = list(SHM_FOLDER.glob(f"{server._shm_prefix}*"))
-    assert len(segments) > 1
-    assert not [path for path in segments if stat.S_IMODE(path.stat().st_mode) & 0o077]
+def test_other_users_cannot_read_the_servers_memory(server: ModelServer) -> None:
+    shared = segments(server)
+    assert len(shared) > 1
+    assert not [path for path in shared if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
-def test_errors_do_not_name_the_servers_memory(server: TritonServer) -> None:
+def test_errors_do_not_name_the_servers_memory(server: ModelServer) -> None:
     naming = {**INFER, "inputs": [{**INFER["inputs"][0], "data": [TALKATIVE, 0]}]}
     errors = [_http(server, "POST", "/v2/models/double/infer", json.dumps(naming))[1].decode()]
     message = service_pb2.ModelInferRequest(model_name="double")
@@ -634,7 +635,7 @@ def test_errors_do_not_name_the_servers_memory(server: TritonServer) -> None:
         assert "no room in (internal), (internal)" in error
 
 
-def test_a_request_has_one_length(server: TritonServer) -> None:
+def test_a_request_has_one_length(server: ModelServer) -> None:
     smuggled = b"POST /v2/repository/models/double/unload HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
     for lengths in (
@@ -652,7 +653,7 @@ def test_a_request_has_one_length(server: TritonServer) -> None:
 
 @pytest.mark.parametrize(("version", "interim"), [("1.0", []), ("1.1", [b"100"])])
 def test_a_client_of_http_1_0_gets_one_answer(
-    server: TritonServer, version: str, interim: list[bytes]
+    server: ModelServer, version: str, interim: list[bytes]
 ) -> None:
     """It knows no interim ones (RFC 9110, 10.1.1)."""
     body = json.dumps(INFER)
@@ -666,32 +667,32 @@ def test_a_client_of_http_1_0_gets_one_answer(
     assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [*interim, b"200"]
 
 
-def test_only_the_owner_enters_the_servers_sockets(server: TritonServer) -> None:
+def test_only_the_owner_enters_the_servers_sockets(server: ModelServer) -> None:
     listening = subprocess.run(
         ["ss", "-Hltnp"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert not [line for line in listening if f"pid={processes(server)[1]}," in line]
-    arguments = Path(f"/proc/{processes(server)[1]}/cmdline").read_text()
-    folder = re.search(r"--http-address=unix:([^\0]+)/http", arguments)
+    assert not [line for line in listening if f"pid={triton_of(server)}," in line]
+    arguments = Path(f"/proc/{triton_of(server)}/cmdline").read_text()
+    folder = re.search(r"--grpc-address=unix:([^\0]+)/grpc", arguments)
     assert folder is not None
     assert stat.S_IMODE(Path(folder[1]).stat().st_mode) == 0o700
 
 
-def test_the_list_of_models_says_nothing_of_the_servers_inside(server: TritonServer) -> None:
+def test_the_list_of_models_says_nothing_of_the_servers_inside(server: ModelServer) -> None:
     with TritonClient(server.address("grpc")) as client:
         assert client.models() == [{"name": "double", "state": "READY"}]
     with TritonClient(server.address("http"), protocol="http") as client:
         assert client.models() == [{"name": "double", "state": "READY"}]
 
 
-# With keys: TLS, tokens, shared memory of clients.
+# With keys: TLS and tokens.
 
 TOKEN = "6f1c6b0a8d2e4f7390ab12cd34ef56789a0b1c2d"
 PROTOCOLS = ["grpc", "http"]
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonServer, Path]]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelServer, Path]]:
     """Return a server that asks for a token over TLS, and the folder of its keys."""
     folder = tmp_path_factory.mktemp("guarded")
     subprocess.run(
@@ -713,7 +714,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonSe
         tls_cert=folder / "cert.pem",
         tls_key=folder / "key.pem",
         token_file=folder / "tokens",
-        client_shared_memory=True,
     )
     repository = add_model(folder / "repo", "double", DOUBLE)
     config = add_model(repository, "sums", SUMS) / "sums" / "config.pbtxt"
@@ -724,7 +724,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonSe
 
 
 def _client(
-    guarded: tuple[TritonServer, Path], protocol: str, token: str | None, ca: str | None
+    guarded: tuple[ModelServer, Path], protocol: str, token: str | None, ca: str | None
 ) -> TritonClient:
     server, folder = guarded
     port = server.ports["grpc"] if protocol == "grpc" else server.ports["http"]
@@ -740,7 +740,7 @@ def _client(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_client_with_certificate_and_token_is_served(
-    guarded: tuple[TritonServer, Path], protocol: str
+    guarded: tuple[ModelServer, Path], protocol: str
 ) -> None:
     x = np.array([[3]], np.uint32)
     with _client(guarded, protocol, "token", "cert.pem") as client:
@@ -751,7 +751,7 @@ def test_a_client_with_certificate_and_token_is_served(
 
 
 @pytest.mark.parametrize("token", [None, TOKEN[::-1], TOKEN])
-def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str | None) -> None:
+def test_https_asks_for_the_token(guarded: tuple[ModelServer, Path], token: str | None) -> None:
     server, folder = guarded
     trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -765,7 +765,7 @@ def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str
             connection.close()
 
 
-def test_http_client_uses_tls(guarded: tuple[TritonServer, Path]) -> None:
+def test_http_client_uses_tls(guarded: tuple[ModelServer, Path]) -> None:
     with _client(guarded, "http", "token", "cert.pem") as client:
         assert client.is_ready()
 
@@ -773,7 +773,7 @@ def test_http_client_uses_tls(guarded: tuple[TritonServer, Path]) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("token", [None, "wrong"])
 def test_without_the_token_only_health_is_seen(
-    guarded: tuple[TritonServer, Path], protocol: str, token: str | None
+    guarded: tuple[ModelServer, Path], protocol: str, token: str | None
 ) -> None:
     from tritonclient.utils import InferenceServerException
 
@@ -784,24 +784,23 @@ def test_without_the_token_only_health_is_seen(
                 ask()
 
 
-def test_no_process_shows_a_secret(guarded: tuple[TritonServer, Path]) -> None:
+def test_no_process_shows_a_secret(guarded: tuple[ModelServer, Path]) -> None:
     server, folder = guarded
     secrets = [TOKEN.encode(), (folder / "key.pem").read_bytes().splitlines()[1]]
-    assert server._front is not None
-    for pid in (*processes(server), server._front.pid):
+    for pid in processes(server):
         for name in ("cmdline", "environ"):
             shown = Path(f"/proc/{pid}/{name}").read_bytes()
             assert not [each for each in secrets if each in shown]
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_nothing_is_served_in_the_clear(guarded: tuple[TritonServer, Path], protocol: str) -> None:
+def test_nothing_is_served_in_the_clear(guarded: tuple[ModelServer, Path], protocol: str) -> None:
     with _client(guarded, protocol, "token", None) as client:
         assert not client.is_ready()
 
 
 def test_the_command_of_clients_takes_ca_and_token(
-    guarded: tuple[TritonServer, Path], capsys: pytest.CaptureFixture[str]
+    guarded: tuple[ModelServer, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from inference.client import main
 
@@ -816,41 +815,3 @@ def test_the_command_of_clients_takes_ca_and_token(
     (folder / "open").chmod(0o644)
     assert main(["health", *keys[:2], "--token-file", str(folder / "open")]) == 1
     assert "chmod 600" in capsys.readouterr().err
-
-
-def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Path]) -> None:
-    server, folder = guarded
-    own = f"{SHARED_MEMORY_PREFIX}{os.getpid()}"
-    Path(f"/dev/shm{own}").write_bytes(bytes(4096))
-    internal = [path.name for path in SHM_FOLDER.glob(f"{server._shm_prefix}*")]
-    try:
-        options = [("grpc.ssl_target_name_override", "localhost")]
-        trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
-        metadata = [("authorization", f"Bearer {TOKEN}")]
-        address = f"localhost:{server.ports['grpc']}"
-        with grpc.secure_channel(address, trust, options=options) as channel:
-            register = channel.unary_unary(f"{CALLS}SystemSharedMemoryRegister")
-
-            def ask(key: str) -> None:
-                message = service_pb2.SystemSharedMemoryRegisterRequest
-                request = message(name="a", key=key, byte_size=64).SerializeToString()
-                register(request, timeout=30, metadata=metadata)
-
-            ask(own)
-            for key in [*internal, f"/{internal[0]}", f"{SHARED_MEMORY_PREFIX}../x", "/etc/passwd"]:
-                with pytest.raises(grpc.RpcError) as caught:
-                    ask(key)
-                assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
-    finally:
-        Path(f"/dev/shm{own}").unlink()
-
-
-def test_killed_front_is_noticed(tmp_path: Path) -> None:
-    repository = add_model(tmp_path / "repo", "double", DOUBLE)
-    with _server(repository, tmp_path, Access()) as server:
-        server.start(timeout_s=240)
-        assert server.failure() is None
-        assert server._front is not None
-        os.kill(server._front.pid, signal.SIGKILL)
-        until(lambda: server.failure() is not None)
-        assert "the front" in str(server.failure())

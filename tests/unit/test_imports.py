@@ -147,7 +147,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.triton.backends": ("inference.backend",),
     "inference.front": (
         "export_scripts.files",
-        "export_scripts.triton",
         "export_scripts.values",
         "export_scripts.wire_format",
         "inference",
@@ -173,7 +172,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.front.openai",
         "inference.server",
     ),
-    "inference.front.__main__": ("inference.front", "inference.front.openai", "inference.host"),
     "inference.client": (
         "export_scripts",
         "export_scripts.files",

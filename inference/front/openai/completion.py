@@ -24,7 +24,7 @@ _MOST_JOBS = 64  # of one request that run at a time
 
 
 class TokenModel(Protocol):
-    """A model that completes or encodes token ids, see `served.TritonModel`."""
+    """A model that completes or encodes token ids, see `inference.host.openai`."""
 
     facts: ModelFacts
 

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from export_scripts.ft.generation_file import all_end_tokens
 from inference.front.access import OpenAIOptions
+from inference.front.context import FrontContext
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
@@ -40,7 +41,6 @@ from inference.front.openai.requests import (
 from inference.front.openai.served import text_model, token_models
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.tracing import describe_span
-from inference.front.upstream import FrontContext
 from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"

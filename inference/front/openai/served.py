@@ -1,97 +1,22 @@
-"""Models that Triton serves, reached over gRPC."""
+"""Models for OpenAI's protocol: which of a repository's they are, and what they answer."""
 
 # Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place; B rows, E hidden
 
-import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from http import HTTPStatus
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
-from tritonclient.grpc import service_pb2 as schema
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.identity import served_identity
-from inference.backend.text_models import pad_rows
-from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array, Candidate
 from inference.front.openai.prepare import ModelFacts
-from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
-from inference.front.upstream import Upstream
 
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
 HIDDEN = "output_hidden_state"
-_READY_TIMEOUT_S, _POLL_S = 2.0, 0.2
-_OPENING_S = 30.0  # a machine that has just loaded models may be slow
 _DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
-# Refusals of a request by the server; of others the cause is the server itself.
-_STATUS = {
-    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
-    "NOT_FOUND": HTTPStatus.NOT_FOUND,
-    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
-}
-# What begins an error on a stream, which carries no status; without it the request is wrong.
-_ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
 _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
-
-
-class TritonModel:
-    """One model of a Triton server."""
-
-    def __init__(self, upstream: Upstream, facts: ModelFacts) -> None:
-        self.facts = facts
-        self._infer = upstream.channel.unary_unary(INFER_CALL)
-        self._stream = upstream.channel.stream_stream(STREAM_CALL)
-        self._cancellations = upstream.cancellations
-
-    async def generate(
-        self, job: Mapping[str, Array], *, streams: bool
-    ) -> AsyncGenerator[Sequence[Candidate], None]:
-        """Yield the candidates, whole, and before as they grow. Closing it cancels the job.
-
-        `job` holds the inputs. Without `streams` candidates that still grow need not come. Raises
-        RejectedError if the model refuses the request, or cannot answer.
-        """
-        del streams  # a model that streams always does
-        request = infer_request(self.facts.name, job, wanted_outputs(job)).SerializeToString()
-        prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
-        call = self._stream([request]) if self.facts.streams else self._infer(request)
-        try:
-            if not self.facts.streams:
-                answer = schema.ModelInferResponse.FromString(await call)
-                yield candidates_of(output_arrays(answer), prompt_len)
-                return
-            async for reply in call:
-                frame = schema.ModelStreamInferResponse.FromString(reply)
-                if frame.error_message:
-                    raise stream_error(frame.error_message)
-                yield candidates_of(output_arrays(frame.infer_response), prompt_len)
-        except grpc.aio.AioRpcError as error:
-            raise api_error(error) from None
-        except asyncio.CancelledError:  # of this task, or of the call: the server is leaving
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            raise _error("", "UNAVAILABLE") from None
-        finally:
-            if not call.done():  # the client has left, or has what it wanted
-                self._cancellations.add(call)
-
-    async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
-        """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
-        found = []
-        for first in range(0, len(rows), self.facts.max_rows):
-            ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
-            tensors = {"input_ids": ids, "sequence_length": lengths}
-            request = infer_request(self.facts.name, tensors, [HIDDEN]).SerializeToString()
-            try:
-                reply = await self._infer(request)
-            except grpc.aio.AioRpcError as error:
-                raise api_error(error) from error
-            found.append(await asyncio.to_thread(_means, reply, lengths))
-        return unit_vectors(np.concatenate(found))
 
 
 def unit_vectors(rows: Array) -> Array:
@@ -116,73 +41,6 @@ def candidates_of(outputs: Mapping[str, Array], prompt_len: int) -> list[Candida
         total = float(outputs["cum_log_probs"][row, 0]) if "cum_log_probs" in outputs else 0.0
         tokens = ids[row, 0, prompt_len : int(lengths[row, 0])].tolist()
         found.append(Candidate(tokens, own, top_ids, top, total))
-    return found
-
-
-def infer_request(model: str, tensors: Mapping[str, Array], wanted: Sequence[str]) -> Any:
-    """Return a ModelInferRequest with some tensors, which asks for some outputs."""
-    request = schema.ModelInferRequest(model_name=model)
-    for name, value in tensors.items():
-        datatype = np_to_triton_dtype(value.dtype)
-        request.inputs.add(name=name, datatype=datatype, shape=value.shape)
-        is_text = datatype == "BYTES"
-        raw = serialize_byte_tensor(value).item() if is_text else value.tobytes()
-        request.raw_input_contents.append(raw)
-    for name in wanted:
-        request.outputs.add(name=name)
-    return request
-
-
-def output_arrays(answer: Any) -> dict[str, Array]:
-    """Return the outputs of a ModelInferResponse, which are not texts, by name."""
-    found: dict[str, Array] = {}
-    for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
-        if output.datatype == "BF16":  # the upper half of an FP32
-            value = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            value = np.frombuffer(raw, triton_to_np_dtype(output.datatype))
-        found[output.name] = value.reshape(output.shape)
-    return found
-
-
-def _means(reply: bytes, lengths: Array) -> Array:
-    """Return the mean hidden states of rows, (B, E); the answer has zeros beyond their tokens."""
-    hidden = output_arrays(schema.ModelInferResponse.FromString(reply))[HIDDEN]  # (B, S, E)
-    return np.asarray(hidden.sum(1, dtype=np.float32) / lengths)
-
-
-async def _ask(
-    channel: grpc.aio.Channel, call: str, *, timeout_s: float = _READY_TIMEOUT_S, **fields: Any
-) -> Any:
-    request = getattr(schema, f"{call}Request")(**fields).SerializeToString()
-    reply = await channel.unary_unary(SERVICE + call)(request, timeout=timeout_s)
-    return getattr(schema, f"{call}Response").FromString(reply)
-
-
-async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
-    """Return whether a server says that it would answer requests to some models now."""
-    asked = [_ask(channel, "ModelReady", name=name) for name in models]
-    try:
-        answers = await asyncio.gather(_ask(channel, "ServerReady"), *asked)
-    except grpc.aio.AioRpcError:  # perhaps it does not listen yet
-        return False
-    return all(each.ready for each in answers)
-
-
-async def await_ready(channel: grpc.aio.Channel) -> None:
-    """Return once a server is ready."""
-    while not await is_ready(channel, ()):
-        await asyncio.sleep(_POLL_S)
-
-
-async def triton_configs(upstream: Upstream) -> dict[str, Any]:
-    """Return the configurations of the models of a server that is ready, by name."""
-    channel = upstream.channel
-    index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
-    found = {}
-    for name in sorted({model.name for model in index.models}):
-        reply = await _ask(channel, "ModelConfig", timeout_s=_OPENING_S, name=name)
-        found[name] = reply.config
     return found
 
 
@@ -251,19 +109,3 @@ def _about(config: Any, repository: Path | None) -> tuple[tuple[str, str], ...]:
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     identity = served_identity(_folder(config, repository), parameters)
     return tuple(identity.items())
-
-
-def stream_error(text: str) -> RejectedError:
-    """Return the error for a client where a stream ends with one."""
-    kind, _, rest = text.partition(": ")
-    return _error(rest, kind) if kind in _ON_STREAMS else _error(text, "INVALID_ARGUMENT")
-
-
-def api_error(error: grpc.aio.AioRpcError) -> RejectedError:
-    """Return the error for a client where the server answers with one."""
-    return _error(error.details() or "", error.code().name)
-
-
-def _error(text: str, code: str) -> RejectedError:
-    status = _STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
-    return RejectedError(without_internal_names(text) or "the model does not answer", status)

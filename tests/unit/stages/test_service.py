@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from inference.server.server_log import ServerStartError
+from inference.server.log import ServerStartError
 from stages import service
 from stages.base import StageError
 from stages.deploy_config import DeployConfig

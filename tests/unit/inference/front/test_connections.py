@@ -8,7 +8,7 @@ import resource
 import pytest
 from aiohttp import web
 
-from inference.front.kserve_http import BoundServer, most_connections
+from inference.front.http_server import BoundServer, most_connections
 
 MOST = 4
 HALF = b"GET /half HTTP/1.1\r\nHost: 127"

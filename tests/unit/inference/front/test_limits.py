@@ -22,16 +22,15 @@ from inference.front import (
     validation,
     workers,
 )
+from inference.front.grpc_server import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.guard import IDLE_S, RejectedError, decompressed
-from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
 from inference.front.openai.prepare import ModelFacts, prepare_generation
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
-from inference.front.sessions import Namespace
+from inference.host.messages import read_infer
 from tests.conftest import ROOT
 from tests.unit.inference.front.openai.fake_backend import INPUTS, LetterTexts
 
-MINE = Namespace("me", b"key")
 SCORES = {"num_log_probs", "num_prompt_log_probs"}
 # 2,048 sequences of 128 tokens with a log probability and its token's are the most scores.
 FACTS = {"m": ModelFacts("m", INPUTS | SCORES, max_rows=4, context_len=1 << 20)}
@@ -40,12 +39,12 @@ prepared = partial(prepare_generation, CompletionRequest, LetterTexts(), FACTS)
 
 def infer(body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    validation.check_infer(data, len(data), 1 << 27, None, MINE)
+    read_infer(data, len(data), None)
 
 
 def infer_json(size_bytes: int) -> None:
     data = b'{"inputs":[]}'
-    validation.check_infer(data.ljust(size_bytes), size_bytes, 1 << 27, None, MINE)
+    read_infer(data.ljust(size_bytes), size_bytes, None)
 
 
 def levels(count: int) -> None:

@@ -18,8 +18,8 @@ from aiohttp.test_utils import BaseTestServer, RawTestServer
 from yarl import URL
 
 from inference.front.access import OPEN_ACCESS
+from inference.front.grpc_server import grpc_server
 from inference.front.guard import ask_for_body
-from inference.front.kserve_grpc import grpc_server
 from inference.front.relay import MovingServer, Relay, main
 from inference.ports import pick_free_ports
 

@@ -1,4 +1,4 @@
-"""Requests in forms that end, hang or slow tritonserver 2.51 are refused with the reason."""
+"""Requests that no model should get are refused with the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from inference.front.guard import RejectedError
-from inference.front.infer_messages import check_infer_message, without_raw_tensors
+from inference.front.infer_messages import without_raw_tensors
 from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_MB, parse_json
 from inference.front.validation import (
@@ -23,14 +22,12 @@ from inference.front.validation import (
     DeclaredInputs,
     check_generate,
     check_index,
-    check_infer,
     length_of_json,
-    read_declared_inputs,
 )
+from inference.host.messages import read_infer, read_message
 from inference.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
-LIMIT = 1 << 20
 MODEL = DeclaredInputs(
     {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}, ()
 )
@@ -44,13 +41,13 @@ def infer(**changes: Any) -> bytes:
 
 
 def check_body(body: bytes, header: str | None = None) -> None:
-    """Check a body of `infer` as the gateway does."""
+    """Check a body of `infer` as a server does."""
     data = body[: length_of_json(header, len(body))]
-    check_infer(data, len(body), LIMIT, MODEL, MINE)
+    read_infer(data, len(body), MODEL)
 
 
 def check_message(message: Any, size_bytes: int) -> None:
-    check_infer_message(message.SerializeToString(), size_bytes, LIMIT, {}, MINE)
+    read_message(message.SerializeToString(), size_bytes, {})
 
 
 def nested(opening: str, depth: int, closing: str) -> bytes:
@@ -103,6 +100,10 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (
             b'{"outputs":[{"name":"y","parameters":{"classification":1}}]}',
             "output 'y': parameter classification is 1; expected none",
+        ),
+        (
+            infer(parameters={"shared_memory_region": "a", "shared_memory_byte_size": 4096}),
+            "input 'x': parameter shared_memory_region is \"a\"; expected none: no memory",
         ),
         (infer(data=[[1, 1 << 32]]), "'x' has 4294967296, which UINT32 cannot hold"),
         (infer(data=[-1, 1]), "'x' has -1, which UINT32 cannot hold"),
@@ -182,9 +183,6 @@ def test_requests_that_clients_send_pass() -> None:
     check_body(infer(data=[0, (1 << 32) - 1]))
     check_body(infer(datatype="INT64", data=[-(1 << 63), (1 << 63) - 1]))
     check_body(infer(datatype="FP32", data=[1 << 80, 0.5]))
-    memory = {"shared_memory_region": "a", "shared_memory_byte_size": 4096}
-    in_memory = {"name": "x", "shape": [1, 1024], "datatype": "UINT32", "parameters": memory}
-    check_body(json.dumps({"inputs": [in_memory]}).encode())
     check_body(infer(parameters=None))
     check_body(b'{"outputs":[{"name":"y","parameters":null}]}')
     check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', model=None)
@@ -235,11 +233,11 @@ def test_a_required_input_is_named_if_it_is_missing() -> None:
             message.inputs.add(name=name, shape=[1], datatype="UINT32")
         data = message.SerializeToString()
         models = {"two": TWO_REQUIRED}
-        check_infer_message(data, len(data), LIMIT, models, MINE)
+        read_message(data, len(data), models)
 
     def check_http(names: list[str]) -> None:
         body = json.dumps({"inputs": [{**X, "name": name} for name in names]}).encode()
-        check_infer(body, len(body), LIMIT, TWO_REQUIRED, MINE)
+        read_infer(body, len(body), TWO_REQUIRED)
 
     def check_generation(names: list[str]) -> None:
         body = json.dumps({name: "a" if name == "text" else 1 for name in names}).encode()
@@ -252,23 +250,6 @@ def test_a_required_input_is_named_if_it_is_missing() -> None:
         with pytest.raises(RejectedError, match="lacks 'x', 'text', which"):
             check([])
     check_generate(b'{"x": 1, "parameters": {"text": "a"}}', model=TWO_REQUIRED)
-
-
-def test_inputs_are_those_of_the_repository(tmp_path: Path) -> None:
-    for name, text in {
-        "two": 'name: "two" input { name: "x" data_type: TYPE_UINT32 dims: 1 } '
-        'input { name: "t" data_type: TYPE_STRING dims: 1 optional: true }',
-        "none": "",
-        "broken": "input {",
-    }.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.pbtxt").write_text(text)
-    (tmp_path / "without").mkdir()
-    assert read_declared_inputs(tmp_path) == {
-        "two": DeclaredInputs({"x": "UINT32", "t": "BYTES"}, ("x",)),
-        "none": DeclaredInputs({}, ()),
-    }
-    assert read_declared_inputs(None) == read_declared_inputs(tmp_path / "nowhere") == {}
 
 
 @pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])
@@ -362,7 +343,7 @@ def test_what_is_left_without_raw_tensors_is_the_same_request(
     message.ClearField("raw_input_contents")
     assert service_pb2.ModelInferRequest.FromString(rest) == message
     with contextlib.suppress(RejectedError):
-        check_infer_message(rest, len(data), LIMIT, {}, MINE)
+        read_message(rest, len(data), {})
 
 
 @pytest.mark.parametrize("given_id", [7, 2**63 + 1, "a chat", -5])
@@ -376,23 +357,23 @@ def test_a_session_reaches_the_server_under_its_owners_own_id(given_id: int | st
     setattr(message.parameters["sequence_id"], field, given_id)
     message.parameters["sequence_start"].bool_param = True
     data = message.SerializeToString()
-    found = check_infer_message(data, len(data), LIMIT, {}, MINE)
-    assert found is not None
-    parameters = service_pb2.ModelInferRequest.FromString(found).parameters
-    parameter = parameters["sequence_id"]
-    assert getattr(parameter, parameter.WhichOneof("parameter_choice")) == MINE.inside(given_id)
-    assert parameters["sequence_start"].bool_param
+    _, _, sent = read_message(data, len(data), {})
+    turn = sent.turn(lambda: MINE)
+    assert turn is not None
+    own = given_id % (1 << 64) if isinstance(given_id, int) else given_id
+    assert (turn.session_id, turn.starts, turn.ends) == (MINE.inside(own), True, False)
     if given_id != -5:  # which JSON's are not
         body = json.dumps({"parameters": {"sequence_id": given_id}, "inputs": []}).encode()
-        changed = json.loads(check_infer(body, len(body), LIMIT, None, MINE))
-        assert changed["parameters"]["sequence_id"] == MINE.inside(given_id)
+        turn = read_infer(body, len(body), None).turn(lambda: MINE)
+        assert turn is not None
+        assert turn.session_id == MINE.inside(given_id)
 
 
 def test_no_session_stays_none() -> None:
     body = json.dumps({"parameters": {"sequence_id": 0}, "inputs": []}).encode()
-    assert check_infer(body, len(body), LIMIT, None, MINE) == body
+    assert read_infer(body, len(body), None).turn(lambda: MINE) is None
     message = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
-    assert check_infer_message(message, len(message), LIMIT, {}, MINE) is None
+    assert read_message(message, len(message), {})[2].turn(lambda: MINE) is None
 
 
 @pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
@@ -400,7 +381,7 @@ def test_texts_are_counted(count: int) -> None:
     message = service_pb2.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", shape=[1, count], datatype="BYTES")
     typed = service_pb2.ModelInferRequest(model_name="m")
-    typed.inputs.add(name="x", shape=[1], datatype="BYTES").contents.bytes_contents.extend(
+    typed.inputs.add(name="x", shape=[1, count], datatype="BYTES").contents.bytes_contents.extend(
         [b""] * count
     )
     for each in (message, typed):
@@ -420,7 +401,6 @@ def test_empty_tensors_have_no_huge_sizes() -> None:
 
 
 def test_no_name_of_a_message_has_a_second_reading() -> None:
-    """Tritonserver ends a text at a null character: `a\\0b` is its model `a`."""
     named = service_pb2.ModelInferRequest(model_name="two")
     named.inputs.add(name="x", datatype="UINT32", shape=[1])
     named.outputs.add(name="y")

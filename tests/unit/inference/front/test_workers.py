@@ -13,7 +13,7 @@ import pytest
 from inference.front.guard import RejectedError
 from inference.front.validation import check_index
 from inference.front.workers import INLINE_BYTES, MEMORY_BYTES, QUICK_BYTES, Workers
-from inference.server.supervisor import descendants
+from inference.server.processes import descendants
 
 LARGE = b'{"a":[' + b",".join([b"{}"] * 1_000_000) + b"]}"  # takes about a second
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from export_scripts.triton.model_config import parse_config
 from inference.server import health
-from inference.server.admin import Admin, RefusalError
-from inference.server.health import Health, Target, front_target, model_targets
-from inference.server.process import ServedProcess
-from inference.supervision import BUSY
-from tests.fake_triton import FakeTriton, RefusedError, served
+from inference.server.health import Health, RefusalError, Target
 from tests.waiting import until
 
 INTERVAL_S = 0.05
@@ -52,7 +43,7 @@ class Model:
     def ask(self, timeout_s: float) -> None:
         self.asked += 1
         if self.error is not None:
-            raise RefusalError("INTERNAL", self.error)
+            raise RefusalError(self.error)
         if not self.answers.wait(timeout_s):
             raise ConnectionError
 
@@ -174,52 +165,3 @@ def test_target_is_asked_also_where_the_server_does_not_say_what_it_finished(mod
     model.answers.clear()
     watch._ask(target)
     assert len(target.faults) == 1
-
-
-CONFIG = """
-name: "m" backend: "python" max_batch_size: 1
-input { name: "x" data_type: TYPE_UINT32 dims: 1 }
-"""
-DECOUPLED = "model_transaction_policy { decoupled: true }"
-
-
-def refuse_with(words: str) -> Callable[[Any], None]:
-    def infer(_: Any) -> None:
-        raise RefusedError(words)
-
-    return infer
-
-
-@pytest.mark.parametrize(("policy", "prefix"), [("", ""), (DECOUPLED, "UNAVAILABLE: ")])
-def test_busy_model_is_healthy_whether_or_not_it_streams(policy: str, prefix: str) -> None:
-    fake = FakeTriton({"m": parse_config(CONFIG + policy)}, refuse_with(prefix + BUSY))
-    with served(fake) as address:
-        admin = Admin(address)
-        (target,) = model_targets(admin, ["m"], root=os.getpid())
-        target.ask(10.0)
-        assert fake.requests[0].parameters["slipway_canary"].bool_param
-        fake.infer = refuse_with("out of memory")
-        with pytest.raises(RefusalError, match="out of memory"):
-            target.ask(10.0)
-        admin.close()
-
-
-def test_front_that_accepts_and_does_not_answer_is_silent() -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(503)  # any answer is one
-
-        def log_message(self, *words: object) -> None:
-            del words
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    asked = ServedProcess(ports={"http": server.server_port}, log_path=Path("no log"))
-    target = front_target(asked, "http", pid=os.getpid())
-    with pytest.raises(TimeoutError):
-        target.ask(0.2)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    target.ask(10.0)
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(ConnectionError):
-        target.ask(10.0)

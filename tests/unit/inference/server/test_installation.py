@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference.private_folder import plain_temporary_folder
-from inference.server.installation import find_triton, old_server_options
+from inference.server.installation import find_triton, nvidias_options, server_options
 
 
 @pytest.fixture(autouse=True)
@@ -135,19 +135,10 @@ def test_a_name_of_neither_program_nor_environment_is_refused(
         find_triton()
 
 
-def test_the_program_names_its_options() -> None:
-    known = find_triton().known_options()
-    assert {"model-repository", "http-address", "grpc-address", "metrics-address"} <= known
-
-
-def test_addresses_go_to_a_program_that_takes_them() -> None:
-    ports = {"http": 8000, "grpc": 8001, "metrics": 8002}
-    every = old_server_options("/repo", ports, host="127.0.0.1")
-    assert [each for each in every if "address" in each] == [
-        "--http-address=127.0.0.1",
-        "--grpc-address=127.0.0.1",
-        "--metrics-address=127.0.0.1",
-    ]
-    old = old_server_options("/repo", ports, host="127.0.0.1", known={"http-address"})
-    assert [each for each in old if "address" in each] == ["--http-address=127.0.0.1"]
-    assert "address" not in " ".join(old_server_options("/repo", ports, host="0.0.0.0"))
+def test_a_server_listens_on_sockets_of_its_owner_alone(tmp_path: Path) -> None:
+    for options in (server_options("/repo", tmp_path), nvidias_options("/repo", tmp_path)):
+        assert f"--grpc-address=unix:{tmp_path}/grpc" in options
+        assert "--allow-http=false" in options
+        addresses = [each for each in options if "-address=" in each]
+        assert all(f"=unix:{tmp_path}/" in each for each in addresses)
+    assert "--allow-metrics=false" in nvidias_options("/repo", tmp_path)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from inference.front.access import Access
+from inference.server.log import ServerStartError
 from inference.server.openai_server import OpenAIServer
-from inference.server.server_log import ServerStartError
-from inference.server.supervisor import process_state
+from inference.server.processes import process_state
 from tests.openai_servers import write_program
 from tests.waiting import until
 

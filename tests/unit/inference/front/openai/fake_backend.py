@@ -19,9 +19,9 @@ from inference.front.access import OPEN_ACCESS, Access
 from inference.front.guard import Guard, RejectedError
 from inference.front.openai.answers import Array, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
+from inference.front.openai.completion import TokenModel
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
-from inference.front.openai.served import TritonModel
 from inference.front.tracing import traced
 from inference.front.workers import Workers
 
@@ -76,7 +76,7 @@ class NoProcesses(Workers):
         return work(*args)
 
 
-class FakeModel(TritonModel):
+class FakeModel(TokenModel):
     """Says `text` a letter at a time, each candidate with its number in front.
 
     `fails_after` letters it fails; `waits` makes it stop there until it is given up.

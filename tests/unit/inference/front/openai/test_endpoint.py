@@ -7,22 +7,16 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterator
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
-from inference.front.guard import RejectedError
 from inference.front.openai.answers import Answer, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
-from inference.front.openai.served import TritonModel
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
     END,
@@ -707,33 +701,3 @@ def test_names_for_many_scores_leave_the_event_loop_free(monkeypatch: pytest.Mon
         assert longest < 150 * 0.005 / 2
 
     run(check, model)
-
-
-def test_whatever_ends_a_call_reaches_its_reader() -> None:
-    class Broken:
-        def __init__(self, failure: BaseException) -> None:
-            self._failure = failure
-
-        def __await__(self) -> Iterator[None]:
-            raise self._failure
-            yield
-
-        def done(self) -> bool:
-            return True
-
-    async def main() -> None:
-        job = {"input_ids": np.ones((1, 2), np.uint32)}
-        for failure, kind in (
-            (asyncio.CancelledError(), RejectedError),
-            (ValueError("a reply that is none"), ValueError),
-        ):
-            call = partial(lambda error, _: Broken(error), failure)
-            channel = SimpleNamespace(
-                unary_unary=partial(lambda made, _: made, call), stream_stream=lambda _: None
-            )
-            upstream: Any = SimpleNamespace(channel=channel, cancellations=None)
-            model = TritonModel(upstream, with_facts(streams=False))
-            with pytest.raises(kind):
-                await anext(model.generate(job, streams=False))
-
-    asyncio.run(main())

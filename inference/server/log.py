@@ -1,34 +1,19 @@
-"""A tritonserver's log: its last lines, the models being loaded, and why a start failed."""
+"""A server's log: its last lines, and what NVIDIA's backend says there alone."""
 
 import contextlib
 import itertools
 import os
 import re
-import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
-_MANY = 1000
 _FORWARD_S = 0.25
 _MOST = 300  # characters of a line worth showing
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
-_RECORD = re.compile(r"^(?=[EWIF]\d{4} )", re.MULTILINE)  # where each of the server's begins
-_LOADING = re.compile(r'"?loading: (?P<name>\S+?):\d+')
-_LOADED = re.compile(r"successfully loaded '(?P<name>[^']+)'")
-_FAILED = re.compile(r"failed to load '(?P<name>[^']+)' version \d+: (?P<reason>.*)", re.DOTALL)
-# One record says only that a model's configuration came with the request to load it.
-_BROKEN = re.compile(
-    r"(?:tritonserver|model_repository_manager)\.cc:\d+\] "
-    r"(?!\"?Failed to set config modification time)(?P<reason>.*)",
-    re.DOTALL,
-)
-# Of the handler of crashes, which can hang while it looks for the names of functions.
-_CRASH = re.compile(r"Signal \((?P<number>\d+)\) received\.")
-_CRASH_SIGNALS = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
 # Lines of NVIDIA's C++ backend.
@@ -47,7 +32,8 @@ _OTHERS = re.compile(
 class ServerStartError(RuntimeError):
     """The server did not become ready. `reasons` say why, `log_tail` holds its last lines.
 
-    `is_crash` holds where the program has crashed and its log blames no model.
+    `is_crash` holds where a signal has ended tritonserver, and its log blames no model: release
+    2.51 ends so once in some hundred starts.
     """
 
     def __init__(
@@ -94,61 +80,6 @@ def short_reason(text: str) -> str:
     """Return a model's failure without quoting and without the trace of the model file."""
     plain = text.strip().strip('"').replace("\\n", "\n").replace('\\"', '"')
     return _TRACE.sub("", plain).strip()
-
-
-def crash_of(path: Path, status: int | None = None) -> str | None:
-    """Return the crash that a server's exit status shows, 128 + n for signal n, or its log.
-
-    One that has logged its crash may not have come to its end.
-    """
-    logged = (int(each["number"]) for each in map(_CRASH.match, last_lines(path, _MANY)) if each)
-    for number in ((status or 0) - 128, *logged):
-        if number in _CRASH_SIGNALS:
-            return f"tritonserver has crashed with {signal.Signals(number).name}"
-    return None
-
-
-class ServerLog:
-    """Follow a log that is being written.
-
-    It names an ensemble only once its models are loaded; `models` are counted from the start.
-    """
-
-    def __init__(self, path: Path, models: Iterable[str] = ()) -> None:
-        self.path = path
-        self._models = frozenset(models)
-        self.loading: list[str] = []
-        self.loaded: list[str] = []
-        self.failures: list[str] = []
-        self._position = 0
-        self._rest = ""
-
-    def read(self) -> list[str]:
-        """Read the lines that were added, and return one message per notable event."""
-        with self.path.open("rb") as log:
-            log.seek(self._position)
-            added = log.read()
-        self._position += len(added)
-        # A line that begins no record belongs to the one before; the last is perhaps not whole.
-        records = _RECORD.split(self._rest + added.decode(errors="replace"))
-        self._rest = records.pop() if added else ""
-        return [message for record in records if (message := self._event(record))]
-
-    def _event(self, record: str) -> str | None:
-        if failed := _FAILED.search(record):
-            self.failures.append(f"model {failed['name']}: {short_reason(failed['reason'])}")
-        elif fatal := fatal_lines(record):
-            self.failures += fatal
-        elif record.startswith("E") and not self.failures and (broken := _BROKEN.search(record)):
-            self.failures.append(short_reason(broken["reason"]))
-        elif loaded := _LOADED.search(record):
-            self.loaded.append(loaded["name"])
-            count = len(self._models.union(self.loading))
-            return f"{loaded['name']} loaded ({len(set(self.loaded))} of {count})"
-        elif loading := _LOADING.search(record):
-            self.loading.append(loading["name"])
-            return f"loading {loading['name']}"
-        return None
 
 
 def fatal_lines(text: str) -> list[str]:

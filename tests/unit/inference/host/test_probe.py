@@ -1,11 +1,7 @@
-"""The small request before a server's address is published."""
+"""The small request that shows whether a model answers."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +13,7 @@ from export_scripts.triton.signature import (
     interactive,
     model_signature,
 )
-from inference.server.admin import Admin, probe_tensors
-from inference.server.server import TritonServer
-from inference.server.server_log import ServerStartError
-from tests.fake_triton import FakeTriton, Infer, RefusedError, served
+from inference.host.probe import probe_tensors
 
 
 def config_of(signature: ModelSignature, **options: Any) -> Any:
@@ -81,72 +74,3 @@ def test_request_of_a_session_says_how_much_it_holds() -> None:
     tensors = tensors_of(config_of(signature, interactive=True, max_batch_size=1))
     assert tensors["input_ids"].shape == (1, 1, 2)
     assert tensors["session_len"].shape == (1, 1, 1)
-
-
-def ask(address: str, *, timeout_s: float = 20.0, check: Callable[[], None] = lambda: None) -> None:
-    server = TritonServer("m", log_path=Path("no log"))
-    server._admin = admin = Admin(address)
-    try:
-        server.await_answer("m", timeout_s=timeout_s, check=check)
-    finally:
-        admin.close()
-
-
-def fake(infer: Infer, **options: Any) -> FakeTriton:
-    return FakeTriton({"m": config_of(model_signature("GPT", data_type="fp32"), **options)}, infer)
-
-
-def refuse(request: Any) -> None:
-    raise RefusedError("out of memory")
-
-
-def test_answer_of_any_kind_is_enough() -> None:
-    server = fake(lambda _: None)
-    with served(server) as address:
-        ask(address)
-    (request,) = server.requests
-    assert sum(map(len, request.raw_input_contents)) == 16
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_refusal_is_reported_in_the_words_of_the_server(decoupled: bool) -> None:
-    with (
-        served(fake(refuse, decoupled=decoupled)) as address,
-        pytest.raises(ServerStartError, match=r"model m did not answer .*: out of memory"),
-    ):
-        ask(address)
-
-
-def test_streaming_model_has_answered_with_its_last_response() -> None:
-    server = fake(lambda _: None, decoupled=True)
-    with served(server) as address:
-        ask(address)
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_silence_ends_with_the_timeout_or_the_last_waiter(decoupled: bool) -> None:
-    released = threading.Event()
-    silent = fake(lambda _: released.wait(30), decoupled=decoupled)
-    with served(silent) as address:
-        try:
-            with pytest.raises(
-                ServerStartError,
-                match=r"model m did not answer .*Deadline Exceeded\)? \(within 0\.3 s\)",
-            ):
-                ask(address, timeout_s=0.3)
-            started = time.monotonic()
-            with pytest.raises(InterruptedError):
-                ask(address, check=_interrupt)
-            assert time.monotonic() - started < 10
-        finally:
-            released.set()
-
-
-def _interrupt() -> None:
-    raise InterruptedError
-
-
-def test_server_that_is_gone_is_reported() -> None:
-    with pytest.raises(ServerStartError, match=r"model m did not answer .*onnect"):
-        ask("127.0.0.1:9")

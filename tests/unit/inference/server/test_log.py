@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference.server.server_log import (
-    ServerLog,
-    crash_of,
+from inference.server.log import (
     fatal_lines,
     forwarded_log,
     last_lines,
@@ -18,56 +16,7 @@ from inference.server.server_log import (
 )
 from tests.waiting import until
 
-HEAD = "I1120 10:00:00.000000 1 model_lifecycle.cc:472] "
-BAD = "E1120 10:00:01.000000 1 model_lifecycle.cc:642] "
 SIZES = "[WARNING] file /w/a.bin only has {}, but request {}, loading model fails! "
-
-
-def test_progress_counts_models(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text(
-        f'{HEAD}"loading: a:1"\n{HEAD}"loading: b:1"\n{HEAD}"successfully loaded \'a\'"\n'
-    )
-    log = ServerLog(path)
-    assert [*log.read(), *log.read()] == ["loading a", "loading b", "a loaded (1 of 2)"]
-    log = ServerLog(path, ["a", "b", "ensemble"])
-    assert [*log.read(), *log.read()][-1] == "a loaded (1 of 3)"
-
-
-def test_reason_over_several_lines_is_kept_without_the_trace(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text(
-        f"{BAD}\"failed to load 'm' version 1: Internal: ValueError: one\ntwo\n\n"
-        f'At:\n  /x/model.py(3): initialize\n"\n{HEAD}"next"\n'
-    )
-    log = ServerLog(path)
-    log.read()
-    log.read()
-    assert log.failures == ["model m: Internal: ValueError: one\ntwo"]
-
-
-def test_lines_after_which_the_cpp_backend_serves_garbage_are_failures(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    lines = [
-        "[FT][WARNING] file /w/a.bin cannot be opened, loading model fails!",
-        "[WARNING] file /w/b.bin only has 4, but request 8, loading model fails!",
-        "[WARNING] gemm_config.in is not found; using default GEMM algo",
-    ]
-    path.write_text("".join(f"{HEAD}{line}\n" for line in lines))
-    log = ServerLog(path)
-    log.read()
-    log.read()
-    assert len(log.failures) == 2
-    assert "/w/a.bin" in log.failures[0]
-
-
-def test_crash_of_a_server_that_has_not_ended_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text(f"{HEAD}one\n{HEAD}a text: Signal (6) received.\n")
-    assert crash_of(path) is None
-    with path.open("a") as log:
-        log.write("corrupted size vs. prev_size\nSignal (6) received.\n 0# 0x0000556EFB9CD13D\n")
-    assert crash_of(path) == "tritonserver has crashed with SIGABRT"
 
 
 def test_last_lines_leave_out_tables_and_blank_lines(tmp_path: Path) -> None:
@@ -78,8 +27,10 @@ def test_last_lines_leave_out_tables_and_blank_lines(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none", 5) == []
 
 
-def test_quotes_of_the_log_are_undone() -> None:
+def test_quotes_and_traces_of_a_reason_are_undone() -> None:
     assert short_reason('"no \\"x\\" here"') == 'no "x" here'
+    trace = "Internal: ValueError: one\ntwo\n\nAt:\n  /x/model.py(3): initialize\n"
+    assert short_reason(trace) == "Internal: ValueError: one\ntwo"
 
 
 def test_long_lines_are_cut_and_import_frames_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""A server of gRPC with the limits of this project."""
+
+import grpc
+
+from inference.front.access import Access
+from inference.front.guard import IDLE_S
+from inference.front.http_server import most_connections
+from inference.front.tracing import TracedCalls, tracer_of
+from inference.ports import host_and_port
+
+# Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.
+MOST_METADATA_BYTES = 8 << 10
+SERVER_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),  # refuse a port that another process has
+    ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # for the first bytes of a connection
+    ("grpc.max_metadata_size", MOST_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
+    # By itself gRPC (1.67) expands a message whole, however large, before it looks at its size.
+    ("grpc.per_message_decompression", 0),
+]
+
+# A message has up to 8 MiB outside of tensors; a byte may take three.
+_MOST_METADATA_BYTES = 64 << 20
+# A server that does not listen yet is tried again soon: after a refused connection gRPC would wait
+# for a second, and longer each time.
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # An error quotes what a request has named.
+    ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    *((f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "max")),
+]
+
+
+def grpc_server(
+    access: Access, handler: grpc.GenericRpcHandler, *, host: str, port: int
+) -> grpc.aio.Server:
+    """Return a gRPC server that has opened a port but does not answer yet. Raises OSError."""
+    address = host_and_port(host, port)
+    limits = [
+        ("grpc.max_receive_message_length", access.max_request_bytes),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+    ]
+    tracer = tracer_of(access.otlp_collector)
+    spans = [] if tracer is None else [TracedCalls(tracer)]
+    server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS], interceptors=spans)
+    server.add_generic_rpc_handlers((handler,))
+    try:
+        if access.tls_cert is None or access.tls_key is None:
+            server.add_insecure_port(address)
+        else:
+            pair = (access.tls_key.read_bytes(), access.tls_cert.read_bytes())
+            server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    except RuntimeError as error:
+        raise OSError(f"{address}: Address already in use, or not of this machine") from error
+    return server

@@ -1,0 +1,104 @@
+"""A server of HTTP that keeps a bound on its connections."""
+
+import asyncio
+import logging
+import resource
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+from inference.front.access import Access
+from inference.front.guard import IDLE_S
+from inference.front.link import LONGEST_REQUEST_S
+from inference.front.tracing import traced
+
+# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
+_CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+# Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
+_OWN_DESCRIPTORS, _PORTS = 512, 4
+
+
+async def http_server(
+    access: Access, handler: Handler, *, host: str, port: int
+) -> web.ServerRunner:
+    """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
+    handler = traced(handler, access.otlp_collector)
+    server = BoundServer(handler, most=most_connections())
+    runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
+    await runner.setup()
+    await web.TCPSite(runner, host, port, ssl_context=access.ssl_context()).start()
+    return runner
+
+
+class BoundServer(web.Server):
+    """A server of HTTP with at most so many connections.
+
+    A further one takes the place of another: of those that have never sent a whole request the one
+    that came first, or else of those between two requests the one that waits longest. Strangers
+    who send nothing, or half a request, therefore displace each other.
+    """
+
+    def __init__(self, handler: Handler, *, most: int) -> None:
+        # Bodies are decompressed by the guard, once the client may ask.
+        super().__init__(
+            partial(self._answered, handler),
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_S,
+            auto_decompress=False,
+        )
+        self._most = most
+        self._open: set[Any] = set()
+        self._new: dict[Any, asyncio.Transport] = {}
+        self._idle: dict[Any, asyncio.Transport] = {}
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        """Take a connection in (called by aiohttp)."""
+        super().connection_made(handler, transport)
+        self._new[handler] = transport
+        self._open.add(handler)
+        if len(self._open) > self._most:
+            waiting = self._new if len(self._new) > 1 else self._idle or self._new
+            displaced = next(iter(waiting))
+            waiting.pop(displaced).abort()
+            self._open.remove(displaced)
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        """Forget a connection (called by aiohttp)."""
+        self._forget(handler)
+        self._open.discard(handler)
+        super().connection_lost(handler, exc)
+
+    def _forget(self, handler: Any) -> None:
+        self._new.pop(handler, None)
+        self._idle.pop(handler, None)
+
+    async def _answered(self, handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
+        protocol, transport = request.protocol, request.transport
+        request.content.on_eof(partial(self._forget, protocol))
+        try:
+            return await handler(request)
+        finally:
+            self._forget(protocol)
+            if transport is not None and not transport.is_closing():
+                self._idle[protocol] = transport
+
+
+def most_connections() -> int:
+    """Return the most connections of one of this process's ports.
+
+    All of them together leave a part of the descriptors that the process may have to its own work.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    own = min(limit // 3, _OWN_DESCRIPTORS)
+    return max((limit - own) // _PORTS, 1)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return False for a client's error, of which aiohttp would log a traceback each time."""
+    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))

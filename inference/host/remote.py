@@ -1,0 +1,172 @@
+"""Models that a tritonserver runs: each request goes there by gRPC, and its responses come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as schema
+
+from inference.front.grpc_server import CHANNEL_OPTIONS
+from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL
+from inference.host.calls import InferError, InferRequest, Outputs, Responses
+from inference.host.messages import EMPTY_PARAMETER, FINAL_PARAMETER
+from inference.host.models import HostedModel, TensorFacts
+from inference.host.tensors import RawTensor, raw_of
+from inference.supervision import CANARY_PARAMETER
+
+# What begins an error on a stream, which carries no status; without it the request is wrong.
+_ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
+# Release 2.51 is apt to corrupt its memory when many streams are cancelled at the same moment.
+_CANCEL_PAUSE_S = 0.02
+
+
+class TritonConnection:
+    """The connection to a tritonserver at a target of gRPC."""
+
+    def __init__(self, target: str) -> None:
+        self.channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ask(self, call: str, *, timeout_s: float, **fields: Any) -> Any:
+        """Return the answer to a call with some fields. Raises grpc.aio.AioRpcError."""
+        request = getattr(schema, f"{call}Request")(**fields).SerializeToString()
+        reply = await self.channel.unary_unary(SERVICE + call)(request, timeout=timeout_s)
+        return getattr(schema, f"{call}Response").FromString(reply)
+
+    def cancel(self, call: Any) -> None:
+        """Cancel a call soon, after those before it; returns at once."""
+        task = asyncio.create_task(self._cancel(call))
+        self._tasks.add(task)  # the event loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
+
+    async def _cancel(self, call: Any) -> None:
+        async with self._turn:
+            call.cancel()
+            await asyncio.sleep(_CANCEL_PAUSE_S)
+
+
+class RemoteModel(HostedModel):
+    """A model of a tritonserver.
+
+    A canary is not sent to one that would keep it waiting behind long requests: without
+    `takes_canaries`.
+    """
+
+    def __init__(
+        self, config: Any, version: str, server: TritonConnection, *, takes_canaries: bool = True
+    ) -> None:
+        super().__init__(config, version)
+        self.takes_canaries = takes_canaries
+        self._server = server
+        channel = server.channel
+        self._infer = channel.unary_unary(
+            INFER_CALL,
+            request_serializer=schema.ModelInferRequest.SerializeToString,
+            response_deserializer=schema.ModelInferResponse.FromString,
+        )
+        self._stream = channel.stream_stream(
+            STREAM_CALL,
+            request_serializer=schema.ModelInferRequest.SerializeToString,
+            response_deserializer=schema.ModelStreamInferResponse.FromString,
+        )
+
+    def _reshaped(self, request: InferRequest) -> InferRequest:
+        return request  # the server does that
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        if request.turn is not None and self.keeps_sessions:
+            self.sessions.take(request.turn, lambda: None)
+        message = self._message(request)
+        call = self._stream([message]) if self.decoupled else self._infer(message)
+        try:
+            if not self.decoupled:
+                yield _outputs(await call), True
+                return
+            async for reply in call:
+                if reply.error_message:
+                    raise stream_error(reply.error_message)
+                answer = reply.infer_response
+                final = answer.parameters[FINAL_PARAMETER].bool_param
+                yield _outputs(answer), final
+                if final:
+                    return
+            yield {}, True  # releases before 2.34 do not say which response is the last
+        except grpc.aio.AioRpcError as error:
+            raise InferError(error.details() or "", error.code().name) from None
+        except asyncio.CancelledError:  # of this task, or of the call: the server is leaving
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise InferError("", "UNAVAILABLE") from None
+        finally:
+            if not call.done():  # the client has left, or has what it wanted
+                self._server.cancel(call)
+
+    def _message(self, request: InferRequest) -> Any:
+        message = schema.ModelInferRequest(
+            model_name=self.name, model_version=self.version, id=request.id
+        )
+        for name, value in request.tensors.items():
+            datatype = self.inputs[name].datatype
+            message.inputs.add(name=name, datatype=datatype, shape=value.shape)
+            message.raw_input_contents.append(_raw_input(value, self.inputs[name]))
+        for name in request.wanted:
+            message.outputs.add(name=name)
+        for name, parameter in self._parameters(request):
+            kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(parameter)]
+            setattr(message.parameters[name], f"{kind}_param", parameter)
+        return message
+
+    def _parameters(self, request: InferRequest) -> Iterator[tuple[str, Any]]:
+        for name, value in request.parameters.items():
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise InferError(f"parameter {name} is {value}; a number has 64 bits")
+            if isinstance(value, bool | int | float | str):
+                yield name, value
+        if self.decoupled:
+            yield EMPTY_PARAMETER, True
+        if request.is_canary:
+            yield CANARY_PARAMETER, True
+        if (turn := request.turn) is not None:
+            yield "sequence_id", turn.session_id
+            yield "sequence_start", turn.starts
+            yield "sequence_end", turn.ends
+
+
+def remote_models(
+    configs: Mapping[tuple[str, str], Any], server: TritonConnection, *, takes_canaries: bool
+) -> dict[str, HostedModel]:
+    """Return the models of a server by name; `configs` are by name and version."""
+    found: dict[str, HostedModel] = {}
+    for (name, version), config in sorted(configs.items(), key=lambda e: (e[0][0], int(e[0][1]))):
+        model: HostedModel = RemoteModel(config, version, server, takes_canaries=takes_canaries)
+        if name in found:  # the latest answers where a request names none
+            model.versions = {**found[name].versions, version: model}
+        found[name] = model
+    for model in found.values():
+        steps = [found[step.model_name] for step in model.config.ensemble_scheduling.step]
+        for each in model.versions.values():
+            each.keeps_sessions |= any(step.keeps_sessions for step in steps)
+    return found
+
+
+def _raw_input(value: Any, facts: TensorFacts) -> bytes:
+    if facts.datatype == "BF16":  # of an FP32 that holds it, the upper half
+        return bytes((value.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    return raw_of(value)
+
+
+def _outputs(answer: Any) -> Outputs:
+    """Return the outputs of a ModelInferResponse by name."""
+    pairs = zip(answer.outputs, answer.raw_output_contents, strict=False)
+    return {each.name: RawTensor(each.datatype, tuple(each.shape), raw) for each, raw in pairs}
+
+
+def stream_error(text: str) -> InferError:
+    """Return the error where a stream ends with one."""
+    kind, _, rest = text.partition(": ")
+    return InferError(rest, kind) if kind in _ON_STREAMS else InferError(text)

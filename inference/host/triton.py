@@ -1,0 +1,244 @@
+"""A repository that a tritonserver serves to this process alone: its start, its models, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+
+from inference.front.guard import RejectedError
+from inference.front.link import TritonOptions
+from inference.front.rules import UNREACHABLE
+from inference.host.calls import Mailbox
+from inference.host.models import HostedModel
+from inference.host.remote import TritonConnection, remote_models
+from inference.host.repository import UnservedError
+from inference.parent_process import LinkedProcess
+from inference.private_folder import PrivateFolder, is_plain, plain_folder
+from inference.server import supervisor
+from inference.server.installation import find_triton, nvidias_options, server_options
+from inference.server.log import fatal_lines, short_reason
+from inference.server.processes import ServerWatch, model_of
+from inference.server.segments import user_prefix
+from inference.supervision import REPORTS_VARIABLE
+
+_POLL_S = 0.1
+_CALL_S = 2.0
+_ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world
+_KILLED_S = 5.0
+_LONGEST_REPORT = 64 * 1024
+# Of the 108 bytes of a socket's name, `/slipway-sockets-12345678/grpc:8001` takes the rest.
+_LONGEST_FOLDER = 68
+# Families of metrics that this process counts itself: release 2.51 stops the clock of a request
+# when the Python backend has taken it over, long before the answer.
+_OWN_METRICS = ("nv_inference_", "# HELP nv_inference_", "# TYPE nv_inference_")
+
+
+class TritonRepository:
+    """The models of a tritonserver, by name; it runs from `load` to `close`.
+
+    Attributes:
+        folder: of the models; None for those of an object store.
+        models: by name, none before they are loaded.
+    """
+
+    def __init__(
+        self, source: str, options: TritonOptions, *, leave: Callable[[str], None]
+    ) -> None:
+        """Take a folder or an address, and call `leave` with the reason once a model is lost."""
+        self.folder = None if "://" in source else Path(source)
+        self.models: dict[str, HostedModel] = {}
+        self._source, self._options, self._leave = source, options, leave
+        self._held = contextlib.ExitStack()  # what a start has made, and the end removes
+        self._process: LinkedProcess | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._reports: list[str] = []
+
+    async def load(self, _: Mailbox, say: Callable[[str], None]) -> None:
+        """Start the server, and take its models once they are ready; `say` gets a line for each.
+
+        Raises UnservedError; no process is left then.
+        """
+        try:
+            self._start()
+            names = sorted(path.parent.name for path in self._configs())
+            for name in names:
+                say(f"loading {name}")
+            index = await self._loaded_index()
+            configs = {
+                (each.name, each.version): await self._config(each.name, each.version)
+                for each in index
+            }
+            takes_canaries = not self._options.is_nvidias
+            self.models = remote_models(configs, self._server, takes_canaries=takes_canaries)
+        except BaseException:
+            await self.close()
+            raise
+        for name in self.models:
+            say(f"loaded {name}")
+        self._watching = asyncio.create_task(self._watch())
+
+    def _configs(self) -> list[Path]:
+        return [] if self.folder is None else list(self.folder.glob("*/config.pbtxt"))
+
+    def _start(self) -> None:
+        options, is_nvidias = self._options, self._options.is_nvidias
+        try:
+            installation = find_triton(own_backends=not is_nvidias)
+        except OSError as error:
+            raise UnservedError([str(error)]) from error
+        sockets = self._held.enter_context(_sockets_folder())
+        repository = self._held.enter_context(plain_folder(self._source))
+        given = nvidias_options if is_nvidias else server_options
+        prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
+        self._metrics = sockets / "metrics"
+        command = [
+            *options.prefix,
+            str(installation.program),
+            *installation.arguments(),
+            *given(repository, sockets),
+            f"--backend-config=python,shm-region-prefix-name={prefix}",
+        ]
+        grace_s = _ENDS_S if is_nvidias else 0.0
+        self._process = LinkedProcess(
+            supervisor.PROGRAM,
+            [prefix, f"{grace_s:g}", *command],
+            log_path=options.log_path,
+            env={
+                **os.environ,
+                **installation.environment(),
+                REPORTS_VARIABLE: str(self._receive_reports(sockets)),
+            },
+        )
+        self._server = TritonConnection(f"unix:{sockets / 'grpc'}:8001")
+        self._held.callback(self._process.link.close)
+
+    def _receive_reports(self, folder: Path) -> Path:
+        """Return a socket at which models say why they end."""
+        receiver = self._held.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        )
+        receiver.bind(str(folder / "reports"))
+        loop = asyncio.get_running_loop()
+
+        def receive() -> None:
+            self._reports.append(receiver.recv(_LONGEST_REPORT).decode(errors="replace"))
+
+        loop.add_reader(receiver, receive)
+        self._held.callback(loop.remove_reader, receiver)
+        return folder / "reports"
+
+    async def _loaded_index(self) -> list[Any]:
+        """Return the list of the models, all of which are ready. Raises UnservedError."""
+        index: list[Any] | None = None
+        while index is None or any(each.state != "READY" for each in index):
+            if self._end() is not None:
+                raise UnservedError([], is_crash=self._has_crashed())
+            if self._options.is_nvidias and (fatal := fatal_lines(self._log())):
+                raise UnservedError(fatal)
+            await asyncio.sleep(_POLL_S)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # perhaps it does not listen yet
+                reply = await self._server.ask("RepositoryIndex", timeout_s=_CALL_S)
+                index = list(reply.models)
+                failed = [each for each in index if each.state == "UNAVAILABLE"]
+                if failed:
+                    # An ensemble fails because of another model: causes first.
+                    failed.sort(key=lambda each: "depend" in each.reason)
+                    raise UnservedError(
+                        [f"model {each.name}: {short_reason(each.reason)}" for each in failed]
+                    )
+        if not index:
+            raise UnservedError([f"{self._source} holds no model"])
+        if self._options.is_nvidias and (fatal := fatal_lines(self._log())):
+            raise UnservedError(fatal)
+        return index
+
+    async def _config(self, name: str, version: str) -> Any:
+        reply = await self._server.ask("ModelConfig", timeout_s=_ENDS_S, name=name, version=version)
+        return reply.config
+
+    def _log(self) -> str:
+        return self._options.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def _end(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    def _has_crashed(self) -> bool:
+        """Return whether a signal has ended the server, and not a model's weights."""
+        return (self._end() or 0) > 128 and not fatal_lines(self._log())
+
+    async def _watch(self) -> None:
+        """Have this process leave once the server or the process of a model is lost."""
+        assert self._process is not None
+        watch = ServerWatch(self._process.pid, names=model_of)
+        while True:
+            lost = watch.loss()
+            if (status := self._end()) is not None:
+                lost = f"tritonserver ended with status {status}"
+            if lost:
+                self._kill()  # the requests that it held are answered: it is unavailable
+                return self._leave("; ".join(self._reports) or lost)
+            await asyncio.sleep(_POLL_S)
+
+    async def metrics(self) -> list[str]:
+        """Return the lines of the server's own metrics. Raises RejectedError."""
+        if self._options.is_nvidias:  # old releases offer them to the whole network, or not at all
+            return []
+        try:
+            connector = aiohttp.UnixConnector(str(self._metrics))
+            async with (
+                aiohttp.ClientSession(connector=connector) as session,
+                session.get("http://tritonserver/metrics") as answer,
+            ):
+                text = await answer.text()
+        except aiohttp.ClientError:
+            raise RejectedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
+        return [line for line in text.splitlines() if not line.startswith(_OWN_METRICS)]
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.link.send_bytes(supervisor.KILL)
+
+    async def close(self) -> None:
+        """End the server, which has answered the requests that it had."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._process is not None:
+            if self._options.is_nvidias:
+                self._process.terminate()
+                await self._ended(_ENDS_S)
+            self._kill()
+            await self._ended(_KILLED_S)
+            await self._server.channel.close()
+        self._held.close()
+
+    async def _ended(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while self._end() is None and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S / 5)
+
+
+@contextlib.contextmanager
+def _sockets_folder() -> Iterator[Path]:
+    """Yield a new folder of mode 700 on this machine's disk, for sockets."""
+    place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    too_long = len(os.fsencode(place)) > _LONGEST_FOLDER
+    if too_long or not is_plain(place) or not os.access(place, os.W_OK):
+        place = "/tmp"
+    folder = PrivateFolder("sockets", place=Path(place))
+    try:
+        yield folder.path
+    finally:
+        folder.remove()

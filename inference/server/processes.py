@@ -1,0 +1,148 @@
+"""Processes as the kernel shows them: what is below one, and whether all of it still runs."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.parent_process import signal_name
+
+STOPPED_LIMIT_S = 1.0  # how long a process may stay stopped by SIGSTOP
+_SCAN_S = 2.0  # between searches for new ones, which read all of /proc
+_STUB = "triton_python_backend_stub"  # the program of a model's process in tritonserver
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """A line of /proc/PID/stat, proc(5).
+
+    Attributes:
+        letter: Such as S, R, Z (ended, not collected), T (stopped by a signal).
+        started: Start time in clock ticks; distinguishes two processes of the same id.
+        cpu_s: Processor time so far, of all its threads.
+        exit_code: Wait status of one that has ended; 0 where this user may not see it.
+    """
+
+    letter: str
+    parent: int
+    cpu_s: float
+    started: int
+    exit_code: int
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """Return the state of a process, None if there is none of this id."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")  # a name is any bytes
+    except OSError:
+        return None
+    # "pid (name) state ppid ...": the name may hold blanks and parentheses.
+    fields = text.rpartition(")")[2].split()
+    return ProcessState(
+        letter=fields[0],
+        parent=int(fields[1]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
+        started=int(fields[19]),
+        exit_code=int(fields[49]),
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids below `pid`, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (state := process_state(int(entry.name))) is not None:
+            children.setdefault(state.parent, []).append(int(entry.name))
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def model_of(pid: int) -> str | None:
+    """Return the model that a process of the Python backend runs, None for other processes."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    if len(words) < 2 or Path(words[0]).name != _STUB:
+        return None
+    # <repository>/<model>/<version>/model.py
+    return Path(words[1]).parent.parent.name or None
+
+
+@dataclass
+class _Process:
+    """A process of a server: its place, its name if its end is a loss, and since when it stops."""
+
+    pid: int
+    started: int
+    name: str | None
+    stopped_since: float | None = None
+
+    def fault(self, now: float, stopped_limit_s: float) -> tuple[str | None, bool]:
+        """Return what has happened to the process, and whether it has ended."""
+        state = process_state(self.pid)
+        is_same = state is not None and state.started == self.started
+        if state is None or not is_same:
+            return "has ended", True
+        if state.letter in "ZX":
+            return _how_ended(state.exit_code), True
+        if state.letter != "T":
+            self.stopped_since = None
+            return None, False
+        self.stopped_since = self.stopped_since or now
+        is_long = now - self.stopped_since >= stopped_limit_s
+        return f"has been stopped for {stopped_limit_s:g} s" if is_long else None, False
+
+
+class ServerWatch:
+    """The processes of a ready server: whether those that have names are there, and all run.
+
+    `names` returns the name of a process that must not end, None for another.
+    """
+
+    def __init__(
+        self,
+        root: int,
+        *,
+        names: Callable[[int], str | None] = lambda _: None,
+        stopped_limit_s: float = STOPPED_LIMIT_S,
+    ) -> None:
+        self._root, self._names, self._stopped_limit_s = root, names, stopped_limit_s
+        self._known: dict[int, _Process] = {}
+        self._scanned = float("-inf")
+
+    def loss(self) -> str | None:
+        """Return what the server has lost, None if nothing. Quick enough for a loop."""
+        now = time.monotonic()
+        if now - self._scanned > _SCAN_S:
+            self._scanned = now
+            self._scan()
+        for each in list(self._known.values()):
+            fault, has_ended = each.fault(now, self._stopped_limit_s)
+            if has_ended and each.name is None:
+                del self._known[each.pid]
+            elif fault is not None:
+                of_model = f" of model {each.name}" if each.name else ""
+                return f"process {each.pid}{of_model} {fault}"
+        return None
+
+    def _scan(self) -> None:
+        for pid in (self._root, *descendants(self._root)):
+            if pid not in self._known and (state := process_state(pid)) is not None:
+                self._known[pid] = _Process(pid, state.started, self._names(pid))
+
+
+def _how_ended(wait_status: int) -> str:
+    if (status := os.waitstatus_to_exitcode(wait_status)) >= 0:
+        return f"has ended with status {status}"
+    # The kernel's log names the process if so.
+    hint = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal_name(-status)}{hint}"

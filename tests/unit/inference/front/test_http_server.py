@@ -1,0 +1,33 @@
+"""A server of HTTP whose clients do not keep to the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from inference.front.access import OPEN_ACCESS
+from inference.front.http_server import http_server
+from inference.ports import pick_free_ports
+
+
+async def _answers(_: web.BaseRequest) -> web.StreamResponse:
+    return web.Response()
+
+
+def test_a_request_that_is_none_of_http_leaves_no_trace_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def send() -> bytes:
+        (port,) = pick_free_ports("127.0.0.1", 1)
+        runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET http://[ HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        await runner.cleanup()
+        return answer
+
+    assert b" 400 " in asyncio.run(send())
+    assert not caplog.records
