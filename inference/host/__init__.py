@@ -1,5 +1,5 @@
-"""This project's own server: the front and the engine of a repository in one process.
+"""The process that clients reach: a repository behind KServe's protocols and OpenAI's.
 
-KServe's protocol over HTTP and gRPC, and OpenAI's, are three adaptors over one internal request,
-`calls.InferRequest`.
+The protocols are adaptors over one internal request, `calls.InferRequest`. Models answer it: this
+project's own, or those of a tritonserver.
 """

@@ -187,15 +187,19 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                 next_turn.set()
                 places.release()
 
+        tasks: set[asyncio.Task[None]] = set()
+
         async def read() -> None:
             turn = asyncio.Event()
             turn.set()
-            async with asyncio.TaskGroup() as group:
-                async for request in requests:
-                    await places.acquire()
-                    next_turn = asyncio.Event()
-                    group.create_task(answer(request, turn, next_turn))
-                    turn = next_turn
+            async for request in requests:
+                await places.acquire()
+                next_turn = asyncio.Event()
+                task = asyncio.create_task(answer(request, turn, next_turn))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                turn = next_turn
+            await asyncio.gather(*tasks)
             answers.put_nowait(None)
 
         reading = asyncio.create_task(read())
@@ -206,8 +210,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     raise reply
                 yield reply
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            for task in (reading, *tasks):
+                task.cancel()
+            await asyncio.gather(reading, *tasks, return_exceptions=True)
             self.idle_streams -= 1
 
     async def _frames(
