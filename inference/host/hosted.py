@@ -8,7 +8,7 @@ from typing import Any
 from inference.front.validation import DeclaredInputs
 from inference.host.calls import InferError, InferRequest, Mailbox
 from inference.host.models import HostedModel, engines_of
-from inference.host.probe import WHOLE_SESSION, is_interactive, probe_tensors
+from inference.host.probe import is_interactive, probe_tensors
 from inference.host.repository import Repository, UnservedError
 from inference.host.triton import TritonRepository
 
@@ -55,21 +55,22 @@ class Hosted:
         try:
             await self.ask(model)
         except InferError as error:
-            return f"model {model.name} did not answer a first small request: {error}"
+            if model.is_known:
+                return f"model {model.name} did not answer a first small request: {error}"
+            model.takes_canaries = False  # another's model may take no such request
         return ""
 
     async def ask(self, model: HostedModel, *, is_canary: bool = False) -> None:
         """Send a model a small request, if there is one. Raises InferError.
 
-        A model of sessions gets none as a canary: it would wait behind those that users hold.
+        A model of sessions gets none: a canary would wait behind those that users hold.
         """
-        has_sessions = is_interactive(model.config)
-        if is_canary and (has_sessions or not model.takes_canaries):
+        tensors = probe_tensors(model.config, hidden=self._hidden)
+        if tensors is None or is_interactive(model.config):
             return
-        if (tensors := probe_tensors(model.config, hidden=self._hidden)) is None:
+        if is_canary and not model.takes_canaries:
             return
-        turn = WHOLE_SESSION if has_sessions else None
-        request = InferRequest(dict(tensors), turn=turn, is_canary=is_canary)
+        request = InferRequest(dict(tensors), is_canary=is_canary)
         async for _ in model.infer(request):
             pass
 

@@ -95,9 +95,10 @@ class HostedModel:
         sessions: those that may go on.
         responses: how many it has given.
         takes_canaries: whether it answers a small request soon, however busy it is.
+        is_known: whether it is this project's, or NVIDIA's, and answers such a request at all.
     """
 
-    takes_canaries = True
+    takes_canaries = is_known = True
 
     def __init__(self, config: Any, version: str) -> None:
         self.config, self.name, self.version = config, config.name, version

@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import model_config_pb2
 
-from inference.decoding.rows import SessionTurn
 from inference.host.tensors import DATATYPES
 
-WHOLE_SESSION = SessionTurn(2**31, starts=True, ends=True)
 # A small request has two tokens in and two out: its prompt pass and a decoding step warm the model.
 _TOKENS = 2
 _SESSION_LEN = "session_len"

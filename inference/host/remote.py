@@ -62,6 +62,7 @@ class RemoteModel(HostedModel):
     ) -> None:
         super().__init__(config, version)
         self.takes_canaries = takes_canaries
+        self.is_known = config.backend == "fastertransformer"
         self._server = server
         channel = server.channel
         self._infer = channel.unary_unary(

@@ -113,7 +113,7 @@ def test_server_that_does_not_answer_a_first_request_is_not_published(
     text = finish(command)
     assert command.returncode == 1, text
     assert "the server cannot serve this repository:" in text
-    assert f"model ensemble did not answer a first small request: {said}" in text
+    assert f"model fastertransformer did not answer a first small request: {said}" in text
     assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
 
 

@@ -25,7 +25,6 @@ class FakeServer:
     """Serves until it is stopped; keeps the time that its requests get to finish."""
 
     def __init__(self, log_path: Path) -> None:
-        self.name = "tritonserver"
         self.log_path = log_path
         self.drain_s: float | None = None
         self.used_at = 0.0
@@ -36,8 +35,9 @@ class FakeServer:
     def last_used(self) -> float:
         return self.used_at
 
-    def can_have_a_successor(self) -> bool:
-        return True
+    def reload(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+        assert timeout_s
+        check()
 
     def stop(self, *, drain_s: float) -> None:
         self.drain_s = drain_s
@@ -47,11 +47,10 @@ def new_service(folder: Path, config: DeployConfig) -> service.Service:
     return service.Service(config, folder, Progress(), until=time.monotonic() + 600)
 
 
-@pytest.mark.parametrize(("nodes", "starts"), [(1, 1), (2, 2)])
-def test_first_start_that_crashes_is_announced_again_to_further_nodes(
-    nodes: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_first_start_that_a_signal_has_ended_is_tried_again(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one node the server itself has tried once more."""
     failures = [
         ServerStartError("crashed:", reasons=[], log_path=tmp_path / "log", is_crash=is_crash)
         for is_crash in (True, False)
@@ -67,28 +66,29 @@ def test_first_start_that_crashes_is_announced_again_to_further_nodes(
     )
     with pytest.raises(ServerStartError) as caught:
         kept.run()
-    assert caught.value is failures[starts - 1]
+    assert caught.value is failures[1]
 
 
-def test_server_that_should_end_while_another_loads_finishes_its_requests(
+def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers: list[FakeServer] = []
+    class Loading(FakeServer):
+        def reload(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+            del timeout_s
+            (tmp_path / STOP_NAME).touch()
+            check()
+
+    server = Loading(tmp_path / "log")
 
     @contextmanager
-    def serving(*_: Any, check: Callable[[], None], **__: Any) -> Iterator[Any]:
-        if servers:  # the one that should take over is still loading
-            (tmp_path / STOP_NAME).touch()
-        else:
-            (tmp_path / RELOAD_NAME).touch()
-        check()
-        servers.append(FakeServer(tmp_path / "log"))
-        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        (tmp_path / RELOAD_NAME).touch()
+        yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
     monkeypatch.setattr(service, "serving", serving)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
-    assert [server.drain_s for server in servers] == [17.0]
+    assert server.drain_s == 17.0
     assert not (tmp_path / ENDPOINT_NAME).exists()
 
 
@@ -155,54 +155,53 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
     assert (tmp_path / STOP_NAME).exists()
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("config.ini is damaged"), OSError(28, "No space left on device")]
-)
-def test_server_stays_where_a_damaged_repository_or_a_full_disk_stops_a_reload(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
+def test_server_stays_where_a_damaged_repository_stops_a_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    servers: list[FakeServer] = []
+    class Loading(FakeServer):
+        def reload(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+            del timeout_s, check
+            (tmp_path / STOP_NAME).write_text("\n")  # as `echo` writes it
+            raise ValueError("config.ini is damaged")
+
+    server = Loading(tmp_path / "log")
 
     @contextmanager
     def serving(*_: Any, **__: Any) -> Iterator[Any]:
-        if servers:
-            (tmp_path / STOP_NAME).write_text("\n")  # as `echo` writes it
-            raise error
         (tmp_path / RELOAD_NAME).touch()
-        servers.append(FakeServer(tmp_path / "log"))
-        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+        yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
     monkeypatch.setattr(service, "serving", serving)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
-    assert servers[0].drain_s == 17.0
-    assert f"not reloaded; the server goes on as it was: {error}" in capsys.readouterr().err
+    assert server.drain_s == 17.0
+    said = capsys.readouterr().err
+    assert "not reloaded; the server goes on as it was: config.ini is damaged" in said
 
 
-def test_server_that_took_over_stays_where_a_full_disk_takes_no_address(
+def test_server_that_loaded_anew_stays_where_a_full_disk_takes_no_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    servers: list[FakeServer] = []
+    server, publications = FakeServer(tmp_path / "log"), itertools.count(1)
+    mine = ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
     @contextmanager
     def serving(*_: Any, **__: Any) -> Iterator[Any]:
-        (tmp_path / (STOP_NAME if servers else RELOAD_NAME)).touch()
-        servers.append(FakeServer(tmp_path / "log"))
-        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+        (tmp_path / RELOAD_NAME).touch()
+        yield server, mine
 
     def publish(endpoint: ServerEndpoint, path: Path) -> None:
-        if len(servers) > 1:
+        if next(publications) > 1:
+            (tmp_path / STOP_NAME).touch()
             raise OSError(28, "No space left on device")
         write_json(path, asdict(endpoint))
 
     monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "endpoint_of", lambda *_: mine)
     monkeypatch.setattr(ServerEndpoint, "publish", publish)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
-    assert [server.drain_s for server in servers] == [17.0, 17.0]
+    assert server.drain_s == 17.0
     assert "the address cannot be written" in capsys.readouterr().err
 
 
