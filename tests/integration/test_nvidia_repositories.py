@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import urllib.request
@@ -74,13 +75,10 @@ def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
         if "model_checkpoint_path" not in own:
             shutil.copytree(weights, version / f"{name}-weights")
     add_text_models(repository)
-    with ModelServer(
-        repository,
-        ports=FREE_PORTS,
-        log_path=home / "triton.log",
-        work_dir=home,
-        has_triton=True,
-    ) as running:
+    server = ModelServer(
+        repository, ports=FREE_PORTS, log_path=home / "triton.log", has_triton=True
+    )
+    with contextlib.chdir(home), server as running:
         running.start(timeout_s=300)
         yield running
 
