@@ -52,9 +52,10 @@ def report_document(report: Report, predictions: Sequence[Prediction]) -> Docume
     return Document(
         report.run.name,
         (
-            *_gate_sections(report, predictions),
+            *_gate_sections(report),
             Section("Results", charts=(Chart("cards", report.tasks),)),
             *(_task_section(report, task) for task in report.tasks),
+            *_changed_sections(report, predictions),
             *latency,
             *_stages_sections(report),
             *_history_sections(report),
@@ -71,7 +72,7 @@ def report_document(report: Report, predictions: Sequence[Prediction]) -> Docume
 
 def changes_document(report: Report, predictions: Sequence[Prediction]) -> Document:
     """Return a comment of a pull request: the gate's verdicts and the samples that changed."""
-    sections = _gate_sections(report, predictions)
+    sections = [*_gate_sections(report), *_changed_sections(report, predictions)]
     return Document(report.run.name, sections, verdict(report), status_of(report))
 
 
@@ -84,27 +85,29 @@ def status_of(report: Report) -> str:
     return UNDECIDED if report.gate.exit_code == EXIT_INSUFFICIENT else BAD
 
 
-def _gate_sections(report: Report, predictions: Sequence[Prediction]) -> list[Section]:
-    if not report.gate.verdicts:
-        return []
+def _gate_sections(report: Report) -> list[Section]:
     rows = [
         (each.metric, each.bound, each.tier, each.status, each.text)
         for each in report.gate.verdicts
     ]
-    text = [f"Baseline: {report.baseline_source}."] if report.baseline_source else []
-    tables = [Table(("metric", "bound", "tier", "verdict", "found"), rows, verdict=3)]
+    text = [f"Baseline: {report.baseline_source}."] * bool(report.baseline_source)
+    table = Table(("metric", "bound", "tier", "verdict", "found"), rows, verdict=3)
+    return [Section("Gate", text, tables=(table,))] * bool(rows)
+
+
+def _changed_sections(report: Report, predictions: Sequence[Prediction]) -> list[Section]:
     changed = [each for each in predictions if each.changes]
-    if changed:
-        # Right and wrong first, then the largest differences.
-        changed.sort(key=lambda each: -max(abs(new - old) for old, new in each.changes.values()))
-        text.append(
-            f"{len(changed):,} of {len(predictions):,} samples score differently from the baseline"
-            + ", the most changed first" * (len(changed) > 1)
-            + "."
-        )
-        head = ("#", "passage", "expected", "answered", "changed")
-        tables.append(Table(head, [_changed_row(each) for each in changed[:_MOST_CHANGED]], (0,)))
-    return [Section("Gate", text, tables=tables)]
+    if not changed or not report.gate.verdicts:
+        return []
+    # Right and wrong first, then the largest differences.
+    changed.sort(key=lambda each: -max(abs(new - old) for old, new in each.changes.values()))
+    text = (
+        f"{len(changed):,} of {len(predictions):,} samples score differently from the baseline"
+        + ", the most changed first" * (len(changed) > 1)
+    )
+    head = ("#", "passage", "expected", "answered", "changed")
+    table = Table(head, [_changed_row(each) for each in changed[:_MOST_CHANGED]], (0,))
+    return [Section("Changed samples", (f"{text}.",), tables=(table,))]
 
 
 def _changed_row(each: Prediction) -> tuple[str, ...]:
