@@ -22,7 +22,7 @@ from inference.decoding.options import RowOptions
 from inference.decoding.tensor_fields import Array
 
 
-class Draw(NamedTuple):
+class DrawParameters(NamedTuple):
     """The parameters of one draw by a rank; fp32 holds each of them exactly, but `rest`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Draw(NamedTuple):
     uniform: float
 
 
-ARG_MAX = Draw(1, 1, 1, 0, 0, 1)
+ARG_MAX = DrawParameters(1, 1, 1, 0, 0, 1)
 _MASK = 0xFFFFFFFF
 
 
@@ -60,7 +60,7 @@ class Penalty(NamedTuple):
 UNMARKED = Penalty(0, 0, 0)
 
 
-class Marks(NamedTuple):
+class TokenMarks(NamedTuple):
     """The ids that a row has seen, and the ids with a bias and the sum of their biases (fp32)."""
 
     seen: Array

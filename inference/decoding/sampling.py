@@ -16,10 +16,10 @@ import numpy as np
 from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.draws import (
     ARG_MAX,
-    Draw,
-    Marks,
+    DrawParameters,
     Penalty,
     RowBias,
+    TokenMarks,
     Xorwow,
     join_bias,
     prompt_ids,
@@ -138,7 +138,7 @@ class SamplingRow:
         mask = None if self._constraint is None else self._constraint.mask()
         return [LogitRules(self.options, bias, seen, self.forbidden_ids, mask)]
 
-    def draw(self) -> Draw:
+    def draw(self) -> DrawParameters:
         """Return the draw of the next step, which a rank makes; each step has one."""
         o = self.options
         factor = temperature_factor(o.temperature)
@@ -146,7 +146,9 @@ class SamplingRow:
             return ARG_MAX._replace(factor=factor) if o.has_marks else ARG_MAX
         self.uniform = self.generator.uniform()
         rest = MASS_EPSILON if self.is_nucleus else 0.0
-        return Draw(factor, o.top_k, self.top_p, rest, self.include_boundary, self.uniform)
+        return DrawParameters(
+            factor, o.top_k, self.top_p, rest, self.include_boundary, self.uniform
+        )
 
     def penalty(self, produced: int) -> Penalty:
         """Return the penalty of the next draw; `produced` tokens of the row precede it."""
@@ -163,10 +165,12 @@ class SamplingRow:
         answer = self._history[len(self.request.context_ids) :]
         return np.concatenate([self._prompt_ids, np.array(answer, np.int64)])
 
-    def marks(self) -> Marks:
+    def marks(self) -> TokenMarks:
         """Return what a rank must know of single ids before it chooses the row's next token."""
         seen = self._seen() if self.options.is_penalised else np.empty(0, np.int64)
-        return Marks(seen, *(self._biases(()) or (np.empty(0, np.int64), np.empty(0, np.float32))))
+        return TokenMarks(
+            seen, *(self._biases(()) or (np.empty(0, np.int64), np.empty(0, np.float32)))
+        )
 
     def _biases(self, history: Sequence[int]) -> tuple[Array, Array] | None:
         own = () if self._bias is None else (self._bias.arrays(),)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.decoding.draws import ARG_MAX, UNMARKED, Draw, Marks, Penalty
+from inference.decoding.draws import ARG_MAX, UNMARKED, DrawParameters, Penalty, TokenMarks
 from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
 from inference.engine.queued_request import PlannedStep
@@ -129,9 +129,9 @@ def lay_out(
 def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
     """Return the fields of `StepPlan` that say what ranks choose."""
     choices: list[tuple[int, int]] = []
-    draws: list[Draw] = []
+    draws: list[DrawParameters] = []
     penalties: dict[int, Penalty] = {}  # by place among the choices
-    marks: list[tuple[int, Marks]] = []
+    marks: list[tuple[int, TokenMarks]] = []
     for each in work:
         row = each.row
         chooses = each.samples and row.rank_chooses
@@ -143,9 +143,9 @@ def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
             assert isinstance(row.decoded, SamplingRow)
             if row.has_marks:
                 penalties[len(draws)] = row.decoded.penalty(row.produced)
-                if row.lacks_marks:
+                if row.needs_marks:
                     marks.append((each.slot, row.decoded.marks()))
-                    row.lacks_marks = False
+                    row.needs_marks = False
             draws.append(ARG_MAX if row.is_arg_max else row.decoded.draw())
     return {
         "choices": choices,

@@ -97,7 +97,7 @@ class RowCache:
         encoder = encoder_slot(row.slots, self.slots)
         if not row.owner.stays:
             blocks.extend(encoder, row.encoder_len)
-            row.room = blocks.extend(row.slots[0], row.prompt_len)
+            row.capacity = blocks.extend(row.slots[0], row.prompt_len)
             return
         most, encoded = self._row_blocks(row), blocks.count(row.encoder_len)
         blocks.reserve(row.slots, most - encoded)
@@ -179,14 +179,14 @@ class RowCache:
             row.forgotten += count
 
     def vacate(self, row: RunningRow, *, forget: bool = False) -> None:
-        """Free the slots of a row, and wipe what they hold unless it is known to be finite.
+        """Free the slots of a row, and clear what they hold unless it is known to be finite.
 
         With `forget` its blocks are no longer shared.
         """
-        wipe = row.wipe or (row.is_cached and not row.has_tokens)
-        own = self.free(row.slots, forget=forget or wipe)
-        if wipe:
-            # Blocks that others share are theirs to wipe, if their answers are not finite either.
+        clear = row.has_nonfinite or (row.is_cached and not row.has_tokens)
+        own = self.free(row.slots, forget=forget or clear)
+        if clear:
+            # Blocks that others share are theirs to clear, if their answers are not finite either.
             ends = dict.fromkeys(row.slots, row.held)
             ends[encoder_slot(row.slots, self.slots)] = row.encoder_len
             self.moves += [

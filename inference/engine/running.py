@@ -144,7 +144,7 @@ class RunningRow:
     slots: list[int] = field(default_factory=list)
     prefix_hashes: list[bytes] = field(default_factory=list)  # of its blocks that can be shared
     registered: int = 0  # how many of them others can share by now
-    room: float = math.inf  # tokens that its slot's blocks hold
+    capacity: float = math.inf  # tokens that its slot's blocks hold
     cached: int = 0  # tokens that have been in the cache
     is_cached: bool = False  # whether a step has run with its slots
     forgotten: int = 0  # of these, how many no longer are: the first ones
@@ -154,11 +154,11 @@ class RunningRow:
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
     rank_chooses: bool = False  # whether ranks can choose its tokens
-    lacks_marks: bool = True  # whether ranks must mark ids in its slot before they choose
+    needs_marks: bool = True  # whether ranks must mark ids in its slot before they choose
     prompt_tokens: int = 0  # of `prompt`, without those that a preempted row had generated
     prefix_task: int | None = None
     is_released: bool = False  # has ended, or its client has left
-    wipe: bool = False  # the cache holds values that are not finite
+    has_nonfinite: bool = False  # the cache holds values that are not finite
 
     def __post_init__(self) -> None:
         self.prompt_outputs = PromptOutputs(self.request.options)
@@ -184,7 +184,7 @@ class RunningRow:
         return self.cached - self.forgotten
 
     @property
-    def goes_on(self) -> bool:
+    def needs_step(self) -> bool:
         """Return whether it decodes and lacks tokens that no running step produces."""
         if not self.next_ids:
             return False
@@ -211,7 +211,7 @@ class RunningRow:
         self.cached = 0 if prompt is None or self.prefix_task is None else prompt.length
         self.forgotten = 0
         self.is_encoded = self.encoder_ids is None
-        self.slots, self.next_ids, self.lacks_marks = [], (), True
+        self.slots, self.next_ids, self.needs_marks = [], (), True
         self.prefix_hashes, self.registered = [], 0
         self.prompt_outputs.restart()
 

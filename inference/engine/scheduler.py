@@ -120,18 +120,18 @@ class Scheduler(StepScheduler[RunningRequest]):
     def plan(self, *, under_way: bool = False) -> GeneratingStep | None:
         """Return the next step, or None if nothing can run, perhaps until the last is finished."""
         self.drop_cancelled()
-        if not self._lengthen(under_way=under_way):
+        if not self._restart_outgrown(under_way=under_way):
             return None
         self._admit()
         rows = [row for request in self.requests for row in request.active]
-        if not self._make_room(rows, under_way=under_way):
+        if not self._extend_or_preempt(rows, under_way=under_way):
             return None
-        work = [each for row in rows if row.goes_on for each in decoding_work(row)]
+        work = [each for row in rows if row.needs_step for each in decoding_work(row)]
         work.sort(key=lambda each: each.slot)
-        room = self._chunk.tokens(somebody_waits=bool(work))
-        encoding = self._encoder.plan(rows, room)
+        budget = self._chunk.tokens(somebody_waits=bool(work))
+        encoding = self._encoder.plan(rows, budget)
         begun = [row for row in rows if not row.next_ids and _may_start(row)]
-        work += prompt_work(begun, room, self._cache)
+        work += prompt_work(begun, budget, self._cache)
         if not work and not encoding.layers:
             assert not rows or under_way, "active rows without work"
             return None
@@ -242,7 +242,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         """Record a row's newest tokens; release it when it has finished."""
         if step.error is not None:
             row.owner.fail(RowError(f"row {row.index}: {step.error}"))
-            row.wipe = True
+            row.has_nonfinite = True
             return
         if step.finished:
             self._retire(row, step)
@@ -289,14 +289,14 @@ class Scheduler(StepScheduler[RunningRequest]):
         waiting = (request for request in self.requests if request.waiting)
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
 
-    def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
+    def _extend_or_preempt(self, rows: list[RunningRow], *, under_way: bool) -> bool:
         """Give decoding rows the blocks of their next tokens; the newest rows are preempted.
 
         Preempted rows leave `rows`. False if the running step must be finished first: the tokens
         it chooses are among those that a preempted row computes again.
         """
         blocks = self._cache.blocks
-        growing = [row for row in rows if row.held >= row.room and row.goes_on]
+        growing = [row for row in rows if row.held >= row.capacity and row.needs_step]
         while len(growing) > blocks.free:
             if under_way:
                 return False
@@ -308,19 +308,19 @@ class Scheduler(StepScheduler[RunningRequest]):
             rows.remove(newest)
             growing = [row for row in growing if row is not newest]
         for row in growing:
-            row.room = blocks.extend(row.slots[0], row.held + 1)
+            row.capacity = blocks.extend(row.slots[0], row.held + 1)
         return True
 
-    def _lengthen(self, *, under_way: bool) -> bool:
+    def _restart_outgrown(self, *, under_way: bool) -> bool:
         """Begin rows again whose next token exceeds what their keys were rotated for.
 
-        False if the running step must be finished first, see `_make_room`.
+        False if the running step must be finished first, see `_extend_or_preempt`.
         """
         rows = [
             row
             for request in (self.requests if self._shifts else ())
             for row in request.active
-            if not request.stays and row.goes_on
+            if not request.stays and row.needs_step
             if row.shift != position_shift(self._cache.rotary, row.cached + 1)
         ]
         if rows and under_way:

@@ -53,36 +53,36 @@ def decoding_work(row: RunningRow) -> list[RowWork]:
     ]
 
 
-def prompt_work(rows: Sequence[RunningRow], room: int, cache: RowCache) -> list[RowWork]:
-    """Return the next chunks of the prompts, about `room` tokens of them.
+def prompt_work(rows: Sequence[RunningRow], budget: int, cache: RowCache) -> list[RowWork]:
+    """Return the next chunks of the prompts, about `budget` tokens of them.
 
     A step stores the keys of all its tokens before it uses any: its later rows share what earlier
-    ones compute. Up to half of the room is for the oldest row. The rows with the fewest missing
+    ones compute. Up to half of the budget is for the oldest row. The rows with the fewest missing
     tokens come first among the others: no short prompt waits for a long one, and no long one for
     ever.
     """
     work: list[RowWork] = []
     behind = {id(row.owner) for row in rows if row.owner.lock_step and _missing(row) > 1}
-    reserved = min(room // 2, _missing(rows[0])) if rows else 0
+    reserved = min(budget // 2, _missing(rows[0])) if rows else 0
     for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
         if row is rows[0]:
             reserved = 0
         cache.shared_tokens += cache.share(row)  # computed since it began
-        piece = _piece(row, room - reserved, fellows_are_behind=id(row.owner) in behind)
+        piece = _piece(row, budget - reserved, fellows_are_behind=id(row.owner) in behind)
         if piece is not None:
             work.append(piece)
-            room -= len(piece.ids)
+            budget -= len(piece.ids)
             cache.register(row, row.cached + len(piece.ids))
     return work
 
 
-def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork | None:
-    """Return a chunk of at most `room` missing tokens of a row's prompt, None for no tokens."""
+def _piece(row: RunningRow, budget: int, *, fellows_are_behind: bool) -> RowWork | None:
+    """Return a chunk of at most `budget` missing tokens of a row's prompt, None for no tokens."""
     limit = row.prompt_len
     if row.owner.lock_step:
         # Rows in lock step hold back their last token until all have reached it.
-        limit, room = (limit - 1, room) if fellows_are_behind else (limit, max(room, 1))
-    count = min(room, limit - row.cached)
+        limit, budget = (limit - 1, budget) if fellows_are_behind else (limit, max(budget, 1))
+    count = min(budget, limit - row.cached)
     if row.memory_len is not None:
         # Later tokens see less of the beginning: in a full slot each token displaces another.
         count = min(count, max(row.memory_len - row.held, 1))
@@ -115,17 +115,17 @@ class EncoderProgress:
         self._done = 0
         self._rows: list[RunningRow] = []
 
-    def plan(self, rows: Iterable[RunningRow], room: int) -> EncoderWork:
+    def plan(self, rows: Iterable[RunningRow], budget: int) -> EncoderWork:
         """Return the encoder's work of the next step; waiting `rows` begin if it is empty.
 
-        The whole pass of `room` tokens fits in the time a step may take.
+        The whole pass of `budget` tokens fits in the time a step may take.
         """
         if self._layers and not self._rows:
             taken: list[RunningRow] = []
             for row in rows:
                 if row.is_encoded:
                     continue
-                if taken and _tokens([*taken, row]) > room:
+                if taken and _tokens([*taken, row]) > budget:
                     break
                 taken.append(row)
             # Rows of similar length share an attention call.
@@ -133,7 +133,7 @@ class EncoderProgress:
         if not self._rows:
             return EncoderWork()
         rows, begins = tuple(self._rows), not self._done
-        share = self._layers * room // _tokens(rows)
+        share = self._layers * budget // _tokens(rows)
         layers = min(max(share, 1), self._layers - self._done)
         self._done += layers
         if self._done == self._layers:

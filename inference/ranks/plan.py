@@ -45,11 +45,11 @@ class StepPlan:
         choices: For every output row the slot whose newest token is chosen from it, negative for
             none, and an id that may not be chosen, negative for none. None if the scheduler
             chooses, as it must for a pipeline.
-        draws: For every output row the six numbers of `Draw` in `inference.decoding.draws`. None if
-            every choice is the best token.
+        draws: For every output row the numbers of `DrawParameters` in `inference.decoding.draws`.
+            None if every choice is the best token.
         penalties: For every output row the three numbers of `Penalty` there. None if no row has
             marks; otherwise there are draws.
-        marks: Slots whose marks are set before the choice, and the three arrays of `Marks` there.
+        marks: Slots whose marks are set before the choice, and the arrays of `TokenMarks` there.
             Ranks mark what they choose themselves.
         with_logits: Whether the logits are wanted, even if some tokens are chosen from them.
         has_virtual: Whether some ids lie beyond the vocabulary.

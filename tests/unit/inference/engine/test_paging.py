@@ -264,7 +264,7 @@ def test_a_failed_beam_search_wipes_each_block_once() -> None:
         world.turn()
     (row,) = failing.active
     slots, end = row.slots, row.held
-    row.wipe = True
+    row.has_nonfinite = True
     world.scheduler.drop(failing)
     step = world.scheduler.plan()
     assert step is not None
@@ -459,7 +459,7 @@ def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> Non
     world.turn()
     (row,) = failing.active
     (slot,), end = row.slots, row.held
-    row.wipe = True
+    row.has_nonfinite = True
     world.scheduler.drop(failing)
     step = world.scheduler.plan()
     assert step is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference.decoding.candidates import select
-from inference.decoding.draws import ARG_MAX, UNMARKED, Marks, Penalty
+from inference.decoding.draws import ARG_MAX, UNMARKED, Penalty, TokenMarks
 from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
@@ -185,7 +185,7 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
         take_chosen(ours, chosen)
 
 
-MARKS = Marks(np.array([6]), np.array([7]), np.array([-np.inf], np.float32))
+MARKS = TokenMarks(np.array([6]), np.array([7]), np.array([-np.inf], np.float32))
 
 
 def test_rows_without_marks_do_not_see_those_of_an_earlier_row() -> None:
