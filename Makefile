@@ -102,7 +102,7 @@ coverage: $(TOOLS) $(TRITON)/.installed
 	  tests/unit tests/golden --cov
 
 docs: $(PUBLISH)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The time of the commit is that of every file, so that others make the same bytes.
 VERSION = $(shell sed -nE 's/^__version__ = "(.*)"/\1/p' export_scripts/__init__.py)
