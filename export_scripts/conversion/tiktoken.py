@@ -47,7 +47,7 @@ def with_tiktoken(files: Mapping[str, Region], config: Mapping[str, Any]) -> dic
     except ImportError as error:
         raise CheckpointMismatchError(
             f"{files[name]} is a vocabulary of tiktoken, of which the package tokenizers makes a "
-            f"tokenizer.json, and {error.name} is missing: install the extra 'serve'"
+            f"tokenizer.json, and {error.name} is missing: pip install {error.name}"
         ) from error
     except ValueError as error:
         raise CheckpointMismatchError(

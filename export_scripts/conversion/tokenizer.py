@@ -68,7 +68,7 @@ def with_tokenizer(plan: ConversionPlan, *, is_check: bool) -> ConversionPlan:
             return plan
         problems = [
             f"its tokenizer is made and compared with the packages tokenizers and sentencepiece, "
-            f"and {error.name} is missing: install the extra 'serve'"
+            f"and {error.name} is missing: pip install {error.name}"
         ]
     except ValueError as error:
         problems = str(error).split("\n")
