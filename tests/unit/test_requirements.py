@@ -77,7 +77,8 @@ def test_one_range_of_pythons_is_named_everywhere() -> None:
     assert f"Python 3.{first} to 3.{last}" in (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     assert f"(3, {first}) <= sys.version_info < (3, {last + 1})" in makefile
-    assert f"Python 3.{first} to 3.{last}" in makefile
+    assert f"slipway needs 3.{first} to 3.{last}" in makefile
+    assert f"--python '>=3.{first},<3.{last + 1}'" in makefile
     assert f"for python in {' '.join(f'3.{minor}' for minor in MINORS)};" in makefile
 
 
