@@ -89,12 +89,6 @@ class Tracer:
             finally:
                 _SPAN.set(None)
 
-    def outgoing(self) -> dict[str, str]:
-        """Return the headers that name the current span as a parent."""
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier)
-        return carrier
-
     def close(self) -> None:
         """Send what has not been sent."""
         self._provider.shutdown()
@@ -104,6 +98,16 @@ class Tracer:
 def tracer_of(collector: str | None) -> Tracer | None:
     """Return this process's tracer for a collector, None without one. Raises ValueError."""
     return None if collector is None else Tracer(collector)
+
+
+def outgoing() -> tuple[tuple[str, str], ...]:
+    """Return the headers that name the span of the request as a parent (W3C Trace Context)."""
+    if (span := _SPAN.get()) is None:
+        return ()
+    own = span.get_span_context()
+    parent = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+    state = own.trace_state.to_header()
+    return (("traceparent", parent), *((("tracestate", state),) if state else ()))
 
 
 async def close_tracer(collector: str | None) -> None:

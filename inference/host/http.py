@@ -35,7 +35,7 @@ from inference.host.messages import (
     with_bytes,
 )
 from inference.host.models import HostedModel
-from inference.host.statistics import triton_metrics
+from inference.host.statistics import triton_metrics, with_vllm_names
 
 _PATH = re.compile(
     r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?(?:/(?P<action>\w+))?"
@@ -84,7 +84,12 @@ class KServeHttp:
             with self._context.use() as hosted:
                 statistics = [each.statistics for each in hosted.every_model()]
                 lines = [*triton_metrics(statistics), *await hosted.repository.metrics(), ""]
-            return web.Response(text="\n".join(lines))
+            text = "\n".join(lines)
+            if (names := request.query.get("names")) is not None:
+                if names != "vllm":
+                    raise RejectedError(f"names={names[:40]} is unknown; names=vllm is known")
+                text = with_vllm_names(text)
+            return web.Response(text=text)
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 

@@ -1,22 +1,133 @@
-"""Models of this process as OpenAI's protocol asks them."""
+"""OpenAI's protocol in front of the models of this process."""
+
+# Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place; B rows, E hidden
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.generation_file import all_end_tokens
+from export_scripts.ft.identity import served_identity
 from inference.backend.exchange import Array
 from inference.backend.text_models import pad_rows
+from inference.front.access import OpenAIOptions
+from inference.front.context import FrontContext
 from inference.front.openai.answers import Candidate
+from inference.front.openai.codec import CodecFiles
+from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
-from inference.front.openai.served import HIDDEN, candidates_of, unit_vectors, wanted_outputs
 from inference.host.calls import InferRequest
+from inference.host.hosted import Hosted
 from inference.host.models import HostedModel
 from inference.host.tensors import as_array
+
+_TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
+_HIDDEN = "output_hidden_state"
+_DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
+_SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
+
+
+async def open_endpoint(
+    context: FrontContext[Hosted], hosted: Hosted, options: OpenAIOptions
+) -> OpenAIEndpoint:
+    """Return the endpoint of loaded models.
+
+    Raises ValueError if none is a text model, or no tokenizer can be read here.
+    """
+    repository = hosted.repository.folder
+    models = {
+        name: HostedGenerator(model, model_facts_of(model, repository))
+        for name, model in hosted.models.items()
+        if _takes_tokens(model)
+    }
+    if not models:
+        raise ValueError(
+            "the repository has no model that completes or encodes token ids without sessions"
+        )
+    texts_model = next((name for name in _TEXT_MODELS if name in hosted.models), None)
+    parameters = {} if texts_model is None else _parameters(hosted.models[texts_model])
+    tokenizer = options.tokenizer
+    if tokenizer is None and repository is not None and texts_model is not None:
+        tokenizer = repository / texts_model / "1" / parameters.get("tokenizer_path", ".")
+    if tokenizer is None or not tokenizer.is_dir():
+        raise ValueError(
+            "the repository has no folder with a tokenizer that could be read here; export it with "
+            "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
+            "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
+        )
+    end_ids = _token_ids(parameters.get("end_id", ""))
+    named = parameters.get("end_ids")
+    others = _token_ids(named) if named else all_end_tokens(tokenizer)
+    texts = CodecFiles(
+        tokenizer,
+        kind=parameters.get("tokenizer_type") or None,
+        end_ids=tuple(dict.fromkeys((*end_ids, *others))),
+        suffix=end_ids if parameters.get("append_end_id") == "1" else (),
+        uses_defaults=options.sampling_defaults == "model",
+        own_template=options.chat_template,
+        template_values=json.dumps(options.chat_template_kwargs),
+        changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
+    )
+    await context.workers.start(texts.load)
+    return OpenAIEndpoint(
+        models,
+        texts,
+        context.guard_of(origins=options.origins),
+        context.workers,
+        is_ready=context.is_ready,
+        access_log=options.access_log,
+    )
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    """Return the tokens that a parameter of a text model names."""
+    return tuple(int(each) for each in text.split(",") if each.strip())
+
+
+def _parameters(model: HostedModel) -> dict[str, str]:
+    return {key: value.string_value for key, value in model.config.parameters.items()}
+
+
+def _takes_tokens(model: HostedModel) -> bool:
+    """Return whether a model completes or encodes token ids, without sessions."""
+    answers = {"request_output_len", "max_output_len"} & model.inputs.keys()
+    is_known = "input_ids" in model.inputs and (answers or _HIDDEN in model.outputs)
+    return bool(is_known) and not model.keeps_sessions
+
+
+def model_facts_of(model: HostedModel, repository: Path | None) -> ModelFacts:
+    """Return what the endpoint has to know of a model, from its parameters and its config.ini."""
+    parameters = _parameters(model)
+    named, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
+    folder = None if named is None else Path(named)
+    if folder is None and repository is not None and tp_size is not None:
+        folder = repository / model.name / "1" / f"{tp_size}-gpu"
+    context_len, vocab_size = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT)), None
+    if folder is None or not (folder / "config.ini").is_file():
+        folder = None  # it cannot be read here
+    else:
+        _, weights = read_config(folder)
+        positions = getattr(weights.architecture(), "max_pos_seq_len", None)
+        context_len = min(context_len, positions or context_len)
+        vocab_size = getattr(weights, "vocab_size", None)
+    return ModelFacts(
+        name=model.name,
+        inputs=frozenset(model.inputs),
+        max_rows=max(model.config.max_batch_size, 1),
+        context_len=context_len,
+        vocab_size=vocab_size,
+        encoder_decoder="max_output_len" in model.inputs,
+        encodes=_HIDDEN in model.outputs,
+        about=tuple(served_identity(folder, parameters).items()),
+    )
 
 
 class HostedGenerator:
@@ -34,7 +145,9 @@ class HostedGenerator:
         `job` holds the inputs. Without `streams` candidates that still grow need not come. Raises
         RejectedError if the model refuses the request, or cannot answer.
         """
-        wanted = wanted_outputs(job)
+        wanted = ["output_ids", "sequence_length"]
+        wanted += _SCORES if "num_log_probs" in job else ()
+        wanted += ["cum_log_probs"] if "is_return_log_probs" in job else ()
         came: asyncio.Queue[Any] = asyncio.Queue()
         # Scores come with whole responses alone.
         has_steps = len(wanted) == 2
@@ -49,7 +162,7 @@ class HostedGenerator:
                     raise each
                 if isinstance(each, Mapping):
                     outputs = {name: as_array(value) for name, value in each.items()}
-                    yield candidates_of(outputs, prompt_len)
+                    yield _candidates(outputs, prompt_len)
                     continue
                 for row, new in zip(rows, each, strict=True):
                     row += new
@@ -76,12 +189,26 @@ class HostedGenerator:
         for first in range(0, len(rows), self.facts.max_rows):
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
             tensors = {"input_ids": ids, "sequence_length": lengths}
-            request = InferRequest(tensors, [HIDDEN])
+            request = InferRequest(tensors, [_HIDDEN])
             async with contextlib.aclosing(self._model.infer(request)) as responses:
                 async for outputs, _ in responses:
-                    hidden = as_array(outputs[HIDDEN])  # (B, S, E)
+                    hidden = as_array(outputs[_HIDDEN])  # (B, S, E)
             found.append(hidden.sum(1, dtype=np.float32) / lengths)
-        return unit_vectors(np.concatenate(found))
+        vectors = np.concatenate(found)
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return np.asarray(vectors / np.maximum(norms, np.finfo(np.float32).tiny))
+
+
+def _candidates(outputs: Mapping[str, Array], prompt_len: int) -> list[Candidate]:
+    """Return the candidates in a model's outputs, which return so many tokens of the prompt."""
+    ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
+    found = []
+    for row in range(len(ids)):
+        own, top_ids, top = (outputs[n][row, 0] if n in outputs else None for n in _SCORES)
+        total = float(outputs["cum_log_probs"][row, 0]) if "cum_log_probs" in outputs else 0.0
+        tokens = ids[row, 0, prompt_len : int(lengths[row, 0])].tolist()
+        found.append(Candidate(tokens, own, top_ids, top, total))
+    return found
 
 
 def _ignore(_: object) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
@@ -140,20 +139,9 @@ class _Host:
         await hosted.load(self._mailbox, partial(self._link.tell, SAYS))
         if self._settings.openai is None:
             return
-        from inference.front.openai.endpoint import open_endpoint  # takes time to import
-        from inference.host.openai import HostedGenerator
+        from inference.host.openai import open_endpoint  # takes time to import
 
-        async def answers(_: Sequence[str]) -> bool:
-            return self._is_ready()
-
-        hosted.endpoint = await open_endpoint(
-            self._context,
-            self._settings.openai,
-            configs={name: each.config for name, each in hosted.models.items()},
-            repository=hosted.repository.folder,
-            make=lambda facts: HostedGenerator(hosted.models[facts.name], facts),
-            answers=answers,
-        )
+        hosted.endpoint = await open_endpoint(self._context, hosted, self._settings.openai)
 
     async def _reload(self) -> None:
         """Serve the repository as it is now; requests under way end where they began.

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2 as schema
 
 from inference.front.grpc_server import CHANNEL_OPTIONS
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL
+from inference.front.tracing import outgoing
 from inference.host.calls import InferError, InferRequest, Outputs, Responses
 from inference.host.messages import EMPTY_PARAMETER, FINAL_PARAMETER
 from inference.host.models import HostedModel, TensorFacts
@@ -83,7 +84,8 @@ class RemoteModel(HostedModel):
         if request.turn is not None and self.keeps_sessions:
             self.sessions.take(request.turn, lambda: None)
         message = self._message(request)
-        call = self._stream([message]) if self.decoupled else self._infer(message)
+        ask, asked = (self._stream, [message]) if self.decoupled else (self._infer, message)
+        call = ask(asked, metadata=outgoing())
         try:
             if not self.decoupled:
                 yield _outputs(await call), True

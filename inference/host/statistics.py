@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,6 +99,45 @@ class ModelStatistics:
             ],
             "memory_usage": [],
         }
+
+
+# Names to those that vLLM 0.32 has for the same (vllm/v1/metrics/loggers.py).
+VLLM_NAMES = {
+    "slipway_running_sequences": "vllm:num_requests_running",
+    "slipway_waiting_sequences": "vllm:num_requests_waiting",
+    "slipway_cache_used_ratio": "vllm:kv_cache_usage_perc",
+    "slipway_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "slipway_shared_prompt_tokens_total": "vllm:prefix_cache_hits_total",
+    "slipway_generated_tokens_total": "vllm:generation_tokens_total",
+    "slipway_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "slipway_time_between_tokens_seconds": "vllm:request_time_per_output_token_seconds",
+    "slipway_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+    "slipway_request_queue_seconds": "vllm:request_queue_time_seconds",
+    "slipway_request_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "slipway_request_decode_seconds": "vllm:request_decode_time_seconds",
+    "slipway_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "slipway_request_generated_tokens": "vllm:request_generation_tokens",
+}
+_LINE = re.compile(
+    r"^(?P<start># \w+ )?(?P<name>slipway_\w+?)(?P<part>_bucket|_sum|_count)?"
+    r"(?P<rest>[ {].*)$",
+    re.MULTILINE,
+)
+
+
+def with_vllm_names(metrics: str) -> str:
+    """Return the text of `/metrics` with vLLM's names, and its label for the model.
+
+    Those that vLLM does not have keep their names.
+    """
+
+    def renamed(line: re.Match[str]) -> str:
+        if (name := VLLM_NAMES.get(line["name"])) is None:
+            return line[0]
+        rest = line["rest"].replace('model="', 'model_name="', 1)
+        return f"{line['start'] or ''}{name}{line['part'] or ''}{rest}"
+
+    return _LINE.sub(renamed, metrics)
 
 
 # The end of a name, labels, and the value.

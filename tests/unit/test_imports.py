@@ -164,6 +164,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.front",
     ),
     "inference.host": (
+        "export_scripts.ft",
         "export_scripts.triton",
         "inference",
         "inference.backend",

@@ -9,23 +9,18 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from export_scripts.ft.generation_file import all_end_tokens
-from inference.front.access import OpenAIOptions
-from inference.front.context import FrontContext
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
 from inference.front.openai.prepare import (
-    ModelFacts,
     detokenize,
     model_facts,
     prepare_embeddings,
@@ -38,7 +33,6 @@ from inference.front.openai.requests import (
     Sampling,
     StreamOptions,
 )
-from inference.front.openai.served import text_model, token_models
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.tracing import describe_span
 from inference.front.workers import Workers
@@ -77,7 +71,7 @@ class OpenAIEndpoint:
         guard: Guard,
         workers: Workers,
         *,
-        is_ready: Callable[[], Awaitable[bool]],
+        is_ready: Callable[[], bool],
         access_log: bool = False,
     ) -> None:
         self._access_log = access_log
@@ -164,7 +158,7 @@ class OpenAIEndpoint:
         raise RejectedError(reason, status, code="unknown_url")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
-        is_ready = await self._is_ready()
+        is_ready = self._is_ready()
         words = {"status": "ok" if is_ready else "the server is not ready"}
         return web.json_response(words, status=200 if is_ready else 503)
 
@@ -340,62 +334,3 @@ async def _streamed(
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
-
-
-async def open_endpoint(
-    context: FrontContext[Any],
-    options: OpenAIOptions,
-    *,
-    configs: Mapping[str, Any],
-    repository: Path | None,
-    make: Callable[[ModelFacts], TokenModel],
-    answers: Callable[[Sequence[str]], Awaitable[bool]],
-) -> OpenAIEndpoint:
-    """Return the endpoint of a server that is ready.
-
-    `configs` are those of its models, `make` returns one of them, and `answers` whether some would
-    answer now. Raises ValueError if it has no text model, or no tokenizer that can be read here.
-    """
-    models = {facts.name: make(facts) for facts in token_models(configs, repository)}
-    if not models:
-        raise ValueError(
-            "the repository has no model that completes or encodes token ids without sessions"
-        )
-    name, parameters = text_model(configs)
-    tokenizer = options.tokenizer
-    if tokenizer is None and repository is not None and name:
-        tokenizer = repository / name / "1" / parameters.get("tokenizer_path", ".")
-    if tokenizer is None or not tokenizer.is_dir():
-        raise ValueError(
-            "the repository has no folder with a tokenizer that could be read here; export it with "
-            "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
-            "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
-        )
-    end_ids = _token_ids(parameters.get("end_id", ""))
-    named = parameters.get("end_ids")
-    others = _token_ids(named) if named else all_end_tokens(tokenizer)
-    texts = CodecFiles(
-        tokenizer,
-        kind=parameters.get("tokenizer_type") or None,
-        end_ids=tuple(dict.fromkeys((*end_ids, *others))),
-        suffix=end_ids if parameters.get("append_end_id") == "1" else (),
-        uses_defaults=options.sampling_defaults == "model",
-        own_template=options.chat_template,
-        template_values=json.dumps(options.chat_template_kwargs),
-        changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
-    )
-    await context.workers.start(texts.load)
-    guard = context.guard_of(origins=options.origins)
-    return OpenAIEndpoint(
-        models,
-        texts,
-        guard,
-        context.workers,
-        is_ready=lambda: answers(tuple(models)),
-        access_log=options.access_log,
-    )
-
-
-def _token_ids(text: str) -> tuple[int, ...]:
-    """Return the tokens that a parameter of a text model names."""
-    return tuple(int(each) for each in text.split(",") if each.strip())

@@ -57,7 +57,6 @@ class ModelFacts:
     max_rows: int  # most candidates of a request
     context_len: int  # most tokens of prompt and answer together, as far as the files say
     encoder_decoder: bool = False  # the prompt is not part of what it returns
-    streams: bool = False  # answers come token by token
     encodes: bool = False  # it answers with hidden states
     vocab_size: int | None = None  # None where the files do not say
     about: tuple[tuple[str, str], ...] = ()  # what is served, see `served_identity`

@@ -11,6 +11,7 @@ import yaml
 
 from inference.backend import metrics
 from inference.engine.load import EngineLoad, RequestTimes
+from inference.host.statistics import VLLM_NAMES, with_vllm_names
 
 ROOT = Path(__file__).resolve().parents[4]
 NAMES = {
@@ -76,3 +77,31 @@ def test_the_document_names_every_metric() -> None:
     assert not {name.removesuffix("_bucket") for name in NAMES} - set(
         re.findall(r"slipway_\w+", text)
     )
+
+
+METRICS = """\
+# HELP slipway_request_prompt_tokens Tokens of a request's prompts
+# TYPE slipway_request_prompt_tokens histogram
+slipway_request_prompt_tokens_bucket{model="a",le="1"} 0
+slipway_request_prompt_tokens_sum{model="a"} 7
+slipway_slots{model="slipway_slots "} 4
+slipway_prompt_tokens_total{model="a",engine="1"} 7
+nv_inference_count{model="a",version="1"} 1
+"""
+
+
+def test_metrics_may_have_the_names_of_vllm() -> None:
+    assert (
+        with_vllm_names(METRICS)
+        == """\
+# HELP vllm:request_prompt_tokens Tokens of a request's prompts
+# TYPE vllm:request_prompt_tokens histogram
+vllm:request_prompt_tokens_bucket{model_name="a",le="1"} 0
+vllm:request_prompt_tokens_sum{model_name="a"} 7
+slipway_slots{model="slipway_slots "} 4
+vllm:prompt_tokens_total{model_name="a",engine="1"} 7
+nv_inference_count{model="a",version="1"} 1
+"""
+    )
+    assert {*VLLM_NAMES} <= {name.removesuffix("_bucket") for name in NAMES}
+    assert len({*VLLM_NAMES.values()}) == len(VLLM_NAMES)

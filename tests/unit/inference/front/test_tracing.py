@@ -44,9 +44,7 @@ class Passing(FakeModel):
     async def generate(
         self, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[Sequence[Candidate], None]:
-        tracer = tracing.tracer_of(COLLECTOR)
-        assert tracer is not None
-        self.headers = tracer.outgoing()
+        self.headers = dict(tracing.outgoing())
         async for each in super().generate(job, streams=streams):
             yield each
 
@@ -56,7 +54,11 @@ def test_a_request_has_a_span_below_the_clients(sent: InMemorySpanExporter, stre
     model = Passing()
 
     async def check(client: aiohttp.ClientSession) -> None:
-        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "abc"}
+        headers = {
+            "traceparent": f"00-{TRACE}-{PARENT}-01",
+            "tracestate": "a=b",
+            "X-Request-Id": "abc",
+        }
         body = ASKED | {"stream": streams}
         async with client.post("/v1/completions", json=body, headers=headers) as response:
             await response.read()
@@ -72,7 +74,10 @@ def test_a_request_has_a_span_below_the_clients(sent: InMemorySpanExporter, stre
     assert span.parent is not None
     assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, PARENT)
     assert span.name == "text_completion letters"
-    assert model.headers["traceparent"] == f"00-{TRACE}-{span.context.span_id:016x}-01"
+    assert model.headers == {
+        "traceparent": f"00-{TRACE}-{span.context.span_id:016x}-01",
+        "tracestate": "a=b",
+    }
     expected = {
         "http.response.status_code": 200,
         "gen_ai.operation.name": "text_completion",

@@ -35,7 +35,7 @@ INPUTS = frozenset(
         "structured_output",
     }
 )
-FACTS = ModelFacts("letters", INPUTS, max_rows=4, context_len=64, streams=True)
+FACTS = ModelFacts("letters", INPUTS, max_rows=4, context_len=64)
 
 
 class Letters(Tokenizer):
@@ -99,6 +99,9 @@ class FakeModel(TokenModel):
         self._fails_after = fails_after
         self._waits = waits
 
+    async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
+        raise NotImplementedError
+
     async def generate(
         self, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[Sequence[Candidate], None]:
@@ -135,9 +138,6 @@ def run(
 ) -> None:
     """Run `check` with a client of an endpoint in front of a fake model."""
 
-    async def is_ready() -> bool:
-        return ready
-
     async def main() -> None:
         served = model or FakeModel()
         guard = Guard(access, listens_at="127.0.0.1", origins=origins)
@@ -146,7 +146,7 @@ def run(
             texts or LetterTexts(template=template),
             guard,
             workers or NoProcesses(),
-            is_ready=is_ready,
+            is_ready=lambda: ready,
             access_log=access_log,
         )
         server = RawTestServer(traced(endpoint.answer, collector))

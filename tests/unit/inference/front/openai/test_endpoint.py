@@ -652,7 +652,7 @@ def test_the_json_of_a_request_has_8_mib_whatever_other_requests_may_have() -> N
 
 
 def test_an_answer_that_did_not_end_itself_has_no_end_token() -> None:
-    model = FakeModel(facts=with_facts(streams=False))
+    model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
         answer = await ask(client, max_tokens=17)
