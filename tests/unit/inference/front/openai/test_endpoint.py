@@ -688,7 +688,7 @@ def test_names_for_many_scores_leave_the_event_loop_free(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Codec, "piece", slowly)
     inputs = INPUTS | {"num_log_probs"}
-    model = FakeModel("a" * 200, facts=with_facts(inputs=inputs, context_len=256, streams=False))
+    model = FakeModel("a" * 200, facts=with_facts(inputs=inputs, context_len=256))
 
     async def check(client: aiohttp.ClientSession) -> None:
         asked = asyncio.ensure_future(ask(client, max_tokens=150, logprobs=1))
