@@ -14,7 +14,6 @@ null character, which would give one request two meanings.
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from inference.front.guard import RejectedError
@@ -80,14 +79,6 @@ _OUTPUT_PARAMETERS: Checks = {
 }
 
 
-@dataclass(frozen=True)
-class DeclaredInputs:
-    """The inputs that a model's configuration declares."""
-
-    datatypes: Mapping[str, str]  # by name, in the spelling of requests: UINT32, BYTES
-    required: tuple[str, ...]
-
-
 def length_of_json(header: str | None, size_bytes: int) -> int:
     """Return how much of the body of a request to `infer` is JSON; tensors follow.
 
@@ -106,24 +97,21 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
     return int(header)
 
 
-def check_form(request: dict[str, Any], size_bytes: int, *, model: DeclaredInputs | None) -> None:
+def check_form(request: dict[str, Any], size_bytes: int) -> None:
     """Check a request to `infer` but for the values of its tensors.
 
-    The whole body has `size_bytes`. `model` is None if its inputs are unknown.
+    The whole body has `size_bytes`.
     """
     check_fields("the request:", request, _REQUEST_FIELDS)
     _check_parameters("the request:", _entry(request, "parameters", dict), _REQUEST_PARAMETERS)
     _check_count("outputs", _entry(request, "outputs", list))
-    names = []
     for name, each in _tensors(request, "inputs", _INPUT_FIELDS, _INPUT_PARAMETERS):
-        names.append(each["name"])
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
             raise RejectedError(f"the shape of input {name} is not a list of integers")
         _check_shape(name, shape, most=size_bytes)
         if each["datatype"] == "BYTES":
             check_texts(name, math.prod(shape))
-    _check_required(model, names)
     for _ in _tensors(request, "outputs", _OUTPUT_FIELDS, _OUTPUT_PARAMETERS):
         pass
 
@@ -192,24 +180,16 @@ def leaves(data: list[Any]) -> Iterator[Any]:
             yield value
 
 
-def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
-    missing = [name for name in model.required if name not in given] if model else []
-    if missing:
-        raise RejectedError(
-            f"the request lacks {', '.join(map(repr, missing))}, which the model requires"
-        )
-
-
 def check_index(data: bytes) -> None:
     """Check the body of a request for the list of models."""
     check_fields("the request:", parse_json(data), {"ready": _FLAG})
 
 
-def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
+def check_generate(data: bytes, datatypes: Mapping[str, str]) -> None:
     """Check the JSON of a request to `generate`, whose inputs may stand among its parameters.
 
-    It is refused if it has another form, or a value of another type than its input in `model`,
-    which is None if its inputs are unknown.
+    It is refused if it has another form, or a value of another type than its input; `datatypes` are
+    those of a model's inputs by name, in the spelling of requests: UINT32, BYTES.
     """
     request = parse_json(data)
     check_fields("the request:", request, _REQUEST_FIELDS)
@@ -217,11 +197,8 @@ def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
     _check_count("inputs", request)
     for given in (request, parameters):
         _check_parameters("the request:", given, {})
-    if model is None:
-        return
-    _check_required(model, request.keys() | parameters.keys())
     for name, row in (*request.items(), *parameters.items()):
-        if name not in model.datatypes:
+        if name not in datatypes:
             continue
         shown, values = repr(name)[:_MOST_SHOWN], list(leaves([row]))
         if isinstance(row, list) and len(values) != len(row):
@@ -229,7 +206,7 @@ def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
                 f"input {shown} is a list of lists; generate takes one row as a flat list, infer "
                 "several"
             )
-        _check_values(shown, values, model.datatypes[name])
+        _check_values(shown, values, datatypes[name])
 
 
 def _check_values(name: str, values: Collection[Any], datatype: str) -> None:

@@ -153,7 +153,6 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             read_message,
             data,
             len(request),
-            hosted.declared,
             size_bytes=len(data),
         )
         model = found_model(hosted.models, name, version)

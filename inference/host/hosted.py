@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inference.front.validation import DeclaredInputs
 from inference.host.calls import InferError, InferRequest, Mailbox
 from inference.host.models import HostedModel, engines_of
 from inference.host.probe import is_interactive, probe_tensors
@@ -19,7 +18,6 @@ class Hosted:
     Attributes:
         repository: where they come from.
         models: by name.
-        declared: the inputs of those that have to be checked in requests.
         endpoint: answers OpenAI's requests, once it is opened.
     """
 
@@ -29,7 +27,6 @@ class Hosted:
         """Take a repository; `hidden` is the width of the hidden states that an encoder takes."""
         self.repository = repository
         self.models: dict[str, HostedModel] = {}
-        self.declared: dict[str, DeclaredInputs] = {}
         self.endpoint: Any = None
         self._hidden = hidden
 
@@ -41,13 +38,6 @@ class Hosted:
         problems = [await self._problem(model) for model in models.values()]
         if any(problems):
             raise UnservedError([*filter(None, problems)])
-        self.declared = {
-            name: DeclaredInputs(
-                {each.name: each.datatype for each in model.inputs.values()},
-                required=tuple(e.name for e in model.inputs.values() if not e.is_optional),
-            )
-            for name, model in models.items()
-        }
         self.models = models
 
     async def _problem(self, model: HostedModel) -> str:

@@ -139,24 +139,16 @@ class KServeHttp:
             return _json(index_json(hosted.models))
         model = found_model(hosted.models, found["model"], found["version"] or "")
         if found["action"] == "infer":
-            return await self._inferred(hosted, model, request, body, owner)
+            return await self._inferred(model, request, body, owner)
         streams = found["action"] == "generate_stream"
-        return await self._generated(hosted, model, request, body, streams=streams)
+        return await self._generated(model, request, body, streams=streams)
 
     async def _inferred(
-        self,
-        hosted: Hosted,
-        model: HostedModel,
-        request: web.BaseRequest,
-        body: bytes,
-        owner: str | None,
+        self, model: HostedModel, request: web.BaseRequest, body: bytes, owner: str | None
     ) -> web.StreamResponse:
         length = _json_length(request, body)
         data = body[:length]
-        declared = hosted.declared.get(model.name)
-        sent = await self._context.workers.check(
-            read_infer, data, len(body), declared, size_bytes=len(data)
-        )
+        sent = await self._context.workers.check(read_infer, data, len(body), size_bytes=len(data))
         if model.decoupled:
             raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
         rest = memoryview(body)[length:]
@@ -174,16 +166,10 @@ class KServeHttp:
         return response
 
     async def _generated(
-        self,
-        hosted: Hosted,
-        model: HostedModel,
-        request: web.BaseRequest,
-        body: bytes,
-        *,
-        streams: bool,
+        self, model: HostedModel, request: web.BaseRequest, body: bytes, *, streams: bool
     ) -> web.StreamResponse:
         values = await self._context.workers.check(
-            read_generate, body, hosted.declared.get(model.name), size_bytes=len(body)
+            read_generate, body, model.datatypes(), size_bytes=len(body)
         )
         asked = generate_request(model, values)
 

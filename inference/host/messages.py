@@ -77,15 +77,13 @@ _TAKEN = frozenset(
 )
 
 
-def read_infer(
-    data: bytes, size_bytes: int, declared: validation.DeclaredInputs | None
-) -> SentRequest:
+def read_infer(data: bytes, size_bytes: int) -> SentRequest:
     """Return what the JSON of a request to `infer` says. Raises RejectedError or InferError.
 
     The whole body has `size_bytes`.
     """
     request = parse_json(data)
-    validation.check_form(request, size_bytes, model=declared)
+    validation.check_form(request, size_bytes)
     inputs = []
     for each in request.get("inputs", ()):
         parameters = each.get("parameters") or {}
@@ -124,9 +122,9 @@ def _array(values: Sequence[Any], datatype: str, name: str) -> Array:
     return np.array(values, DATATYPES[datatype])
 
 
-def read_generate(data: bytes, declared: validation.DeclaredInputs | None) -> dict[str, Any]:
+def read_generate(data: bytes, datatypes: Mapping[str, str]) -> dict[str, Any]:
     """Return the values by name in the JSON of a request to `generate`. Raises RejectedError."""
-    validation.check_generate(data, declared)
+    validation.check_generate(data, datatypes)
     request = parse_json(data)
     parameters = request.pop("parameters", {})
     return {**request, **parameters}
@@ -157,15 +155,13 @@ def generate_request(model: HostedModel, values: Mapping[str, Any]) -> InferRequ
     return InferRequest(tensors, id=str(values.get("id", "")), parameters=parameters)
 
 
-def read_message(
-    data: bytes, size_bytes: int, declared: Mapping[str, validation.DeclaredInputs]
-) -> tuple[str, str, SentRequest]:
+def read_message(data: bytes, size_bytes: int) -> tuple[str, str, SentRequest]:
     """Return model, version and what a ModelInferRequest without its raw tensors says.
 
     Raises RejectedError or InferError.
     """
     message, fields = message_fields(data)
-    validation.check_form(fields, size_bytes, model=declared.get(message.model_name))
+    validation.check_form(fields, size_bytes)
     inputs = []
     for each in message.inputs:
         if each.datatype not in DATATYPES:

@@ -116,6 +116,10 @@ class HostedModel:
         """Return the shape of a tensor in requests."""
         return [*([-1] if self._is_batched else []), *tensor.dims]
 
+    def datatypes(self) -> dict[str, str]:
+        """Return the types of the inputs by name."""
+        return {name: each.datatype for name, each in self.inputs.items()}
+
     async def infer(self, request: InferRequest) -> Responses:
         """Yield the responses, each with whether it is the last. Raises InferError.
 

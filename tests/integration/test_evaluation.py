@@ -20,8 +20,9 @@ from inference.evaluation.record import Report, RunFacts, TaskReport
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.task import EvaluationError
 from inference.server.kinds import SLIPWAY
+from inference.server.server import ModelServer
 from tests.conftest import ROOT, material, present
-from tests.integration.triton_process import ModelServer, hosted
+from tests.integration.triton_process import hosted
 
 START_LIMIT_S = 120
 PASSAGES = ROOT / "examples" / "passages.jsonl"

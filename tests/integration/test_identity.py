@@ -16,7 +16,8 @@ from inference.evaluation.options import EvaluationOptions, IdentityOptions, Lat
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.run.evaluator import evaluate
 from inference.server.kinds import SLIPWAY
-from tests.integration.triton_process import ModelServer, hosted
+from inference.server.server import ModelServer
+from tests.integration.triton_process import hosted
 from tests.tiny_transformers import write_model
 
 # model -> (family, ranks, type)

@@ -25,8 +25,9 @@ from inference.backend.tokenizer import load_tokenizer
 from inference.front.access import Access, Credentials, OpenAIOptions
 from inference.server.client import TritonClient
 from inference.server.kinds import TRITONSERVER
+from inference.server.server import ModelServer
 from tests.conftest import ROOT
-from tests.integration.triton_process import ModelServer, hosted
+from tests.integration.triton_process import hosted
 from tests.waiting import until
 
 WHOLE, STREAMING = "fastertransformer", "streaming"
@@ -34,7 +35,6 @@ BOTH = pytest.mark.parametrize("model", [WHOLE, STREAMING])
 NEW_TOKENS = 32
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 Cases = list[dict[str, Any]]
-IS_FRONT = re.compile(rb"inference\.front")
 
 
 @pytest.fixture(scope="module")
@@ -255,16 +255,7 @@ def test_health_is_the_servers(server: ModelServer) -> None:
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: ModelServer) -> None:
     assert server.failure() is None
-    own = [pid for pid in children(os.getpid()) if IS_FRONT.search(command_line(pid))]
-    (pid,) = own
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: server.failure() is not None, "the loss of the front")
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: server.failure() is not None, "the loss of the server")
     assert "ended with status -9" in (server.failure() or "")
-
-
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -27,6 +27,7 @@ from inference.evaluation.options import (
 from inference.evaluation.record import Report, RunFacts, read_predictions
 from inference.evaluation.run.evaluator import evaluate
 from inference.server.kinds import SLIPWAY
+from inference.server.server import ModelServer
 from tests.integration.text_models import (
     ENGLISH,
     LABELS,
@@ -41,7 +42,7 @@ from tests.integration.text_models import (
     likelier,
     t5_source,
 )
-from tests.integration.triton_process import ModelServer, hosted
+from tests.integration.triton_process import hosted
 
 START_LIMIT_S = 120
 

@@ -21,9 +21,10 @@ from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.backend.tokenizer import load_tokenizer
 from inference.client import main
 from inference.server.client import TritonClient
+from inference.server.server import ModelServer
 from tests.conftest import ROOT
 from tests.ft_folders import unpack_case
-from tests.integration.triton_process import ModelServer, hosted
+from tests.integration.triton_process import hosted
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3
 

@@ -16,8 +16,9 @@ from tritonclient.utils import InferenceServerException
 from inference.client import main
 from inference.server.client import TritonClient
 from inference.server.log import ServerStartError
+from inference.server.server import ModelServer
 from tests.conftest import ROOT
-from tests.integration.triton_process import ModelServer, hosted, processes
+from tests.integration.triton_process import hosted, processes
 from tests.waiting import lives, until
 
 MODEL = "fastertransformer"

@@ -18,7 +18,8 @@ from tritonclient.utils import InferenceServerException
 from inference.client import main
 from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
-from tests.integration.triton_process import ModelServer, hosted
+from inference.server.server import ModelServer
+from tests.integration.triton_process import hosted
 from tests.waiting import until
 
 MODEL = "fastertransformer"

@@ -39,12 +39,12 @@ prepared = partial(prepare_generation, CompletionRequest, LetterTexts(), FACTS)
 
 def infer(body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    read_infer(data, len(data), None)
+    read_infer(data, len(data))
 
 
 def infer_json(size_bytes: int) -> None:
     data = b'{"inputs":[]}'
-    read_infer(data.ljust(size_bytes), size_bytes, None)
+    read_infer(data.ljust(size_bytes), size_bytes)
 
 
 def levels(count: int) -> None:

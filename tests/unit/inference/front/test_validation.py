@@ -19,7 +19,6 @@ from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_MB, parse_json
 from inference.front.validation import (
     MOST_TEXTS,
-    DeclaredInputs,
     check_generate,
     check_index,
     length_of_json,
@@ -28,10 +27,7 @@ from inference.host.messages import read_infer, read_message
 from inference.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
-MODEL = DeclaredInputs(
-    {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}, ()
-)
-TWO_REQUIRED = DeclaredInputs({"x": "UINT32", "text": "BYTES", "y": "INT8"}, ("x", "text"))
+MODEL = {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}
 FLAG = service_pb2.InferParameter(bool_param=True)
 X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}
 
@@ -43,11 +39,11 @@ def infer(**changes: Any) -> bytes:
 def check_body(body: bytes, header: str | None = None) -> None:
     """Check a body of `infer` as a server does."""
     data = body[: length_of_json(header, len(body))]
-    read_infer(data, len(body), MODEL)
+    read_infer(data, len(body))
 
 
 def check_message(message: Any, size_bytes: int) -> None:
-    read_message(message.SerializeToString(), size_bytes, {})
+    read_message(message.SerializeToString(), size_bytes)
 
 
 def nested(opening: str, depth: int, closing: str) -> bytes:
@@ -143,7 +139,7 @@ def test_a_parameter_of_the_wrong_type_is_named_with_what_is_expected(
 
 def test_ids_and_parameters_of_tensors_have_types_too() -> None:
     for value in _WRONG["a text"]:
-        for check in (check_body, lambda body: check_generate(body, model=MODEL)):
+        for check in (check_body, lambda body: check_generate(body, MODEL)):
             with pytest.raises(RejectedError, match=r"the request: id is .*; expected a text"):
                 check(json.dumps({"id": value}).encode())
     for value in _WRONG["a number"]:
@@ -185,14 +181,14 @@ def test_requests_that_clients_send_pass() -> None:
     check_body(infer(datatype="FP32", data=[1 << 80, 0.5]))
     check_body(infer(parameters=None))
     check_body(b'{"outputs":[{"name":"y","parameters":null}]}')
-    check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', model=None)
+    check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', {})
 
 
 def test_a_generate_request_is_checked_too() -> None:
     with pytest.raises(RejectedError, match="32 levels"):
-        check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", model=MODEL)
+        check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", MODEL)
     with pytest.raises(RejectedError, match="300 inputs"):
-        check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), model=MODEL)
+        check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -216,40 +212,14 @@ def test_a_value_to_generate_fits_the_type_of_its_input(
 ) -> None:
     body = json.dumps(request_body).encode()
     with pytest.raises(RejectedError, match=said):
-        check_generate(body, model=MODEL)
-    check_generate(body, model=None)
+        check_generate(body, MODEL)
+    check_generate(body, {})
 
 
 def test_values_that_fit_pass() -> None:
     values = {"x": [0, (1 << 32) - 1], "text": ["a"], "scale": [1, 0.5], "stream": True}
-    check_generate(json.dumps({**values, "else": [None]}).encode(), model=MODEL)
-    check_generate(json.dumps({"parameters": values}).encode(), model=MODEL)
-
-
-def test_a_required_input_is_named_if_it_is_missing() -> None:
-    def check_call(names: list[str]) -> None:
-        message = service_pb2.ModelInferRequest(model_name="two")
-        for name in names:
-            message.inputs.add(name=name, shape=[1], datatype="UINT32")
-        data = message.SerializeToString()
-        models = {"two": TWO_REQUIRED}
-        read_message(data, len(data), models)
-
-    def check_http(names: list[str]) -> None:
-        body = json.dumps({"inputs": [{**X, "name": name} for name in names]}).encode()
-        read_infer(body, len(body), TWO_REQUIRED)
-
-    def check_generation(names: list[str]) -> None:
-        body = json.dumps({name: "a" if name == "text" else 1 for name in names}).encode()
-        check_generate(body, model=TWO_REQUIRED)
-
-    for check in (check_call, check_http, check_generation):
-        check(["x", "text"])
-        with pytest.raises(RejectedError, match="lacks 'text', which the model requires"):
-            check(["x", "y"])
-        with pytest.raises(RejectedError, match="lacks 'x', 'text', which"):
-            check([])
-    check_generate(b'{"x": 1, "parameters": {"text": "a"}}', model=TWO_REQUIRED)
+    check_generate(json.dumps({**values, "else": [None]}).encode(), MODEL)
+    check_generate(json.dumps({"parameters": values}).encode(), MODEL)
 
 
 @pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])
@@ -290,7 +260,7 @@ def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str
     body = json.dumps(value).encode()
     if "\\u0000" not in body.decode():  # which no key may have
         assert parse_json(body) == value
-    for check in (lambda: check_body(body), lambda: check_generate(body, model=MODEL)):
+    for check in (lambda: check_body(body), lambda: check_generate(body, MODEL)):
         with contextlib.suppress(RejectedError):
             check()
 
@@ -343,7 +313,7 @@ def test_what_is_left_without_raw_tensors_is_the_same_request(
     message.ClearField("raw_input_contents")
     assert service_pb2.ModelInferRequest.FromString(rest) == message
     with contextlib.suppress(RejectedError):
-        read_message(rest, len(data), {})
+        read_message(rest, len(data))
 
 
 @pytest.mark.parametrize("given_id", [7, 2**63 + 1, "a chat", -5])
@@ -357,23 +327,23 @@ def test_a_session_reaches_the_server_under_its_owners_own_id(given_id: int | st
     setattr(message.parameters["sequence_id"], field, given_id)
     message.parameters["sequence_start"].bool_param = True
     data = message.SerializeToString()
-    _, _, sent = read_message(data, len(data), {})
+    _, _, sent = read_message(data, len(data))
     turn = sent.turn(lambda: MINE)
     assert turn is not None
     own = given_id % (1 << 64) if isinstance(given_id, int) else given_id
     assert (turn.session_id, turn.starts, turn.ends) == (MINE.inside(own), True, False)
     if given_id != -5:  # which JSON's are not
         body = json.dumps({"parameters": {"sequence_id": given_id}, "inputs": []}).encode()
-        turn = read_infer(body, len(body), None).turn(lambda: MINE)
+        turn = read_infer(body, len(body)).turn(lambda: MINE)
         assert turn is not None
         assert turn.session_id == MINE.inside(given_id)
 
 
 def test_no_session_stays_none() -> None:
     body = json.dumps({"parameters": {"sequence_id": 0}, "inputs": []}).encode()
-    assert read_infer(body, len(body), None).turn(lambda: MINE) is None
+    assert read_infer(body, len(body)).turn(lambda: MINE) is None
     message = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
-    assert read_message(message, len(message), {})[2].turn(lambda: MINE) is None
+    assert read_message(message, len(message))[2].turn(lambda: MINE) is None
 
 
 @pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
@@ -434,8 +404,8 @@ def test_parameters_of_the_owner_are_taken_from_no_client(name: str) -> None:
     message.parameters[name].MergeFrom(FLAG)
     for check in (
         lambda: check_body(json.dumps({"inputs": [X], "parameters": parameters}).encode()),
-        lambda: check_generate(json.dumps(parameters).encode(), model=None),
-        lambda: check_generate(json.dumps({"parameters": parameters}).encode(), model=None),
+        lambda: check_generate(json.dumps(parameters).encode(), {}),
+        lambda: check_generate(json.dumps({"parameters": parameters}).encode(), {}),
         lambda: check_message(message, 100),
     ):
         with pytest.raises(RejectedError, match=f"parameter {name}"):

@@ -62,7 +62,7 @@ def mine() -> Namespace:
 
 def read(model: Echo, body: dict[str, Any], rest: bytes = b"") -> InferRequest:
     data = json.dumps(body).encode()
-    sent = read_infer(data, len(data) + len(rest), None)
+    sent = read_infer(data, len(data) + len(rest))
     return with_bytes(model, sent, memoryview(rest), mine)
 
 
@@ -142,7 +142,7 @@ def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
     for asked, expected in ((False, b""), (True, b"\1\0\0\0b")):
         body = {"inputs": [text()], "parameters": {"binary_data_output": asked}}
         data = json.dumps(body).encode()
-        sent = read_infer(data, len(data), None)
+        sent = read_infer(data, len(data))
         answer, raw = json_answer(model, sent, {"y": np.array([[b"b"]], object)})
         assert b"".join(raw) == expected
         (output,) = json.loads(answer)["outputs"]

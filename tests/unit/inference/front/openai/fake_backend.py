@@ -122,6 +122,9 @@ class FakeModel(TokenModel):
         finally:
             self.given_up.set()
 
+    async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
+        raise NotImplementedError
+
 
 def run(
     check: Callable[[aiohttp.ClientSession], AsyncIterator[None] | object],
