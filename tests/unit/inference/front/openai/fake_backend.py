@@ -99,9 +99,6 @@ class FakeModel(TokenModel):
         self._fails_after = fails_after
         self._waits = waits
 
-    async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
-        raise NotImplementedError
-
     async def generate(
         self, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[Sequence[Candidate], None]:
