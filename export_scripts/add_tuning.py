@@ -45,7 +45,7 @@ def add_tuning(
     family, config, _ = open_directory(ft_dir)
     archives, scalers = (tuple(open_nemo(path) for path in paths) for paths in (prompts, ia3))
     facts = Facts(
-        # Of the model itself nothing is read.
+        # Nothing is read of the model itself.
         reader=CheckpointReader("fastertransformer", ft_dir, {}, {}, ()),
         tp_size=config.tensor_para_size,
         weight_data_type=config.weight_data_type,

@@ -27,7 +27,7 @@ from inference.server.tensors import file_tensors
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}
-# Of a request file's `config`; the last for models that keep sessions.
+# Keys of a request file's `config`; the last for models that keep sessions.
 _TEXT_KEYS = ("protocol", "url", "model_name")
 _SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
 _TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}

@@ -31,7 +31,7 @@ from inference.evaluation.report.files import read_run, verdicts_junit
 from inference.evaluation.report.history import find_run
 from inference.evaluation.task import Metric
 
-# What an upgrade asks of each metric by its unit, unless its gate names bounds.
+# Bounds of an upgrade for each metric by its unit, unless its gate names bounds.
 DEFAULT_BOUNDS = {
     "fraction": "no {word} of more than 1 point at 95 %",
     "perplexity": "no {word} of more than 1 % at 95 %",

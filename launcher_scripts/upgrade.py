@@ -20,7 +20,7 @@ from launcher_scripts.console import Console
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 
 _NAME = re.compile(r"[\w.-]+")
-# What rows may say of how they are asked; all else of `evaluate` is the same for all.
+# Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
 _OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
                     "harness.url", "request_timeout_s", "retry_s")  # fmt: skip
 _OF_ALL = (

@@ -293,7 +293,7 @@ _LIMITS = ("deploy.max_request_mb", "deploy.otlp_collector")
 _CREDENTIALS = ("deploy.tls_cert", "deploy.token_file")
 _SEVERAL_NODES, _STORE = "a model over several nodes", "deploy.repository=s3://..."
 _INSTANCES = "export.triton_deployment.instance_count"
-# What another engine's server, which listens itself, does not do. Only ours knows its clients.
+# Keys without effect on another engine's server, which listens itself. Only ours knows its clients.
 _FRONT = (*_LIMITS, "deploy.openai", "deploy.uptime", _STORE, _INSTANCES)
 ENGINE_KINDS = {
     FASTERTRANSFORMER: ServerKind(

@@ -23,11 +23,11 @@ METADATA_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
 # Newer versions of megatron-core keep the contents of common.pt here.
 _COMMON_KEY = "common_state/shard_0_1"
-# What torch saves of Megatron-LM's state, one by one, with fsdp_dtensor and torch_dcp.
+# Megatron-LM's state, which torch saves one by one with fsdp_dtensor and torch_dcp.
 _COMMON_OBJECTS = ("args", "checkpoint_version")
 _BACKEND = "torch_dist"
 
-# What is not the model's. The optimizer repeats the names after its own prefix.
+# Names that are not the model's. The optimizer repeats the names after its own prefix.
 _TRAINING = re.compile(
     r"^(?:app\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
     r"|\._extra_state$"

@@ -20,13 +20,13 @@ from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import huggingface_files
 from export_scripts.errors import CheckpointMismatchError
 
-# Of NeMo 2.
+# NeMo 2's.
 WEIGHTS = "weights/"
 CONTEXT = "context/"
 _MODEL = CONTEXT + "model.yaml"
 # Folders of a Hugging Face tokenizer's files and of those that came with the model.
 _TOKENIZER_FOLDERS = (CONTEXT + "nemo_tokenizer/", CONTEXT + "artifacts/")
-# Of Megatron Bridge.
+# Megatron Bridge's.
 CONFIG_NAME = "run_config.yaml"
 _LATEST = "latest_train_state.pt"
 _TOKENIZER = "tokenizer/"

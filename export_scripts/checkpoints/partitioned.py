@@ -15,9 +15,9 @@ from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
-# What data parallelism and mixed precision put before a model's names; not an adapter's `module.0`.
+# Prefixes of data parallelism and mixed precision to a model's names; not an adapter's `module.0`.
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
-# What torch.compile, FSDP, activation checkpointing and Lightning put before those of any module.
+# Prefixes of torch.compile, FSDP, activation checkpointing and Lightning to those of any module.
 _WRAPPED_MODULE = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )

@@ -24,7 +24,7 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-# Of an object tree whose shared objects would be repeated, and those that are repeated in memory.
+# Objects of a tree whose shared objects would be repeated, and those that are repeated in memory.
 _MOST_VALUES, _MOST_JOINED = 20_000_000, 1_000_000
 
 

@@ -62,7 +62,7 @@ _KNOWN: Mapping[str, frozenset[str]] = {
         "modules_in_block_to_quantize modules_to_not_convert act_group_aware",
     }.items()
 }
-# Of a group of compressed-tensors, and of its weights.
+# Keys of a group of compressed-tensors, and of its weights.
 _KNOWN_IN_GROUP = frozenset({
     "targets", "weights", "input_activations", "output_activations", "format",
 })  # fmt: skip
@@ -75,7 +75,7 @@ Shape = tuple[int, ...]
 Pair = tuple[int, int]
 # The tensors of a matrix by the ends of their names.
 Parts = Mapping[str, StoredTensor]
-# Of the module of arithmetic (which imports numpy, and a check does without), and of their values.
+# Names in the module of arithmetic (it imports numpy, and a check does without), and their values.
 Widen = Callable[[Any, Mapping[str, "Array"]], "Array"]
 
 

@@ -212,7 +212,7 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, 
             continue
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
-        # Of other names, too, such as 20B_tokenizer.json.
+        # Files of other names, too, such as 20B_tokenizer.json.
         is_table = path.suffix == ".json" and not is_list(Region(path))
         is_whole = is_table and isinstance(json_file(path).get("model"), dict)
         stem = "tokenizer" if path.suffix == ".model" or is_whole else stem

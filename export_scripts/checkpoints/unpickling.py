@@ -66,7 +66,7 @@ class Storage:
     record: Record
 
 
-# Of its key, type and number of values, the byte range of a storage.
+# The byte range of a storage, from its key, type and number of values.
 Place = Callable[[str, str, int], Record]
 
 
@@ -251,7 +251,7 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-# What stands for the globals that a tensor needs.
+# Stand-ins for the globals that a tensor needs.
 _KNOWN: dict[str, Any] = {
     "collections.OrderedDict": _Ordered,
     "typing.OrderedDict": _Ordered,

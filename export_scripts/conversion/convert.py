@@ -146,7 +146,7 @@ def _identity(request: ConversionRequest) -> str:
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
-        # What may choose among several checkpoints, or several families, of one source.
+        # Settings that may choose among several checkpoints, or several families, of one source.
         **({} if latest else {"checkpoint_name": request.checkpoint_name}),
         **({} if request.model_type is None else {"model_type": request.model_type}),
         "ia3_in_place": request.ia3_in_place,

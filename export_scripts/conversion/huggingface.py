@@ -42,7 +42,7 @@ _GENERATION = "generation_config.json"
 _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _HEADS = ("model.lm_head.weight", "lm_head.weight")
 _EMBEDDINGS = ("model.wte", "shared.weight_T")
-# Of a source's config.json: what does not hold for the new folder.
+# Keys of a source's config.json that do not hold for the new folder.
 _NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "transformers_version")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Spellings of the longest sequence in sources whose family's config does not record it.
@@ -96,7 +96,7 @@ def _chosen(
         if not reasons:
             return mapping, config, tensors
         tried.append((config["model_type"], reasons))
-    # Of the nearest; the others differ in as much.
+    # The nearest one's; the others differ in as much.
     kind, reasons = min(tried, key=lambda each: len(each[1]))
     path, has_shards = source.facts.reader.path, source.mapping.family.has_shards
     remedy = ": convert it to shards, which express it" if has_shards else ""

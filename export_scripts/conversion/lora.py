@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# Of gated layers, the rows of each training rank are a part of the gate and a part of the other
+# In gated layers, the rows of each training rank are a part of the gate and a part of the other
 # half; the name of the matrix that follows shows whether a layer is gated.
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 

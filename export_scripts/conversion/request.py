@@ -84,7 +84,7 @@ class ConversionRequest(ConversionOptions):
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
-    # Of the other fields in messages: by default options of the command.
+    # Names of the other fields in messages: by default options of the command.
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: OPTION_NAMES, repr=False, compare=False
     )

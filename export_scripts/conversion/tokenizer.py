@@ -28,7 +28,7 @@ _GENERATION = "generation_config.json"
 # The one class that both transformers 4 and 5 take a tokenizer.json unchanged with.
 _CLASS = "PreTrainedTokenizerFast"
 _FORCED = {"qwen2": "Qwen2Tokenizer"}
-# Of a source's own settings: what holds for another vocabulary, too.
+# Those of a source's own settings that hold for another vocabulary, too.
 _KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
 _MOST_DIFFERENCES, _MOST_SHOWN = 3, 16
 _MOST_PIECES = 2000
@@ -256,7 +256,7 @@ def _stated_case(plan: ConversionPlan, settings: Mapping[str, Any]) -> bool | No
     """Return whether a source says that its WordPiece lowers texts; None if it does not say."""
     own = plan.facts.config.get("tokenizer")
     kind = own.get("type") if isinstance(own, Mapping) else plan.facts.config.get("tokenizer_type")
-    # Of NeMo and Megatron-LM: BertWordPieceCase, BertWordPieceLowerCase.
+    # NeMo and Megatron-LM have BertWordPieceCase and BertWordPieceLowerCase.
     stated = str(kind).endswith("LowerCase") if str(kind).endswith("Case") else None
     flag = settings.get("do_lower_case")
     return flag if isinstance(flag, bool) else stated

@@ -71,7 +71,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_SEQUENTIAL),
     # Both output biases over the ranks: each rank adds it before the all-reduce.
     WeightSpec(LAYER + "mlp.attention.bias.sum", ("hidden",), when=("use_gptj_residual",)),
-    # What the sum was made of, over the ranks likewise, as NVIDIA's converter writes it.
+    # The terms of the sum, over the ranks likewise, as NVIDIA's converter writes it.
     *(
         WeightSpec(f"{LAYER}{name}.bias", ("hidden",), when=("use_gptj_residual",), optional=True)
         for name in ("attention.dense", "mlp.dense_4h_to_h")

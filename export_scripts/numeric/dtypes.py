@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Of every type that a source may store. Little-endian; bf16 is the upper half of an fp32, for which
+# Every type that a source may store. Little-endian; bf16 is the upper half of an fp32, for which
 # numpy has no type; its bytes stand for it, as for fp8.
 SOURCE_TYPES: dict[str, tuple[int, str, str]] = {
     "fp64": (8, "float64", "<f8"),

@@ -90,7 +90,7 @@ class TritonModelConfig:
             delay = {"max_queue_delay_microseconds": self.max_queue_delay_us}
             message["dynamic_batching"] = delay
         if self.backend == "fastertransformer":
-            # Of ragged inputs it reads a tensor of row shapes, which it finds by this name (section
+            # For ragged inputs it reads a tensor of row shapes, found by this name (section
             # "ragged batching" of its guide).
             message["batch_input"] = [
                 {

@@ -54,7 +54,7 @@ _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
 _ENCODER_DECODERS = ("T5",)
 # Tokenizers whose files do not state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
-# What the scripts of the Python backend do, and the class that each runs.
+# The scripts of the Python backend, and the class that each runs.
 _SCRIPTS = {
     "generation": ("Generates tokens", "python_backend", "GenerationModel"),
     "encoder": ("Turns tokens into hidden states", "encoder_backend", "EncoderModel"),
@@ -420,7 +420,7 @@ def write_model(repository: Path, model: TritonModelConfig) -> Path:
     wanted = {version / name: content for name, content in model.files.items()}
     if config_path.exists() and config_path.read_bytes() != text:
         config_path.unlink()  # hides the model while its parts change
-    # What an earlier build may have left.
+    # Remains of an earlier build.
     named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
     patterns = ("model.py", SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, *named)
     for stale in {path for each in patterns for path in version.glob(each)} - set(wanted):

@@ -276,7 +276,7 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
     return POSTPROCESSING.with_types({"TOKENS_BATCH": tokens, "sequence_length": lengths})
 
 
-# Of our own engine alone.
+# Our own engine's alone.
 CHOICES = ModelSignature(
     (
         _scalar("min_p", "FP32", "added: least likely token, as a share of the likeliest"),
@@ -294,7 +294,7 @@ CHOICES = ModelSignature(
         _optional("logit_bias", "FP32", (-1,), "added: what their logits get added"),
     )
 )
-# Of our own engine alone, and of models with one answer to a prompt that they repeat.
+# Our own engine's alone, for models with one answer to a prompt that they repeat.
 SCORES = ModelSignature(
     inputs=(
         _scalar("num_log_probs", "UINT32", "added: best tokens to report at places of the answer"),
@@ -308,7 +308,7 @@ SCORES = ModelSignature(
 )
 
 
-# Of interactive models.
+# Interactive models'.
 _SESSION = ModelSignature(
     (
         _scalar("session_len", "UINT32", "tokens the whole session may hold"),
@@ -386,7 +386,7 @@ def hidden_states(model_type: str) -> tuple[str, ...]:
     return tuple(t.name for t in (*model.inputs, *model.outputs) if t.dtype == DATA_TYPE)
 
 
-# Whose C++ models send lengths as INT32, whatever a repository declares. Triton's ensembles compare
+# Their C++ models send lengths as INT32, whatever a repository declares. Triton's ensembles compare
 # the type that arrives with the declared one and refuse another.
 _SIGNED_LENGTHS = ("GPT", "GPT-J")
 

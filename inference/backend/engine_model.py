@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from inference.engine.base import EngineBase
 
 _WATCH_S = 0.1
-# Of Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
+# Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
 # plans the next step.
 _SWITCH_S = 0.0005
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.

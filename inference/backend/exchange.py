@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Tensors = Mapping[str, Array]
-# Of a host's codes for an error: the request itself is wrong.
+# A host's code for an error of the request itself.
 INVALID = "INVALID_ARG"
 
 

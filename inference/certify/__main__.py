@@ -96,7 +96,7 @@ def _request(options: argparse.Namespace) -> CertifyRequest:
         raise ValueError("name SOURCE and FOLDER, or --training FILE with --endpoint URL")
     if options.training is not None and url is None:
         raise ValueError("--training is compared with a server: name it by --endpoint URL")
-    beside = options.training if folder is None else folder
+    sibling = options.training if folder is None else folder
     ids = options.prompt_ids
     if options.text:
         from inference.backend.tokenizer import load_tokenizer
@@ -112,7 +112,7 @@ def _request(options: argparse.Namespace) -> CertifyRequest:
     return CertifyRequest(
         source=source and source.absolute(),
         folder=folder and folder.absolute(),
-        output=options.output or beside.absolute().with_name(f"{beside.name}.certificate"),
+        output=options.output or sibling.absolute().with_name(f"{sibling.name}.certificate"),
         given=tuple(parse_pair(text, "--set") for text in options.given),
         data_type=options.data_type,
         tolerance=options.tolerance,

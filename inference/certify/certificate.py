@@ -48,7 +48,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found of a folder.
+    """Findings about a folder.
 
     Attributes:
         asked: what was left out, and how it is asked for.

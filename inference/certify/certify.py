@@ -26,7 +26,7 @@ STATE_NAME = "certify.jsonl"  # what was compared so far
 
 @dataclass(frozen=True)
 class CertifyRequest:
-    """What to certify.
+    """A request to certify a folder.
 
     Attributes:
         source: the checkpoint, in any format that is converted.
@@ -59,7 +59,7 @@ def certify(request: CertifyRequest, progress: Progress = lambda *_: None) -> Ce
 
     Raises:
         CheckpointMismatchError: the source cannot be read, or is a model of another family.
-        ValueError: a path is no checkpoint.
+        ValueError: a path is not a checkpoint.
     """
     request.output.mkdir(parents=True, exist_ok=True)
     if request.source is None or request.folder is None:

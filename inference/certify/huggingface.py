@@ -80,7 +80,7 @@ class HuggingFaceSource(Source):
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
             ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
-        # Of models whose layers the layout does not name, the library tells the states itself.
+        # The library itself has the states of models whose layers the layout does not name.
         options = {} if handles else {"output_hidden_states": True}
         try:
             with torch.no_grad():
@@ -178,7 +178,7 @@ def import_transformers(source: str = "a Hugging Face checkpoint") -> Any:
             f"{source} is computed by transformers, which is not installed (pip install "
             "transformers)"
         ) from error
-    # What it reports of keys is checked.
+    # Its report of keys is checked.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -326,7 +326,7 @@ class _Comparison:
     def explained(
         self, unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ...], str]
     ) -> str:
-        """Return what a changed tensor holds instead, as far as that can be told."""
+        """Return what a changed tensor holds instead, as far as that can be seen."""
         values = self._values(unit.stored)
         other = known.get((record.shape, record.data_type, crc32(values.tobytes(), 0)))
         if other is not None and other != unit.key:

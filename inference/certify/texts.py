@@ -45,7 +45,7 @@ class _Encoder:
     Attributes:
         encode: ids of a text, without and with the markers that the tokenizer adds.
         tokens: the count of its ids, from 0 to the largest.
-        vocabulary: token -> id, where the library tells.
+        vocabulary: token -> id, where the library has it.
     """
 
     library: str
@@ -88,7 +88,7 @@ def _load(folder: Path) -> _Encoder:
 
 @dataclass(frozen=True)
 class Texts:
-    """What was found of both sides' texts.
+    """Findings about the texts of both sides.
 
     Attributes:
         tokens: ids of the source's tokenizer; None where it has none.

@@ -30,7 +30,7 @@ from inference.front.access import Credentials
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 # How an answer ends, in OpenAI's words and in those of Text Generation Inference.
 _ENDS = {"stop": "stop", "length": "length", "eos_token": "stop", "stop_sequence": "stop"}
-# What leaves a model's answer as it is, where a server's own defaults could be those of the model's
+# Values that leave an answer as it is, where a server's own defaults could be those of the model's
 # folder: vLLM takes the first of these from generation_config.json, and transformers' server makes
 # it 1 plus the second.
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}

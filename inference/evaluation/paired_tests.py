@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 POWER = 0.8  # share of runs in which the smallest detectable drop is caught
-# What is assumed of two healthy runs before the second was made: this share of answers differs, and
+# Assumed of two healthy runs before the second was made: this share of answers differs, and
 # other scores correlate with 1 minus half of it.
 ASSUMED_CHANGE = 0.02
 # The most that one sample can lose: of a score between 0 and 1, all; of a log probability, nats for

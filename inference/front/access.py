@@ -57,7 +57,7 @@ class Access:
         found = []
         if self.otlp_collector is not None and not _ORIGIN.fullmatch(self.otlp_collector):
             name = prefix + f"otlp{joiner}collector"
-            found.append(f"{name}={self.otlp_collector} is no address; write http://host:port.")
+            found.append(f"{name}={self.otlp_collector} is not an address; write http://host:port.")
         if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
             found.append(f"{size}={self.max_request_mb} must be 1 to {MOST_REQUEST_MB}.")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -23,7 +23,7 @@ _FREE_EXPANSION_BYTES = 1 << 20
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 # First bytes of what is so compressed, with which no message that is passed on begins.
 _BEGINNINGS = {b"\x1f": "gzip", b"\x78": "deflate"}
-# Of these the body may not have been read.
+# Statuses before which the body may not have been read.
 _UNREAD = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE,

@@ -88,7 +88,7 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
 
     def __init__(self, upstream: MovingServer, *, listens_at: str) -> None:
         self._upstream = Exchangeable(upstream)
-        # Web pages that say who they are meet the server's own rules.
+        # Web pages that name their origin meet the server's own rules.
         self._guard = Guard(Access(), listens_at=listens_at, origins=["*"])
 
     async def exchange(self, upstream: MovingServer) -> None:

@@ -17,7 +17,7 @@ READY_PATH = "/v2/health/ready"
 SERVICE = "/inference.GRPCInferenceService/"
 INFER_CALL = f"{SERVICE}ModelInfer"
 STREAM_CALL = f"{SERVICE}ModelStreamInfer"
-# What a server that is not ready answers: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
+# Answers of a server that is not ready: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
 UNREADY_ANSWERS = {f"{SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
 _HEALTH_CALLS = (f"{SERVICE}ServerLive", *UNREADY_ANSWERS)
 _MODEL_CALLS = (

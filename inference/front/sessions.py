@@ -35,7 +35,7 @@ class Namespace:
         digest = hmac.digest(self.key, named, hashlib.sha256)
         if isinstance(session_id, str):
             return digest.hex()
-        # Of 63 bits: server 2.51 reads larger numbers of JSON as negative ones.
+        # 63 bits: server 2.51 reads larger numbers of JSON as negative ones.
         return int.from_bytes(digest[:8], "little") >> 1 or 1
 
 

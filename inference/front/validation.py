@@ -22,7 +22,7 @@ from inference.supervision import OWN_PREFIX
 
 MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_DIMENSIONS = 16
-# Of one tensor: a text without a character takes four bytes here and some hundred in a model.
+# One tensor's: a text without a character takes four bytes here and some hundred in a model.
 MOST_TEXTS = 1 << 16
 MOST_SEQUENCE_ID_BYTES = 128  # of one that is a text
 _MOST_DIGITS = 20

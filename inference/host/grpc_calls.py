@@ -45,7 +45,7 @@ _NO_STREAMS = "ModelInfer RPC doesn't support models with decoupled transaction 
 # Requests of one stream that are answered at a time; more are read once one of them has its answer.
 _MOST_AT_ONCE = 256
 _READY_ANSWER = b"\x08\x01"  # of ServerLive, ServerReady, and Health/Check: true, SERVING
-# Of an error: clients refuse more than 8 KiB of metadata, in which a byte may take three.
+# An error's text: clients refuse more than 8 KiB of metadata, in which a byte may take three.
 _MOST_REASON_BYTES = 2 << 10
 _CODES = {
     HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,

@@ -49,7 +49,7 @@ _ONE_RESPONSE = (
     "generates various number of responses"
 )
 _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction policy"
-# Of an answer; smaller ones are not compressed.
+# An answer's bytes; smaller ones are not compressed.
 _LEAST_COMPRESSED_BYTES = 1 << 10
 
 

@@ -19,7 +19,7 @@ from inference.host.models import HostedModel, TensorFacts
 from inference.host.tensors import RawTensor, raw_of
 from inference.supervision import CANARY_PARAMETER
 
-# What begins an error on a stream, which carries no status; without it the request is wrong.
+# The beginning of an error on a stream, which carries no status; without it the request is wrong.
 _ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
 # Release 2.51 is apt to corrupt its memory when many streams are cancelled at the same moment.
 _CANCEL_PAUSE_S = 0.02

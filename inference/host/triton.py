@@ -38,7 +38,7 @@ _CALL_S = 2.0
 _ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world
 _KILLED_S = 5.0
 _LONGEST_REPORT = 64 * 1024
-# Of the 108 bytes of a socket's name, `/slipway-sockets-12345678/grpc:8001` takes the rest.
+# `/slipway-sockets-12345678/grpc:8001` takes the rest of the 108 bytes of a socket's name.
 _LONGEST_FOLDER = 68
 # Families of metrics that this process counts itself: release 2.51 stops the clock of a request
 # when the Python backend has taken it over, long before the answer.

@@ -127,7 +127,7 @@ def _download(name: ModelName, ft_dir: Path) -> Path:
             raise ValueError(_no_download(name, ft_dir, reason)) from error
         folder = Path(earlier).parents[len(Path(sought).parts) - 1]
         logger.warning("%s cannot be reached; the copy in %s is used", name.repository, folder)
-    # What to convert of the repository: an archive, or the folder.
+    # The part of the repository to convert: an archive, or the folder.
     if name.file is not None and name.file.endswith(".nemo"):
         return folder / name.file
     archives = sorted(folder.glob("*.nemo"))

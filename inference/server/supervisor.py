@@ -19,7 +19,7 @@ from inference.parent_process import adopt_orphans, end_with_parent
 from inference.server.processes import descendants
 from inference.server.segments import close_segments, shared_memory_of
 
-# Of this checkout, whatever the folder and the variables of the owner.
+# This checkout's, whatever the folder and the variables of the owner.
 PROGRAM = (
     *(sys.executable, "-I", "-c"),
     f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "

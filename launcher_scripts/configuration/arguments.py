@@ -145,7 +145,7 @@ def for_hydra(words: Sequence[str]) -> list[str]:
 
 
 def _pass_through(override: str) -> str:
-    """Return an override of an option of sbatch that is no key as that of the mapping of these."""
+    """Return an override of an option of sbatch without a key as that of the mapping of these."""
     match = _PLUS_CLUSTER.fullmatch(override)
     if match is None:
         return override

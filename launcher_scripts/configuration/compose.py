@@ -191,7 +191,7 @@ def _with_overrides(
         overrides = [each for each in overrides if key_of(each) not in typed]
     if not wrong:
         return record, problems
-    # What refers to a wrong value has the same problem.
+    # A key that refers to a wrong value has the same problem.
     raw, found = flat(config), {name: wrong[name] for name in wrong if name not in left_out}
     causes = [text for name, text in found.items() if "${" not in str(raw.get(name))]
     return None, [*problems, *(causes or found.values())]

@@ -16,7 +16,7 @@ from launcher_scripts.launchers.slurm_script import further_options, memory
 from launcher_scripts.launchers.slurm_state import ask_slurm
 from stages.base import Stage
 
-# Of sinfo: partition (the default one with *), its longest job, its smallest and largest number of
+# From sinfo: partition (the default one with *), its longest job, smallest and largest number of
 # nodes; and of nodes that are alike: their number, generic resources and MB.
 _SINFO = "%P|%l|%s|%D|%G|%m"
 _MEMORY = "MB"  # among the generic resources

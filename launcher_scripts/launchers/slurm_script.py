@@ -210,7 +210,7 @@ def mounts(config: Config) -> list[str]:
     wanted = [str(CHECKOUT), *own, *further]
     pairs = [each if ":" in each else f"{each}:{each}" for each in wanted]
     halves = {each: each.split(":")[:2] for each in pairs}
-    # What lies inside a mount with the same source and target needs none of its own.
+    # A path inside a mount with the same source and target needs none of its own.
     same = {source for source, target in halves.values() if source == target}
     return [
         pair

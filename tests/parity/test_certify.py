@@ -271,7 +271,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "llama", changed("model.norm.weight", put(3, 7.0)), "tensors", "model.norm.weight",
         "rows 3-3",
     ),
-    "a value that is no number": (
+    "a value that is not a number": (
         "llama", changed("model.norm.weight", put(3, torch.nan)), "tensors", "model.norm.weight",
         "up to inf",
     ),

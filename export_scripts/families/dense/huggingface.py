@@ -193,7 +193,7 @@ class DenseDecoder(HuggingFaceDecoder):
             return {"rope_scaling": None}
         whole = {"rope_type": kind, **config.rotary_scaling}
         original = whole.get("original_max_position_embeddings")
-        # Of LongRoPE, transformers 4 looks for it there alone.
+        # transformers 4 looks there alone for LongRoPE's.
         next_to_it = {"original_max_position_embeddings": original} if kind == "longrope" else {}
         if self.scaling_keys:
             named = {"type": kind, **whole}

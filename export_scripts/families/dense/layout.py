@@ -216,7 +216,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
         when=(*_INPUT, "not residual=parallel_shared"),
         bias=_NORM,
     ),
-    # Of a gated MLP the activated half, then the linear one.
+    # The activated half of a gated MLP, then the linear one.
     *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size", bias=_MLP),
     *WeightSpec.column(
         LAYER + "mlp.dense_h_to_4h_2", "hidden", "inter_size", when=("is_gated",), bias=_MLP

@@ -198,7 +198,7 @@ def _scales(entries: Any, side: str) -> list[float]:
     return [float(value) for value in quotients]
 
 
-# What a tensor of the layout holds, one fp32 number for each module but the weights.
+# A tensor of the layout holds one fp32 number for each module but the weights.
 _VALUES: Mapping[str, Callable[..., Any]] = {
     "weight.int8": _quantized,
     "scale": lambda _config, _weights, entries: constant(_scales(entries, "input")),

@@ -269,7 +269,7 @@ GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
 
 CORE_LAYER = "model.decoder.layers.{layer}."
 CORE_WTE = "model.embedding.word_embeddings.weight"
-# Of Megatron Bridge's Gemma 2 and 3.
+# Megatron Bridge's Gemma 2 and 3.
 _OUTPUT_NORM = "post_layernorm"
 CORE_HEAD = "model.output_layer.weight"
 

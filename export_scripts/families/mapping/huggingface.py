@@ -44,7 +44,7 @@ class Setting:
     field: str  # or a property of the config
     names: tuple[str, ...]  # spellings in the source; the first is written
     kind: str = "integer"  # method of `Settings` that reads it
-    # What the source's library takes for an absent key, or a function of the values read so far.
+    # The source library's value for an absent key, or a function of the values read so far.
     default: Any = REQUIRED
     # Make the field's value of the source's, and the source's of the field's.
     inverse: tuple[Callable[[float], float], Callable[[float], float]] | None = None
@@ -111,7 +111,7 @@ class HuggingFaceDecoder:
     names: Names  # of a layer's modules, and of those outside, as `whole_names` takes them
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
-    # Of tensors that have none by their names, or another one.
+    # For tensors that have none by their names, or another one.
     sources: Callable[[Facts, Any], Mapping[str, TensorSource]] = lambda *_: {}
     # Further fields, from the settings and the values read before, and the way back.
     read: Callable[[Settings, dict[str, Any]], Mapping[str, Any]] = lambda *_: {}

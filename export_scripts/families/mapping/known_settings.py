@@ -17,7 +17,7 @@ from typing import Any
 from export_scripts.families.mapping.source_mapping import Facts
 
 _FOLDER = Path(__file__).parent
-# What states nothing, in any of the libraries.
+# Values that state nothing, in any of the libraries.
 _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
 
 

@@ -138,7 +138,7 @@ class SourceMapping:
     format: str  # of the readers it applies to
     matches: Callable[[Facts], bool]  # whether a checkpoint is of this kind
     config: Callable[[Facts], FTConfig]
-    # Of each layout record's name, or a tensor's of which it differs from layer to layer; asked
+    # For each layout record's name, or a tensor's of which it differs from layer to layer; asked
     # once the config is known.
     weights: Callable[[Facts, Any], Mapping[str, TensorSource]]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model

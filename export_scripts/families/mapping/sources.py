@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
 
-# Of a key, and perhaps an axis and a number of its entries that belong together: the pieces, one
+# From a key, and perhaps an axis and a number of its entries that belong together: the pieces, one
 # for each training rank, or more, cut on the axis where that saves gathering them.
 Get = Callable[..., Sequence[Tensor]]
 
@@ -166,7 +166,7 @@ class Rows(Copy):
         inner = nesting.stored if groups == 1 else nesting.stored.removeprefix(outer)
         order = (*(len(tail) + letters.index(each) for each in inner), *range(len(tail)))
         stored = (rows // groups, *tail)
-        # Of each group the queries, keys and values follow each other.
+        # The queries, keys and values of each group follow each other.
         return [
             (self.key, View(fine, order, stored, index=group, place=3 * group + self.place))
             for group in range(groups)

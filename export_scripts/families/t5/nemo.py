@@ -66,7 +66,7 @@ _SIZES = {
     "num_attention_heads": "num_heads",
     "num_layers": "num_layers",
 }
-# What FT's T5 stores once for both stacks.
+# Settings that FT's T5 stores once for both stacks.
 _COMMON = (
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "activation", "bias",
     "normalization", "position_embedding_type", "transformer_block_type",

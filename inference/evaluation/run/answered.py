@@ -74,7 +74,7 @@ class AnsweredSamples:
         try:
             if json.loads(first) != self._asked:
                 return {}
-            # What follows the last line feed was not written whole.
+            # The text after the last line feed was not written whole.
             found = [from_json(Prediction, line) for line in lines[:-1]]
         except ValueError:
             return {}

@@ -61,7 +61,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     bounds, gate_problems = parse_bounds(options.gate)
     known = [name for task in tasks for name in task.metric_names]
     grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
-    # Which groups there are is seen in the data, so their bounds are checked when that was read.
+    # The groups are seen in the data, so their bounds are checked when that was read.
     whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
     problems += gate_problems
     problems += check_bounds(whole, known=known)

@@ -69,7 +69,7 @@ _KEYS = {
     PERPLEXITY: "ppl",
     TOKEN_PERPLEXITY: "token_ppl",
 }
-# Of each perplexity: the summed log probability of a sample, and the tokens it counts for.
+# For each perplexity: the summed log probability of a sample, and the tokens it counts for.
 _PARTS = {PERPLEXITY: (WORD_LOG_PROB, ""), TOKEN_PERPLEXITY: (LOG_PROB, TOKENS)}
 
 
@@ -193,7 +193,7 @@ class Lambada(Task):
 
     @property
     def _by_text(self) -> bool:
-        """Of a model whose token ids are unknown, the text alone decides on the last word."""
+        """The text alone decides on the last word of a model whose token ids are unknown."""
         return TOKEN_IDS in self.options.lacks
 
 

@@ -102,7 +102,7 @@ def corpus_bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
     )
 
 
-# What text_tasks.yaml names: scores of an answer, and metrics of all answers together.
+# Names in text_tasks.yaml: scores of an answer, and metrics of all answers together.
 SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "equal": equal,
     "exact_match": exact_match,

@@ -38,7 +38,7 @@ MOST_SEQUENCES = 2048
 MOST_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _TEXT_ONLY = "is not supported: this server answers with text"
-# What this server itself gives to a chat template.
+# Values that this server itself gives to a chat template.
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "tools",
                   "bos_token", "eos_token", "pad_token", "unk_token", "chat_template")  # fmt: skip
 BAN = -100.0  # a token with this bias is never chosen
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("parallel_tool_calls", "verbosity", "reasoning_effort", "prompt_cache_retention"),
-        # Of other servers: beam search alone has these, or a tokenizer of another kind.
+        # Other servers': beam search alone has these, or a tokenizer of another kind.
         *("length_penalty", "early_stopping", "spaces_between_special_tokens"),
         *("request_id", "session_id", "include_reasoning"),
     }

@@ -190,7 +190,7 @@ def test_objects_with_slots_keep_their_own_values(tmp_path: Path) -> None:
 def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(
     tmp_path: Path, state: bytes
 ) -> None:
-    """Of 50,000 objects each has the same 10,000 attributes, or as many slots, too."""
+    """Each of 50,000 objects has the same 10,000 attributes, or as many slots, too."""
     table = b"}(" + b"".join(b"J%sN" % struct.pack("<I", i) for i in range(10_000)) + b"u"
     tables = table + b"q\x000" + table.replace(b"N", b"\x88") + b"q\x010"
     each = b"cdatetime\ntimedelta\nq\x020](" + (b"h\x02)R" + state + b"b") * 50_000 + b"e."

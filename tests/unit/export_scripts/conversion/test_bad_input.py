@@ -84,7 +84,7 @@ def test_every_rank_stores_floating_numbers(tmp_path: Path) -> None:
 def test_tables_that_give_no_size_are_reported(
     tmp_path: Path, key: str, shape: tuple[int, ...] | None
 ) -> None:
-    """Of Megatron-LM's version 0, which states no sizes."""
+    """Megatron-LM's version 0 states no sizes."""
     tensors = gpt_tensors(TinyGPT())
     source = write_megatron(tmp_path / "m", tensors, version=0)
     file = next(source.rglob("*.pt"))

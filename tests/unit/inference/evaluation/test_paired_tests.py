@@ -255,7 +255,7 @@ def share(found: Counter[Pairs], breached) -> float:
 
 @pytest.mark.parametrize(("margin", "alpha"), [(0.0, 0.05), (0.01, 0.05), (0.05, 0.0125)])
 def test_power_is_that_of_the_test_itself(margin, alpha):
-    """Of all the runs that are likely, those are caught that the test finds to be worse."""
+    """Those of all likely runs are caught that the test finds to be worse."""
     losses, gains, chances = _tables(300, 0.034, 0.01)
     tables = zip(losses.tolist(), gains.tolist(), strict=True)
     caught = [exact_p_values(*table, 300, margin)[0] <= alpha for table in tables]

@@ -25,7 +25,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """What is sent to the collector."""
+    """Spans that are sent to the collector."""
     exporter = InMemorySpanExporter()
 
     def made(url: str) -> InMemorySpanExporter:

@@ -245,7 +245,7 @@ CALLED = {"name": "weather", "arguments": '{"at": "Rome"}'}
 CALL = {"id": "1", "type": "function", "function": CALLED}
 
 
-class Heard(Letters):
+class Received(Letters):
     """A tokenizer that remembers the prompts."""
 
     spoken: ClassVar[list[str]] = []
@@ -265,7 +265,7 @@ def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
     ]
     body = {"messages": talk, "tools": [WEATHER], "tool_choice": "auto"}
     request = read_request(ChatRequest, body)
-    codec, spoken = Codec(Heard(), template), Heard.spoken
+    codec, spoken = Codec(Received(), template), Received.spoken
     codec.encode_chat(request)
     codec.encode_chat(request.model_copy(update={"tool_choice": "none"}))
     answered = CALL | {"function": {"name": "weather", "arguments": {"at": "Rome"}}}
