@@ -232,7 +232,10 @@ def waiting_for(job_id: str) -> str:
         return ""
     if answer.state is None:
         return f"{answer.word}, a state that is not known here"
-    return answer.reason if answer.word == "PENDING" else f"{answer.word} ({answer.reason})"
+    has_reason = answer.reason not in ("", "None")
+    if answer.word == "PENDING" and has_reason:
+        return answer.reason
+    return f"{answer.word} ({answer.reason})" if has_reason else answer.word
 
 
 def queued_jobs() -> list[QueuedJob]:

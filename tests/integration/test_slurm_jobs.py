@@ -18,6 +18,7 @@ import pytest
 from launcher_scripts.actions import jobs_in
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.launchers.slurm_state import waiting_for
 from launcher_scripts.main import main
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from tests.integration.slurm_cluster import SlurmCluster
@@ -25,6 +26,7 @@ from tests.integration.slurm_runs import (
     CLUSTER,
     make_run,
     reachable,  # noqa: F401
+    restart_now,
     slurm_cluster,  # noqa: F401
 )
 from tests.unit.launcher_scripts.toy_stages import SleepStage, settings
@@ -82,6 +84,30 @@ def test_same_command_again_starts_no_second_server_and_forgets_no_first(
     assert main(["action=cancel", f"run_dir={results}"]) == 0
     assert queued(slurm_cluster) == []
     assert [state(slurm_cluster, each) for each in jobs] == ["CANCELLED"] * 3
+
+
+def test_a_job_that_is_held_suspended_and_requeued_says_so_and_ends_when_asked(
+    tmp_path: Path, slurm_cluster: SlurmCluster
+) -> None:
+    run = make_run(SleepStage(settings(tmp_path, "sleep")))
+    slurm_cluster.run("scontrol", "update", "partitionname=batch", "state=down")
+    assert run.submit_all() == 0
+    handle = run.handles["sleep"]
+    slurm_cluster.run("scontrol", "hold", handle.job_id)
+    assert waiting_for(handle.job_id).startswith("JobHeld")
+    slurm_cluster.run("scontrol", "update", "partitionname=batch", "state=up")
+    slurm_cluster.run("scontrol", "release", handle.job_id)
+    until(lambda: (tmp_path / "out" / "target.pid").exists(), "the start")
+    slurm_cluster.run("scontrol", "suspend", handle.job_id)
+    assert waiting_for(handle.job_id) == "SUSPENDED"
+    assert handle.poll() is None
+    slurm_cluster.run("scontrol", "resume", handle.job_id)
+    until(lambda: waiting_for(handle.job_id) == "", "the job going on")
+    slurm_cluster.run("scontrol", "requeue", handle.job_id)
+    restart_now(slurm_cluster, run, "sleep")
+    until(lambda: waiting_for(handle.job_id) == "", "the second start")
+    handle.stop(20)
+    assert handle.poll() == "cancelled"
 
 
 def test_evaluation_does_not_start_after_a_chain_that_failed(
