@@ -165,6 +165,7 @@ class DeployConfig(DeploySection):
         serves_here: this machine will serve; its ports can be checked beforehand.
         local_gpus: GPUs visible on this machine if it will serve; else None.
         remarks: to show before the start.
+        is_planned: the folder is elsewhere, and the stated sizes stand for it.
     """
 
     folder: Path
@@ -181,6 +182,7 @@ class DeployConfig(DeploySection):
     serves_here: bool = False
     local_gpus: int | None = None
     remarks: tuple[str, ...] = ()
+    is_planned: bool = False
 
     @property
     def is_from_elsewhere(self) -> bool:
@@ -383,7 +385,8 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
                 f"deploy.token_file={config.token_file} holds several tokens; vLLM takes one from "
                 "its environment."
             )
-    if config.is_from_elsewhere and not (config.folder / "config.json").is_file():
+    is_here = config.is_from_elsewhere and not config.is_planned
+    if is_here and not (config.folder / "config.json").is_file():
         yield (
             f"deploy.engine={config.engine} serves a Hugging Face folder, and "
             f"{config.source} has no config.json; give such a folder in deploy.repository."

@@ -58,14 +58,12 @@ def notes(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in paths}
 
 
-def test_ranks_on_two_nodes_ping_each_other_and_only_the_first_works(tmp_path: Path) -> None:
+def test_of_ranks_on_two_nodes_only_the_first_works(tmp_path: Path) -> None:
     run = make_run(RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES)))
     assert run.run_all(wait=True) == 0, run.handles["ranks"].log_path.read_text()
     seen = notes(tmp_path)
     assert [each["did"] for each in seen.values()] == ["run", "assist", "assist", "assist"]
     assert [each["node"] for each in seen.values()] == ["n1", "n1", "n2", "n2"]
-    log = run.handles["ranks"].log_path.read_text()
-    assert "rank 3 on n2 reaches the first" in log
 
 
 def test_every_rank_is_inside_the_container(
@@ -95,7 +93,7 @@ def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
     assert "  | looking for the network" in shown
 
 
-def test_ping_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
+def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
     prefix = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
     step = JobStep(tuple(prefix), sys.executable, ranks=2, mpi="pmix")
     stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))

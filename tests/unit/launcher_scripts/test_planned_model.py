@@ -35,6 +35,21 @@ def test_sizes_stand_for_a_checkpoint_that_is_elsewhere(
     assert table[4] == ["deploy", "(10003)", "4", "32", "1-00:00:00", "afterok:10002"]
 
 
+def test_sizes_stand_for_a_folder_of_vllm_that_is_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("cluster=bcm", "stages=[deploy]", "deploy.engine=vllm", f"{PIPELINE}=2",
+             "deploy.repository=/elsewhere/gpt3_43b")  # fmt: skip
+    assert plan(tmp_path, *words, *SIZES, "dry_run=true") == 0
+    text = capsys.readouterr().out
+    assert "planned without the checkpoint: gpt, 40.8 G parameters" in text
+    assert "--nnodes 2 --node-rank 0" in text
+    assert plan(tmp_path, *words, "dry_run=true") == 2
+    assert "/elsewhere/gpt3_43b has no config.json" in capsys.readouterr().err
+    assert plan(tmp_path, *words, *SIZES, "dry_run=true", f"{PIPELINE}=5") == 2
+    assert f"{PIPELINE}=5 does not divide export" in capsys.readouterr().err
+
+
 def test_an_image_that_only_the_cluster_has_is_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
