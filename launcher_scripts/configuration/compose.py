@@ -32,7 +32,7 @@ from launcher_scripts.configuration.diagnosis import (
     unknown_key,
 )
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot, read_root
-from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config
+from launcher_scripts.configuration.schema import GROUPS, KEYS, SECTIONS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, IS_INSTALLED
 
 
@@ -148,7 +148,12 @@ def _files(
     wrong = [each for each, (found, _) in alone.items() if found is None]
     found, more = _files(name, [*always, *(each for each in choices if each not in wrong)], [])
     # With a root that is unusable, every choice is.
-    return found, more or [unknown_choice(*each.split("=", 1)) for each in wrong]
+    return found, more or [_refused_choice(each, *alone[each][1]) for each in wrong]
+
+
+def _refused_choice(choice: str, reason: str) -> str:
+    group, _, value = choice.partition("=")
+    return unknown_choice(group, value) if group in GROUPS else f"{choice}: {reason}"
 
 
 def _merged(name: str, choices: Sequence[str]) -> DictConfig:
