@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -227,6 +228,8 @@ class DeployConfig(DeploySection):
             "tensor_parallel_size": self.tp_size,
             "pipeline_parallel_size": self.pp_size,
             "max_model_len": self.max_seq_len,
+            # By itself it gives up running requests at SIGTERM (0.32: default 0).
+            "shutdown_timeout": math.ceil(self.drain_s),
         }
         if rank == 0:  # which listens
             options |= {

@@ -25,7 +25,8 @@ options = argparse.ArgumentParser()
 options.add_argument("words", nargs=2)
 options.add_argument("--headless", action="store_true")
 for name in ("nnodes", "node-rank", "master-addr", "master-port", "host", "port",
-             "tensor-parallel-size", "pipeline-parallel-size", "served-model-name", "dtype"):
+             "tensor-parallel-size", "pipeline-parallel-size", "served-model-name", "dtype",
+             "shutdown-timeout"):
     options.add_argument("--" + name)
 given = options.parse_args(sys.argv[1:])
 note = dict(vars(given), node=os.environ["SLURMD_NODENAME"])

@@ -30,12 +30,14 @@ def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
         tp_size=2,
         tls_cert=Path("c.pem"),
         tls_key=Path("k.pem"),
+        drain_s=44.5,
         vllm=options,
     ).command_line
     assert " ".join(command) == (
         "/v/bin/vllm serve {model} --served-model-name m --tensor-parallel-size 2 "
-        "--pipeline-parallel-size 1 --host {host} --port {port} --ssl-certfile c.pem "
-        "--ssl-keyfile k.pem --dtype bfloat16 --enforce-eager --no-enable-prefix-caching "
+        "--pipeline-parallel-size 1 --shutdown-timeout 45 --host {host} --port {port} "
+        "--ssl-certfile c.pem --ssl-keyfile k.pem --dtype bfloat16 --enforce-eager "
+        "--no-enable-prefix-caching "
         '--lora-modules a=/x b=/y --speculative-config {"method": "ngram", '
         '"num_speculative_tokens": 3}'
     )
@@ -86,9 +88,7 @@ def test_on_several_nodes_the_first_listens_and_the_others_join_it(tmp_path: Pat
     first, second = (" ".join(start.filled(spread.command_on(rank))) for rank in (0, 1))
     meeting = "--master-addr fd00::1 --master-port 29500"
     assert f"--port {{port}} --nnodes 2 --node-rank 0 {meeting}" in first
-    assert second.endswith(
-        f"--pipeline-parallel-size 2 --nnodes 2 --node-rank 1 {meeting} --headless"
-    )
+    assert second.endswith(f"--shutdown-timeout 30 --nnodes 2 --node-rank 1 {meeting} --headless")
     assert "--port" not in second.split()
 
 
