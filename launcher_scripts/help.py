@@ -18,6 +18,7 @@ stages (in this order; missing prerequisites run first, finished work is skipped
   export      shards -> Triton repository                   config.pbtxt of every model
   deploy      repository -> running server, until Ctrl-C    deploy/endpoint.json
   evaluate    server -> accuracy, latency, report           results/evaluate/report.html
+  certify     checkpoint and folder -> proof or difference  results/certify/certificate.html
 
 examples
   PROGRAM export=gpt3/sample                            everything, with the bundled model

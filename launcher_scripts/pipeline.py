@@ -130,6 +130,8 @@ def _needed_by(name: str, config: Config) -> str | None:
     """Return the stage whose outputs a stage works on; None where they are from elsewhere."""
     if name in ("convert", "export"):
         return "convert" if name == "export" else None
+    if name == "certify":
+        return "convert" if config.certify.folder is None else None
     if name == "evaluate" and config.evaluate.server is not None:
         return None
     repository = config.deploy.repository

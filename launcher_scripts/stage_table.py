@@ -5,6 +5,7 @@ from typing import Any
 
 from launcher_scripts.configuration.evaluation_config import Context, evaluation_stage
 from launcher_scripts.configuration.export_config import (
+    certify_stage,
     conversion_request,
     planned_model,
     repository_request,
@@ -55,7 +56,7 @@ def _resources(name: str, config: Config, settings: Any, limit_min: int) -> Reso
     return Resources(
         nodes=nodes,
         tasks_per_node=tasks,
-        gpus_per_node=None if name == "evaluate" else settings.gpus_per_node,
+        gpus_per_node=None if name in ("evaluate", "certify") else settings.gpus_per_node,
         cpus_per_task=settings.cpus_per_task or usual_cpus.get(name),
         mem_gb=settings.mem_gb,
         time_limit_min=limit_min,
@@ -77,4 +78,5 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     ),
     "deploy": lambda config, job, _: DeployStage(job, server_config(config)),
     "evaluate": evaluation_stage,
+    "certify": certify_stage,
 }

@@ -99,10 +99,8 @@ class Certificate:
             for name, side in (("source", self.source), ("weights", self.folder))
             if side is not None
         ]
-        return (
-            f"**Certificate** ({self.made_at[:10]}, Slipway {__version__}): {self.verdict}. "
-            + ", ".join(sides)
-        )
+        head = f"**Certificate** ({self.made_at[:10]}, Slipway {__version__}): {self.verdict}"
+        return ". ".join([head, *filter(None, [", ".join(sides)])])
 
     def table(self) -> dict[str, Any]:
         """Return everything as JSON, the verdict first."""

@@ -9,6 +9,8 @@ from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from export_scripts.values import shown
 from launcher_scripts.configuration.schema import Config
+from stages.base import JobSettings
+from stages.certify import CertifyStage
 from stages.planned_model import SIZES_KEY, PlannedModel
 
 
@@ -42,6 +44,20 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         processes=model.processes,
         model_type=config.export.run.model_type,
         for_text=exports and len(_model_folders(config)) > 1,
+    )
+
+
+def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
+    """Return the comparison of a folder, by default the one that the conversion makes."""
+    options, request = config.certify, conversion_request(config, exports=False)
+    own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
+    return CertifyStage(
+        job,
+        options=options,
+        source=own,
+        folder=Path(options.folder) if options.folder else request.folder,
+        follows=options.folder is None,
+        given=request.given,
     )
 
 

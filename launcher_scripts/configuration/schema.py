@@ -26,6 +26,7 @@ from export_scripts.values import (
     keys_of,
     option,
 )
+from inference.certify.options import CertifySection
 from inference.evaluation.options import EvaluateSection
 from launcher_scripts.configuration.settings import DEBUG, is_set
 from stages.deploy_config import DeploySection
@@ -291,7 +292,7 @@ class Config:
         "allow_inf_nan": False,
     }
 
-    stages: list[str] = option("what to run: convert, export, deploy, evaluate")
+    stages: list[str] = option("what to run: convert, export, deploy, evaluate, certify")
     cluster_type: str = option("where to run", choices=CLUSTERS)
     launcher_scripts_path: str = option("folder that ends in /launcher_scripts", path=True)
     data_dir: str = option("folder of data sets", path=True)
@@ -327,6 +328,7 @@ class Config:
     convert: ConvertSection = field(default_factory=ConvertSection)
     deploy: DeploySection = field(default_factory=DeploySection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    certify: CertifySection = field(default_factory=CertifySection)
     watch: WatchSection = field(default_factory=WatchSection)
     upgrade: UpgradeSection = field(default_factory=UpgradeSection)
 

@@ -58,7 +58,7 @@ def test_unknown_stage_is_answered_with_the_likely_one() -> None:
     _, (problem,) = read_stages(["export", "evauate"])
     assert problem == (
         "stages names 'evauate', which is not a stage (did you mean evaluate?); "
-        "known stages: convert, export, deploy, evaluate."
+        "known stages: convert, export, deploy, evaluate, certify."
     )
 
 

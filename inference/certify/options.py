@@ -1,0 +1,48 @@
+"""Options of a certificate, for the command and for the stage of a pipeline."""
+
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, option
+
+_MOST_ROWS = 2048
+
+
+@dataclass
+class CertifySection:
+    """`certify`: the comparison of a folder with its source (conf/certify/<name>.yaml)."""
+
+    name: str = option("name of the job", name=True)
+    time_limit: Any = option("as in export.run")
+    cpus_per_task: int | None = option("CPU cores of the job", None, within=(1, NODE_CPUS))
+    mem_gb: float | None = option("memory of the job, in GB", None, within=(0, NODE_MEMORY_GB))
+    source: str | None = option(
+        "the checkpoint; null: export.model.checkpoint_path", None, path=True
+    )
+    folder: str | None = option(
+        "the folder to certify, whoever made it; null: what convert makes", None, path=True
+    )
+    output_dir: str = option("where the certificate goes", path=True)
+    layers: bool = option("compute both sides and compare every layer", True)
+    data_type: str = option("type in which shards are computed", "fp32", choices=WEIGHT_DATA_TYPES)
+    tolerance: float | None = option(
+        "largest error of a layer, of its largest value; null: fp32 1e-4, fp16 1e-2, bf16 8e-2",
+        None,
+        within=(1e-9, 1e9),
+    )
+    endpoint: str | None = option(
+        "a running server of the folder, such as http://node1:8003/v1; null: none is asked", None
+    )
+    model: str | None = option("its model; null: the only one", None)
+    batch_sizes: list[int] = option("rows of a request to it", [1, 8], within=(1, _MOST_ROWS))
+    log_prob_tolerance: float = option(
+        "largest difference of a token's log probability, in nats", 0.1, within=(1e-9, 1e9)
+    )
+    token_file: str | None = option("token for it, in a file of mode 600", None, path=True)
+    training: str | None = option(
+        "log probabilities of a training step, to be compared with the server's", None, path=True
+    )
+    key: str | None = option("key of OpenSSH to sign with", None, path=True)

@@ -1,0 +1,122 @@
+"""Stage `certify`: compare a folder with its source, and write the certificate."""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from inference.certify.options import CertifySection
+from inference.evaluation.gate import EXIT_NOT_EVALUATED
+from stages.base import Stage, StageError, Summary, as_json
+from stages.convert import find_checkpoint
+from stages.progress import Progress
+
+# Options that do not change the certificate.
+_NOT_IDENTITY = ("name", "time_limit", "cpus_per_task", "mem_gb")
+
+
+@dataclass(eq=False)
+class CertifyStage(Stage):
+    """Writes `certificate.json` and `certificate.html`.
+
+    Attributes:
+        source: the checkpoint, as configured.
+        folder: what is certified.
+        follows: whether `convert` makes the folder, so that it may not be there yet.
+        given: config.ini values that the source does not state.
+    """
+
+    name = "certify"
+    sections = ("certify",)
+    guards_configuration = False
+
+    options: CertifySection
+    source: Path
+    folder: Path
+    follows: bool
+    given: tuple[tuple[str, str], ...] = ()
+
+    def check(self) -> list[str]:
+        """Return what is not there, and options that need another one."""
+        options = self.options
+        problems = []
+        if not (self.follows or self.folder.is_dir()):
+            problems.append(f"certify.folder={self.folder} is not a folder.")
+        if not (self.follows or find_checkpoint(self.source).exists()):
+            problems.append(f"certify.source={self.source} does not exist.")
+        problems += [
+            f"certify.{name}={path} is not a file."
+            for name, path in (("training", options.training), ("key", options.key))
+            if path is not None and not Path(path).is_file()
+        ]
+        if options.training is not None and options.endpoint is None:
+            problems.append(
+                "certify.training is compared with a server: set certify.endpoint to its URL."
+            )
+        return problems
+
+    def outputs(self) -> list[Path]:
+        """Return the certificate and its page."""
+        folder = Path(self.options.output_dir)
+        return [folder / "certificate.json", folder / "certificate.html"]
+
+    def marker_path(self) -> Path:
+        """Return the marker, next to the certificate."""
+        return Path(self.options.output_dir) / "certify.done.json"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the certificate."""
+        values = {**asdict(self.options), "source": self.source, "folder": self.folder}
+        return {
+            f"certify.{name}": as_json(value)
+            for name, value in {**values, "given": dict(self.given)}.items()
+            if name not in _NOT_IDENTITY
+        }
+
+    def inputs(self) -> list[Path]:
+        """Return both sides, and the file of the training step."""
+        training = self.options.training
+        return [find_checkpoint(self.source), self.folder, *([Path(training)] if training else [])]
+
+    def run(self, progress: Progress) -> Summary:
+        """Compare, and write the certificate.
+
+        Raises:
+            StageError: the two cannot be compared, differ, or something was not computed.
+        """
+        from inference.certify.certificate import EXIT_STATUS, write_certificate
+        from inference.certify.certify import CertifyRequest, certify
+        from inference.certify.served import Endpoint
+
+        options = self.options
+        endpoint = options.endpoint and Endpoint(
+            url=options.endpoint,
+            model=options.model,
+            batch_sizes=tuple(options.batch_sizes),
+            tolerance=options.log_prob_tolerance,
+            token_file=options.token_file and Path(options.token_file),
+        )
+        request = CertifyRequest(
+            source=find_checkpoint(self.source).absolute(),
+            folder=self.folder.absolute(),
+            output=Path(options.output_dir),
+            given=self.given,
+            data_type=options.data_type,
+            tolerance=options.tolerance,
+            computes=options.layers,
+            endpoint=endpoint or None,
+            training=Path(options.training) if options.training else None,
+        )
+        try:
+            certificate = certify(request, partial(progress.update, "comparing", unit="bytes"))
+            files = write_certificate(
+                certificate, request.output, Path(options.key) if options.key else None
+            )
+        except ValueError as error:
+            raise StageError(str(error), exit_code=EXIT_NOT_EVALUATED) from error
+        summary: Summary = {"verdict": certificate.verdict, "page": str(files[1])}
+        if code := EXIT_STATUS[certificate.status]:
+            message = f"{certificate.verdict}; see {files[1]}"
+            code = 1 if code == 1 else EXIT_NOT_EVALUATED
+            raise StageError(message, summary=summary, exit_code=code)
+        return summary
