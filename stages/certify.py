@@ -94,7 +94,7 @@ class CertifyStage(Stage):
             model=options.model,
             batch_sizes=tuple(options.batch_sizes),
             tolerance=options.log_prob_tolerance,
-            token_file=options.token_file and Path(options.token_file),
+            token_file=Path(options.token_file) if options.token_file else None,
         )
         request = CertifyRequest(
             source=find_checkpoint(self.source).absolute(),

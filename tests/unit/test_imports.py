@@ -194,13 +194,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.ranks",
         "inference.server",
     ),
+    "inference.evaluation": (
+        "export_scripts.files",
+        "export_scripts.suggest",
+        "export_scripts.values",
+        "inference.front",
+    ),
     "inference.certify": (
         "export_scripts.__init__",
         "export_scripts",
         "export_scripts.checkpoints",
         "export_scripts.conversion",
         "export_scripts.errors",
-        "export_scripts.families",
         "export_scripts.families.gpt",
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
@@ -212,15 +217,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.front.openai",
         "inference.model",
         "inference.ranks",
-    ),
-    "inference.evaluation": (
-        "export_scripts.files",
-        "export_scripts.suggest",
         "export_scripts.values",
-        "inference.front",
+        "inference.evaluation",
     ),
     "inference.evaluation.tasks": (
-        "export_scripts.checkpoints",
         "export_scripts.conversion",
         "export_scripts.families.layout",
         "export_scripts.files",
@@ -236,14 +236,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.evaluation.run": (
         "export_scripts.files",
         "export_scripts.ft",
-        "export_scripts.numeric",
         "export_scripts.suggest",
         "export_scripts.values",
         "inference.backend",
         "inference.evaluation",
         "inference.evaluation.report",
         "inference.evaluation.tasks",
-        "inference.certify",
         "inference.server",
     ),
     "inference.compare": (
@@ -270,6 +268,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.front",
         "inference.pytriton",
         "inference.server",
+        "inference.certify",
     ),
     "launcher_scripts.configuration": (
         "export_scripts.checkpoints",
@@ -280,6 +279,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference",
         "inference.evaluation",
         "stages",
+        "inference.certify",
     ),
     "launcher_scripts.launchers": ("inference", "launcher_scripts.configuration", "stages"),
     "launcher_scripts": (

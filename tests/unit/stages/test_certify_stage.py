@@ -1,0 +1,54 @@
+"""The stage that certifies a folder: what it refuses before it starts, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.certify.options import CertifySection
+from stages.base import JobSettings, StageError
+from stages.certify import CertifyStage
+from tests.tiny_transformers import write_model
+
+
+def stage(source: Path, folder: Path, output: Path, **options: Any) -> CertifyStage:
+    section = CertifySection("certify", "1:00", output_dir=str(output), layers=False)
+    section = replace(section, **options)
+    job = JobSettings(name="certify", folder=output / "job")
+    return CertifyStage(job, options=section, source=source, folder=folder, follows=False)
+
+
+def test_sound_folder_is_finished_and_not_done_again(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    folder = shutil.copytree(source, tmp_path / "folder")
+    own = stage(source, folder, tmp_path / "out")
+    assert own.check() == []
+    (tmp_path / "out" / "job").mkdir(parents=True)
+    assert own()["verdict"] == "equal"
+    assert all(path.exists() for path in own.outputs())
+    assert own.finding().marker is not None
+    again = stage(source, folder, tmp_path / "out", data_type="fp16")
+    assert again.finding().changes
+
+
+def test_difference_ends_the_stage_with_the_verdict(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    folder = shutil.copytree(source, tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    (tmp_path / "out" / "job").mkdir(parents=True)
+    with pytest.raises(StageError, match="differs: layernorm_eps") as caught:
+        stage(source, folder, tmp_path / "out")()
+    assert caught.value.exit_code == 1
+
+
+def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
+    own = stage(tmp_path / "a", tmp_path / "b", tmp_path, training=str(tmp_path / "c"))
+    found = "\n".join(own.check())
+    for key in ("certify.folder", "certify.source", "certify.training", "certify.endpoint"):
+        assert key in found
