@@ -245,10 +245,12 @@ def _remarks(found: record.JobRecord, folder: Path) -> Iterator[str]:
     try:
         if not found.error:
             in_queue = found.cluster == _QUEUED_CLUSTER
-            if in_queue and (reason := slurm_state.waiting_for(found.job_id)):
+            reason = slurm_state.waiting_for(found.job_id) if in_queue else ""
+            if reason and reason != slurm_state.UNREACHABLE:
                 waits = found.dependency and reason == "Dependency"
                 yield f"in the queue: {reason}" + (f" ({found.dependency})" if waits else "")
             else:
+                yield reason
                 phase = read_progress(folder / PROGRESS_NAME).phase
                 yield f"{phase}; job {found.successor} follows" if found.successor else phase
         yield forwarding_hint(folder / record.RECORD_NAME)

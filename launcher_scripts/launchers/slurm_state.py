@@ -64,6 +64,7 @@ _REMEDIES = {
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
 # A line of squeue: a job, or several of an array (`12_[3-7]`), with the batch script.
 QueuedJob: TypeAlias = tuple[str, Path]
+UNREACHABLE = "Slurm does not answer; this state is the last that was recorded"
 FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
 
 
@@ -226,9 +227,14 @@ def settle(record_path: Path) -> record.JobRecord | None:
 
 
 def waiting_for(job_id: str) -> str:
-    """Return Slurm's reason why a job is still queued; empty when it is not."""
+    """Return Slurm's reason why a job is still queued; empty when it is not.
+
+    UNREACHABLE where Slurm does not answer.
+    """
     answer = slurm_state(job_id)
-    if answer is None or answer.has_ended or answer.state == record.RUNNING:
+    if answer is None:
+        return UNREACHABLE
+    if answer.has_ended or answer.state == record.RUNNING:
         return ""
     if answer.state is None:
         return f"{answer.word}, a state that is not known here"

@@ -106,6 +106,10 @@ def test_queued_job_shows_its_reason_to_wait(folder: Path) -> None:
     assert waiting_for("12") == "job requeued in held state"
     program(folder, "squeue", "echo JobState=RUNNING Reason=None")
     assert waiting_for("12") == ""
+    program(folder, "squeue", "echo JobState=SUSPENDED Reason=None")
+    assert waiting_for("12") == "SUSPENDED"
+    program(folder, "squeue", NO_CONTROLLER)
+    assert waiting_for("12") == slurm_state.UNREACHABLE
 
 
 def test_words_of_a_job_are_not_its_state(folder: Path) -> None:
