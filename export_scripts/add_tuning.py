@@ -5,9 +5,8 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.nemo import open_nemo
@@ -22,6 +21,7 @@ from export_scripts.families.mapping.prompts import added_tensors, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource, join
 from export_scripts.families.t5.tuning import ia3_reasons, ia3_sources
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME, write_config
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.validation import open_directory
@@ -53,7 +53,7 @@ def add_tuning(
         ia3=scalers,
         extra=added_tensors(archives, scalers, ()),
     )
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     sources: dict[str, TensorSource] = {}
     if archives:
         if all(spec.name != PROMPT_TABLE for spec in family.layout):
@@ -98,7 +98,7 @@ def add_tuning(
 
 def _ia3_fields(
     family: ModelFamily, config: FTConfig, archives: Sequence[CheckpointReader]
-) -> dict[str, Any]:
+) -> Fields:
     """Return the config fields of IA3 tasks. Raises ValueError if the folder cannot have them."""
     present = getattr(config, "ia3_num_tasks", None)
     if present is None:
@@ -111,7 +111,7 @@ def _ia3_fields(
     return {"ia3_num_tasks": len(archives)}
 
 
-def _with_tasks(config: FTConfig, fields: Mapping[str, Any]) -> FTConfig:
+def _with_tasks(config: FTConfig, fields: Table) -> FTConfig:
     """Return a config with further tasks; virtual ids stay where they begin."""
     present = [task.task_name for task in config.tasks]
     again = [task.task_name for task in fields["tasks"] if task.task_name in present]
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--ft-dir", type=Path, required=True, metavar="DIR", help="the converted folder")
-    several: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "PATH"}
+    several: Fields = {"type": Path, "action": "append", "default": [], "metavar": "PATH"}
     add("--prompt-checkpoint", dest="prompts", **several,
         help="prompt-learning archive of NeMo; repeat for more")  # fmt: skip
     add("--ia3-checkpoint", dest="ia3", **several,

@@ -27,12 +27,13 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.layout import TOKENIZER_FILES, expected_files
 from export_scripts.ft.validation import read_manifest, validate_directory
 
 
-def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
+def describe(path: Path, *, tensors: bool = False) -> Fields:
     """Return a description of a path, and what can be done with it; `tensors` lists them all.
 
     Raises:
@@ -53,11 +54,11 @@ def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
     return facts | {"can be": facts.pop("can be")}  # last
 
 
-def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
+def _describe_folder(path: Path, *, tensors: bool) -> Fields:
     family, config = read_config(path)
     files = expected_files(family, config)
     problems = validate_directory(path, checksums=False)
-    facts: dict[str, Any] = {
+    facts: Fields = {
         "kind": "FasterTransformer folder",
         "path": str(path),
         "family": family.name,
@@ -86,12 +87,12 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
     return facts
 
 
-def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str, Any]:
+def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> Fields:
     pieces = reader.tensors
     types = Counter(piece.dtype for each in pieces.values() for piece in each)
     config = reader.config
     quantised = quantization(reader)
-    facts: dict[str, Any] = {
+    facts: Fields = {
         "kind": f"{reader.format} checkpoint",
         "path": str(reader.path),
         "tensor parallel": config.get("tensor_model_parallel_size") or 1,
@@ -113,7 +114,7 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
     return facts
 
 
-def _describe_config(path: Path, problems: Sequence[str]) -> dict[str, Any]:
+def _describe_config(path: Path, problems: Sequence[str]) -> Fields:
     """Return what config.json alone says of a folder whose weights cannot be read."""
     reader = open_configuration(path)
     facts = _becomes(reader)
@@ -128,11 +129,11 @@ def _describe_config(path: Path, problems: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(config: Table) -> Fields:
     return {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))}
 
 
-def _becomes(reader: CheckpointReader) -> dict[str, Any]:
+def _becomes(reader: CheckpointReader) -> Fields:
     """Return the family a checkpoint becomes, or every reason it cannot be converted."""
     try:
         plain = with_plain_weights(reader)
@@ -140,7 +141,7 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
         mapping, facts = find_mapping(facts)
     except CheckpointMismatchError as error:
         return {"cannot be converted": error.problems, "can be": []}
-    out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name, "can be": []}
+    out: Fields = {"source": mapping.title, "family": mapping.family.name, "can be": []}
     try:
         refuse(mapping.reasons(facts))
         config = mapping.checked_config(facts)
@@ -163,7 +164,7 @@ def _served(family: ModelFamily, config: FTConfig) -> list[str]:
     return lines
 
 
-def _add_target(facts: dict[str, Any], path: Path, reader: CheckpointReader | None = None) -> None:
+def _add_target(facts: Fields, path: Path, reader: CheckpointReader | None = None) -> None:
     """Add the Hugging Face model that a source can be written as, or why there is none."""
     request = ConversionRequest(path, path.parent, 1, "bf16", output_format="huggingface")
     try:
@@ -189,7 +190,7 @@ def _passed_through(reader: CheckpointReader) -> list[str]:
     ]
 
 
-def description_text(facts: Mapping[str, Any]) -> str:
+def description_text(facts: Table) -> str:
     """Return a description as text."""
     lines: list[str] = []
     for name, value in facts.items():
@@ -203,7 +204,7 @@ def description_text(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _pairs(value: Mapping[str, Any]) -> list[str]:
+def _pairs(value: Table) -> list[str]:
     lines = []
     for key, item in value.items():
         if isinstance(item, Mapping):

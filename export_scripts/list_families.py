@@ -4,16 +4,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.tables import markdown_table, text_table
 from export_scripts.triton.repository import ENGINES
 
 
-def support_table() -> list[dict[str, Any]]:
+def support_table() -> list[Fields]:
     """Return one row per source: its family, add-ons, way back, ranks and engines."""
     rows = []
     for mapping in SOURCE_MAPPINGS:
@@ -34,7 +34,7 @@ def support_table() -> list[dict[str, Any]]:
     return rows
 
 
-def leaving_table() -> list[dict[str, Any]]:
+def leaving_table() -> list[Fields]:
     """Return one row per family: the formats it is read from, and the models it is written as."""
     rows = []
     for family in dict.fromkeys(mapping.family for mapping in SOURCE_MAPPINGS):
@@ -69,9 +69,7 @@ _COLUMNS: Columns = (
 )
 
 
-def table_text(
-    rows: Sequence[Mapping[str, Any]], markdown: bool, columns: Columns = _COLUMNS
-) -> str:
+def table_text(rows: Sequence[Table], markdown: bool, columns: Columns = _COLUMNS) -> str:
     """Return a table as aligned text or as Markdown."""
     head = [title for title, _ in columns]
     cells = [[_cell(row[key]) for _, key in columns] for row in rows]

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from export_scripts.commands import command_parser, parse_pair, run_command, say
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
+from export_scripts.files.json_content import Fields
 from export_scripts.ft.config_ini import write_config
 from export_scripts.ft.layout import ft_directory, staging_directory
 from export_scripts.numeric.arrays import DTYPES, Array, store
@@ -54,7 +55,7 @@ def synthetic_config(
     size_per_head, inter = hidden // heads, inter_size or 4 * hidden
     name = f"synthetic-{family.name}"
     decoder_layers = 0 if family.name == "t5_encoder" else layers
-    values: dict[str, Any] = {
+    values: Fields = {
         "model_name": name, "name_or_path": name,
         "hidden_size": hidden, "d_model": hidden,
         "head_num": heads, "num_heads": heads, "kv_head_num": heads,

@@ -172,9 +172,11 @@ def arguments(settings: Mapping[str, Any]) -> argparse.Namespace | None:
 
 
 def _function(name: str) -> Any:
-    from megatron.core.activations import squared_relu
+    if name != "squared_relu":
+        return getattr(torch.nn.functional, name)
+    from megatron.core.activations import squared_relu  # since 0.13
 
-    return squared_relu if name == "squared_relu" else getattr(torch.nn.functional, name)
+    return squared_relu
 
 
 def build(settings: Mapping[str, Any], seed: int) -> Any:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import crc32
-from export_scripts.files.json_content import json_object
-from export_scripts.numeric.dtypes import SOURCE_TYPES
+from export_scripts.files.json_content import Fields, Table, json_object
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -53,7 +53,7 @@ class Piece:
     """A training rank's piece of a tensor: a `StoredTensor`, or what is made of several."""
 
     dtype: str  # key of SOURCE_TYPES
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -69,7 +69,7 @@ class Piece:
         """Return the values: a read-only view of a file, unless they are gathered or computed."""
         raise NotImplementedError
 
-    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
+    def slabs(self, axis: int | None, unit: int = 1) -> Pieces:  # noqa: ARG002
         """Return consecutive parts along an axis that need less gathering than the whole.
 
         Without an axis, the whole; `unit` of the axis's entries belong together.
@@ -84,8 +84,8 @@ class StoredTensor(Piece):
     path: Path  # file that holds the bytes
     offset: int  # byte offset of the first element in that file
     dtype: str  # key of SOURCE_TYPES
-    shape: tuple[int, ...]  # sizes
-    stride: tuple[int, ...] | None = None  # steps in elements when the tensor is not contiguous
+    shape: Shape  # sizes
+    stride: Shape | None = None  # steps in elements when the tensor is not contiguous
     record: Record | None = None  # the checksummed record the tensor is in, if the archive has one
 
     @property
@@ -119,7 +119,7 @@ class ComputedPiece(Piece):
     """Values in fp32 that are computed of stored tensors."""
 
     dtype = "fp32"
-    shape: tuple[int, ...]
+    shape: Shape
     inputs: tuple[StoredTensor, ...]
     compute: Callable[[FileMaps], Array]
 
@@ -131,6 +131,9 @@ class ComputedPiece(Piece):
     def load(self, maps: FileMaps) -> Array:
         """Return the values, computed in memory."""
         return self.compute(maps)
+
+
+Pieces = tuple[Piece, ...]  # of one tensor, in order of training tensor-parallel rank
 
 
 def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
@@ -290,9 +293,9 @@ class CheckpointReader:
 
     format: str  # name of the format, such as huggingface
     path: Path  # the path that was opened
-    config: Mapping[str, Any]  # the model's configuration as the source wrote it
+    config: Table  # the model's configuration as the source wrote it
     # Name -> its pieces in order of training tensor-parallel rank.
-    tensors: Mapping[str, tuple[Piece, ...]]
+    tensors: Mapping[str, Pieces]
     files: tuple[Path, ...]  # every file the checkpoint consists of
     # The tokenizer files that come with it, by their names in the FT folder.
     tokenizer: Mapping[str, Region] = field(default_factory=dict)
@@ -341,7 +344,7 @@ def read_small(source: Region | Path) -> bytes:
     return data
 
 
-def yaml_table(content: bytes, source: object) -> dict[str, Any]:
+def yaml_table(content: bytes, source: object) -> Fields:
     """Return the table in a YAML file of a checkpoint, called `source`; an empty file has one too.
 
     Raises:
@@ -383,7 +386,7 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
     return counts.get(id(node), 0)
 
 
-def json_table(content: bytes | str, source: object, *, is_strict: bool = False) -> dict[str, Any]:
+def json_table(content: bytes | str, source: object, *, is_strict: bool = False) -> Fields:
     """Return the object in a JSON file of a checkpoint, as `json_object`.
 
     Raises:
@@ -395,7 +398,7 @@ def json_table(content: bytes | str, source: object, *, is_strict: bool = False)
         raise CheckpointMismatchError(str(error)) from error
 
 
-def json_file(source: Region | Path) -> dict[str, Any]:
+def json_file(source: Region | Path) -> Fields:
     """Return the object in a JSON file of a checkpoint.
 
     Raises:

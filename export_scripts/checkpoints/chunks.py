@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from export_scripts.checkpoints.base import FileMaps, Piece, StoredTensor
+from export_scripts.checkpoints.base import FileMaps, Piece, Pieces, StoredTensor
 from export_scripts.errors import listed, refuse
-from export_scripts.numeric.dtypes import SOURCE_TYPES
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_CHUNKS = 4096
 
 
-Place = tuple[int, ...]  # index of a chunk's first value on each axis of the whole
+Place = Shape  # index of a chunk's first value on each axis of the whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ChunkedTensor(Piece):
     """One whole tensor in chunks."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: Mapping[Place, StoredTensor]
 
     @property
@@ -44,7 +44,7 @@ class ChunkedTensor(Piece):
         return tuple(self.chunks[begin] for begin in sorted(self.chunks))
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> Pieces:
         """The tensor as one piece: itself, or its only chunk."""
         return self.stored if len(self.chunks) == 1 else (self,)
 
@@ -60,7 +60,7 @@ class ChunkedTensor(Piece):
             np.copyto(bits(whole[box]), bits(values.load(maps)))
         return whole
 
-    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:
+    def slabs(self, axis: int | None, unit: int = 1) -> Pieces:
         """Return the chunks in order if they follow each other along `axis`, else the whole."""
         if axis is None:
             return (self,)

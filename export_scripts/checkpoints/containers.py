@@ -18,6 +18,7 @@ from typing import Any
 from export_scripts.checkpoints.base import Region, read_small, truncated, yaml_table
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.files.disk import full_disk
+from export_scripts.files.json_content import Fields
 from export_scripts.files.tree import files_below
 
 _COPY_BYTES = 1 << 22
@@ -61,7 +62,7 @@ class Container:
         return self.members[name]
 
 
-def read_yaml(container: Container, name: str) -> dict[str, Any]:
+def read_yaml(container: Container, name: str) -> Fields:
     """Return the table in a member.
 
     Raises:

@@ -14,6 +14,8 @@ from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from export_scripts.files.json_content import Table
+from export_scripts.numeric.dtypes import Shape
 
 INDEX_NAME = ".metadata"
 
@@ -46,8 +48,8 @@ class _Shape:
     """
 
     dtype: str
-    whole: tuple[int, ...]
-    chunks: Mapping[Place, tuple[int, ...]]
+    whole: Shape
+    chunks: Mapping[Place, Shape]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _region(container: Container, entry: _Entry, name: str) -> Region:
     return Region(region.path, region.offset + offset, size, shown)
 
 
-def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:
+def _state(value: Any, *qualified_names: str) -> Table:
     """Return the attributes of an object of the index, of one of the given classes."""
     if (
         not isinstance(value, Inert)
@@ -179,13 +181,13 @@ def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:
     return value.state
 
 
-def _table(state: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
+def _table(state: Table, key: str) -> Mapping[Any, Any]:
     if not isinstance(state.get(key), Mapping):
         raise _OddIndexError(f"{key} is not a table")
     return state[key]  # type: ignore[no-any-return]
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
+def _numbers(value: Any) -> Shape:
     if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
         raise _OddIndexError(f"{value!r:.80} in place of sizes")
     return value
@@ -202,7 +204,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
         if not isinstance(name, str):
             raise _OddIndexError(f"{name!r:.80} in place of a name")
         whole = _numbers(state["size"])
-        chunks: dict[Place, tuple[int, ...]] = {}
+        chunks: dict[Place, Shape] = {}
         for chunk in state["chunks"]:
             box = _state(chunk, f"{_MODULE}.ChunkStorageMetadata")
             begin, size = _numbers(box["offsets"]), _numbers(box["sizes"])

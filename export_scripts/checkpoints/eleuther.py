@@ -13,6 +13,7 @@ from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read
 from export_scripts.checkpoints.partitioned import Place, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
+from export_scripts.files.json_content import Fields
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MOST_RANKS = 10_000
@@ -125,14 +126,14 @@ def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
         )
 
 
-def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:
+def _model_config(folder: Path) -> tuple[list[Path], Fields]:
     """Return the settings of every configs/*.yml, with dashes in their names.
 
     GPT-NeoX reads keys spelled with dashes and underscores alike.
     """
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
-        merged: dict[str, Any] = {}
+        merged: Fields = {}
         for file in files:
             config = yaml_table(read_small(file), file)
             merged |= {str(key).replace("_", "-"): value for key, value in config.items()}

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
@@ -21,6 +20,7 @@ from export_scripts.checkpoints.sharded_huggingface import (
 )
 from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from export_scripts.files.json_content import Fields, Table
 
 CONFIG_NAME = "config.json"
 
@@ -185,9 +185,7 @@ def _indexed_files(index: Path) -> tuple[dict[str, str], dict[str, Any], list[st
     return there, facts if isinstance(facts, dict) else {}, problems if missing else []
 
 
-def _with_aliases(
-    tensors: dict[str, StoredTensor], facts: Mapping[str, Any]
-) -> dict[str, StoredTensor]:
+def _with_aliases(tensors: dict[str, StoredTensor], facts: Table) -> dict[str, StoredTensor]:
     """Return tensors with those that are stored under another one's name alone.
 
     `facts` maps the names that were left out to those that were kept, among other things.

@@ -8,7 +8,7 @@ import ast
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
@@ -20,6 +20,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.partitioned import join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
+from export_scripts.files.json_content import Fields
 
 # Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
 # come sorted as text: 0, 1, 10, 11, ..., 2, 20.
@@ -106,7 +107,7 @@ def _names(count: int, shard: Path) -> list[str]:
     return [*_FIRST, *per_layer, *_LAST]
 
 
-def _model_config(step: Path) -> tuple[list[Path], dict[str, Any]]:
+def _model_config(step: Path) -> tuple[list[Path], Fields]:
     """Return mesh-transformer-jax's JSON configuration next to the weights, if present."""
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
@@ -147,7 +148,7 @@ def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor
     return tensor
 
 
-def _npy_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
+def _npy_header(file: BinaryIO, where: str) -> tuple[Fields, int]:
     """Return the fields of a .npy header and the offset of the data after it.
 
     Layout: numpy, numpy/lib/format.py.

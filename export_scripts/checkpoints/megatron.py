@@ -22,6 +22,7 @@ from export_scripts.checkpoints.partitioned import (
 )
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.files.json_content import Fields, Table
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 LATEST_NAME = "latest_checkpointed_iteration.txt"
@@ -132,7 +133,7 @@ def _weights(folder: Path) -> Path | None:
     return next((folder / name for name in FILE_NAMES if (folder / name).is_file()), None)
 
 
-def _config(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tree: Table) -> Fields:
     args = tree.get("args")
     config = dict(args) if isinstance(args, Mapping) else {}
     config["checkpoint_version"] = tree.get("checkpoint_version", 0)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Piece
+from export_scripts.checkpoints.base import CheckpointReader, Piece, Pieces
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
@@ -47,7 +47,7 @@ _KNOWN_SPEC = re.compile(
 # hybrid_builders.py does not pass them on.
 _WITHOUT_EFFECT = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 
-Tensors = Mapping[str, tuple[Piece, ...]]
+Tensors = Mapping[str, Pieces]
 
 
 def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
@@ -240,7 +240,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
             f"{reader.path}: {stated} with rotary positions: expected checkpoint_version 2 or 3, "
             "in which the rows of queries, keys and values lie by heads"
         )
-    named: dict[str, tuple[Piece, ...]] = {}
+    named: dict[str, Pieces] = {}
     for name, pieces in tensors.items():
         if _SECOND_HALF in name:
             continue
@@ -253,7 +253,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
     return dataclasses.replace(reader, tensors=named)
 
 
-def _joined(first: Sequence[Piece], second: Sequence[Piece]) -> tuple[Piece, ...]:
+def _joined(first: Sequence[Piece], second: Sequence[Piece]) -> Pieces:
     """Return each training rank's halves of a gated projection as one tensor."""
     wholes = [
         [

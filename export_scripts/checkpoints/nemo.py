@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Region
 from export_scripts.checkpoints.containers import Container, is_gzip, open_container, read_yaml
@@ -32,6 +31,7 @@ from export_scripts.checkpoints.partitioned import (
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
 from export_scripts.errors import CheckpointMismatchError, refuse
+from export_scripts.files.json_content import Fields, Table
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
@@ -42,7 +42,7 @@ _STEP = re.compile(r"step=(\d+)")
 # PyTorch Lightning numbers a checkpoint whose name is taken: last.ckpt, then last-v1.ckpt.
 _LAST = re.compile(r"last(?:-v\d+)?\.ckpt$")
 
-_Tree = Mapping[str, Any]
+_Tree = Table
 _Trees = Callable[[Region], _Tree]
 
 
@@ -64,7 +64,7 @@ def open_nemo(
     path: Path,
     *,
     scratch_dir: Path | None = None,
-    depths: Mapping[str, Any] | None = None,
+    depths: Table | None = None,
     name: str | None = None,
 ) -> CheckpointReader:
     """Return the index of a NeMo checkpoint.
@@ -156,7 +156,7 @@ def _chosen_folder(path: Path, remarks: list[str]) -> Path:
     return newest
 
 
-def _read_config(container: Container) -> dict[str, Any] | None:
+def _read_config(container: Container) -> Fields | None:
     names = [n for n in container.members if PurePosixPath(n).name == CONFIG_NAME]
     if CONFIG_NAME in names and container.path.is_file():
         names = [CONFIG_NAME]
@@ -169,7 +169,7 @@ def _read_config(container: Container) -> dict[str, Any] | None:
     return read_yaml(container, names[0])
 
 
-def _config_of_checkpoint(tree: _Tree, path: Path) -> dict[str, Any]:
+def _config_of_checkpoint(tree: _Tree, path: Path) -> Fields:
     parameters = tree.get("hyper_parameters")
     config = parameters.get("cfg") if isinstance(parameters, Mapping) else None
     if not isinstance(config, dict):
@@ -181,7 +181,7 @@ def _config_of_checkpoint(tree: _Tree, path: Path) -> dict[str, Any]:
 
 def _find_weights(
     container: Container,
-    config: Mapping[str, Any] | None,
+    config: Table | None,
     trees: _Trees,
     remarks: list[str],
     asked: str | None,
@@ -262,7 +262,7 @@ def _step_told(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _layer_offset(config: Mapping[str, Any], path: Path) -> LayerOffset:
+def _layer_offset(config: Table, path: Path) -> LayerOffset:
     """Return the rule for a stage's first layer; encoder and decoder count apart."""
     split = config.get("pipeline_model_parallel_split_rank") or 0
     pp_size = count_of(config, "pipeline_model_parallel_size", default=1, where=path)

@@ -19,6 +19,7 @@ from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import huggingface_files
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.files.json_content import Table
 
 # NeMo 2's.
 WEIGHTS = "weights/"
@@ -66,7 +67,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     return dataclasses.replace(found, config=settings)
 
 
-def _class_name(value: Mapping[str, Any]) -> str:
+def _class_name(value: Table) -> str:
     return str(value.get("_target_") or "none").rpartition(".")[2]
 
 

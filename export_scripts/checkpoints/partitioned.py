@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor, same_values
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
+from export_scripts.files.json_content import Fields, Table
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
@@ -62,7 +63,7 @@ def number_in(path: Path) -> int:
     return int(digits[0]) if digits else -1
 
 
-def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object) -> int:
+def count_of(config: Table, key: str, *, default: int, where: object) -> int:
     """Return a positive whole number of a training configuration; null counts as absent.
 
     Raises:
@@ -78,7 +79,7 @@ def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object
 
 
 def ranks_by_place(
-    found: Iterable[RankName], config: Mapping[str, Any], *, where: Path
+    found: Iterable[RankName], config: Table, *, where: Path
 ) -> dict[Place, RankName]:
     """Return every rank of a training configuration, which states the parallel sizes.
 
@@ -128,7 +129,7 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
 
 
 def rank_states(
-    models: Mapping[Place, Mapping[Any, Any]], config: dict[str, Any], *, where: Path
+    models: Mapping[Place, Mapping[Any, Any]], config: Fields, *, where: Path
 ) -> dict[Place, State]:
     """Return the tensors of each tensor rank and stage of ranks' models, or of their parts.
 

@@ -21,10 +21,13 @@ from export_scripts.checkpoints.base import (
     ComputedPiece,
     FileMaps,
     Piece,
+    Pieces,
     StoredTensor,
     json_file,
 )
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from export_scripts.files.json_content import Table
+from export_scripts.numeric.dtypes import Shape
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -71,7 +74,6 @@ _KNOWN_OF_WEIGHTS = frozenset({
     "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
 })  # fmt: skip
 
-Shape = tuple[int, ...]
 Pair = tuple[int, int]
 # The tensors of a matrix by the ends of their names.
 Parts = Mapping[str, StoredTensor]
@@ -91,7 +93,7 @@ class _Form:
     fit: Callable[[Parts], tuple[Shape, Widen]]
 
 
-def quantization(reader: CheckpointReader) -> Mapping[str, Any] | None:
+def quantization(reader: CheckpointReader) -> Table | None:
     """Return what a Hugging Face folder states about its quantised weights, None for plain ones."""
     stated = reader.config.get(QUANTIZATION)
     if stated is not None:
@@ -142,7 +144,7 @@ def with_plain_weights(
     )
 
 
-def _unknown_settings(method: str, settings: Mapping[str, Any]) -> dict[str, str]:
+def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
     """Return the settings that are set and not known, by name."""
     groups = (settings.get("config_groups") or {}).values() if method != "modelopt" else ()
     tables = [(settings, _KNOWN[method])]
@@ -156,9 +158,9 @@ def _unknown_settings(method: str, settings: Mapping[str, Any]) -> dict[str, str
     }
 
 
-def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piece, ...]]:
+def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, Pieces]:
     plain = reader.tensors
-    tensors: dict[str, tuple[Piece, ...]] = {}
+    tensors: dict[str, Pieces] = {}
     taken: set[str] = set()
     problems: list[str] = []
     for key in plain:
@@ -264,7 +266,7 @@ def _pair(sizes: Any) -> Pair | None:
     return rows, columns
 
 
-def _fine_grained(settings: Mapping[str, Any]) -> _Form:
+def _fine_grained(settings: Table) -> _Form:
     """quant_method fp8: of DeepSeek and Qwen by block, of AutoFP8 by tensor.
 
     transformers, integrations/finegrained_fp8.py; vllm, quantization/fp8.py.
@@ -275,7 +277,7 @@ def _fine_grained(settings: Mapping[str, Any]) -> _Form:
     return _scaled(".weight_scale_inv" if block else ".weight_scale", "fp8", block)
 
 
-def _modelopt(settings: Mapping[str, Any]) -> _Form:
+def _modelopt(settings: Table) -> _Form:
     """ModelOpt's FP8: a scale for each tensor, row or block.
 
     modelopt, torch/export/quant_utils.py.
@@ -286,7 +288,7 @@ def _modelopt(settings: Mapping[str, Any]) -> _Form:
     return _scaled(".weight_scale", "fp8", (128, 128) if algorithm == "FP8_PB_WO" else None)
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> _Form:
+def _compressed_tensors(settings: Table) -> _Form:
     """compressed-tensors: FP8, int8 and packed integers.
 
     compressed_tensors, quantization/lifecycle/forward.py and compressors/.
@@ -310,7 +312,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> _Form:
     raise ValueError(f"format = {found} of {bits} bits ({kind})")
 
 
-def _awq(settings: Mapping[str, Any]) -> _Form:
+def _awq(settings: Table) -> _Form:
     """AutoAWQ's gemm layout: words of (in, out / 8), zero points and scales of (groups, out)."""
     bits = settings.get("bits", settings.get("w_bit"))
     version = str(settings.get("version", "gemm")).lower()
@@ -326,7 +328,7 @@ def _awq(settings: Mapping[str, Any]) -> _Form:
     return _Form(".qweight", {".qzeros": True, ".scales": True}, fit)
 
 
-def _gptq(settings: Mapping[str, Any]) -> _Form:
+def _gptq(settings: Table) -> _Form:
     """GPTQ's layout: words of (in / n, out), zero points less one, a group for each input.
 
     AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda.py; GPTQModel's gptq_v2 stores them whole.
@@ -358,7 +360,7 @@ def _check_groups(parts: Parts, width: int, words: int, out: int) -> None:
         raise ValueError(f".scales has {groups} groups, which do not divide {width} inputs")
 
 
-_FORMS: Mapping[str, Callable[[Mapping[str, Any]], _Form]] = {
+_FORMS: Mapping[str, Callable[[Table], _Form]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,

@@ -19,6 +19,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
     Piece,
+    Pieces,
     StoredTensor,
     json_table,
 )
@@ -34,6 +35,7 @@ from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import without_wrappers
 from export_scripts.checkpoints.safetensors_file import are_sizes, read_safetensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from export_scripts.numeric.dtypes import Shape
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -178,9 +180,7 @@ _TITAN_MODELS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _renamed(
-    tensors: Mapping[str, tuple[Piece, ...]], configuration: CheckpointReader
-) -> dict[str, tuple[Piece, ...]]:
+def _renamed(tensors: Mapping[str, Pieces], configuration: CheckpointReader) -> dict[str, Pieces]:
     """Return torchtitan's tensors under transformers' names, in its order of dimensions."""
     kind = str(configuration.config.get("model_type"))
     if kind not in _TITAN_MODELS:
@@ -188,7 +188,7 @@ def _renamed(
             f"{configuration.path}: torchtitan's names with model_type = {kind!r:.100}: known are "
             f"{', '.join(_TITAN_MODELS)}"
         )
-    renamed: dict[str, tuple[Piece, ...]] = {}
+    renamed: dict[str, Pieces] = {}
     for name, (piece,) in tensors.items():
         if name == _TITAN_BUFFER:
             continue
@@ -208,7 +208,7 @@ class HalvedHeads(Piece):
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     source: Piece
     heads: int
 

@@ -14,6 +14,7 @@ from typing import Any
 from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.checkpoints.containers import Container
 from export_scripts.errors import CheckpointMismatchError, refuse
+from export_scripts.files.json_content import Table
 from export_scripts.wire_format import WireFormatError, wire_fields
 
 # sentencepiece_model.proto: ModelProto.trainer_spec = 2; TrainerSpec.bos_id, eos_id, pad_id.
@@ -220,7 +221,7 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, 
     return files
 
 
-def nemo_files(container: Container, config: Mapping[str, Any]) -> dict[str, Region]:
+def nemo_files(container: Container, config: Table) -> dict[str, Region]:
     """Return the tokenizer files that a NeMo 1.x configuration names: in the archive or outside.
 
     Raises:

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 from export_scripts.checkpoints.base import NO_CRC, Record, StoredTensor
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.numeric.dtypes import SOURCE_TYPES
+from export_scripts.files.json_content import Fields
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 
 # Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (
@@ -242,7 +243,7 @@ def _stored(
     return tensor
 
 
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def _is_contiguous(shape: Shape, stride: Shape) -> bool:
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1 and step != expected:
@@ -252,7 +253,7 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 # Stand-ins for the globals that a tensor needs.
-_KNOWN: dict[str, Any] = {
+_KNOWN: Fields = {
     "collections.OrderedDict": _Ordered,
     "typing.OrderedDict": _Ordered,
     "torch.Size": tuple,

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from export_scripts import __version__
 from export_scripts.checkpoints import LATEST, chosen_entry
@@ -24,6 +23,7 @@ from export_scripts.conversion.request import ConversionRequest, request_problem
 from export_scripts.conversion.tokenizer import with_tokenizer
 from export_scripts.errors import CheckpointMismatchError, listed, refuse, without_middle
 from export_scripts.files.disk import check_space
+from export_scripts.files.json_content import Fields
 from export_scripts.files.lock import folder_lock
 from export_scripts.files.tree import files_below
 from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
@@ -134,7 +134,7 @@ def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> Con
     plan = plan_conversion(request, scratch_dir=scratch_dir)
     if not request.is_huggingface:
         return plan
-    return with_tokenizer(plan_huggingface(plan), is_check=scratch_dir is None)
+    return with_tokenizer(plan_huggingface(plan))
 
 
 def _identity(request: ConversionRequest) -> str:
@@ -205,7 +205,7 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
     return counter.done - done
 
 
-def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str, Any]:
+def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
     reader, request = plan.facts.reader, plan.request
     files = {
         name: {key: record[key] for key in ("size_bytes", "crc32", "tensor") if key in record}

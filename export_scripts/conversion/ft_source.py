@@ -5,7 +5,6 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Record, StoredTensor
 from export_scripts.checkpoints.tokenizers import folder_members
@@ -13,6 +12,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.files.json_content import Fields
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
 from export_scripts.ft.validation import open_directory, read_manifest
@@ -83,7 +83,7 @@ def _mapping(family: ModelFamily, stored: FTConfig) -> SourceMapping:
     has_int8 = bool(getattr(stored, "int8", False))
 
     def config(facts: Facts) -> FTConfig:
-        asked: dict[str, Any] = {
+        asked: Fields = {
             "tensor_para_size": facts.tp_size,
             "weight_data_type": facts.weight_data_type,
             **({"int8": None} if has_int8 else {}),

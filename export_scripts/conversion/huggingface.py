@@ -10,7 +10,7 @@ import fnmatch
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from export_scripts.checkpoints.base import (
@@ -33,6 +33,7 @@ from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, item_size
 
 WEIGHTS_NAME = "model.safetensors"
@@ -87,7 +88,7 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
 
 def _chosen(
     source: ConversionPlan,
-) -> tuple[SourceMapping, dict[str, Any], tuple[WrittenTensor, ...]]:
+) -> tuple[SourceMapping, Fields, tuple[WrittenTensor, ...]]:
     """Return the first configuration that holds, after its mapping and before its tensors."""
     tried: list[tuple[str, list[str]]] = []
     is_tied = has_tied_head(source)
@@ -108,9 +109,7 @@ def _chosen(
     )
 
 
-def _configurations(
-    source: ConversionPlan, is_tied: bool
-) -> list[tuple[SourceMapping, dict[str, Any]]]:
+def _configurations(source: ConversionPlan, is_tied: bool) -> list[tuple[SourceMapping, Fields]]:
     """Return every configuration to try, with its mapping, the source's own first."""
     reader, own = source.facts.reader, source.facts.config
     kept = {key: value for key, value in own.items() if key not in _NOT_KEPT}
@@ -154,7 +153,7 @@ def has_tied_head(source: ConversionPlan) -> bool:
 
 
 def _tried(
-    source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any], is_tied: bool
+    source: ConversionPlan, mapping: SourceMapping, config: Fields, is_tied: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str]]:
     """Return the tensors of a configuration, and where it reads back as another model."""
     folder, kind = source.request.folder, source.config.weight_data_type
@@ -272,7 +271,7 @@ def _shards(
 
 def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFile:
     """Return a file: 8 bytes with the length of a JSON table, the table, the tensors."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    table: Fields = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         begin, end = end, end + math.prod(tensor.shape) * item_size(kind)
@@ -287,12 +286,12 @@ def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFil
     return WrittenFile(name, tuple(tensors), kind, len(header) + end, header)
 
 
-def _json(table: Mapping[str, Any]) -> bytes:
+def _json(table: Table) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _other_files(
-    source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any]
+    source: ConversionPlan, mapping: SourceMapping, config: Fields
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the files next to the weights, and remarks about them."""
     remarks = []

@@ -29,10 +29,12 @@ from export_scripts.checkpoints.base import (
     ComputedPiece,
     FileMaps,
     Piece,
+    Pieces,
     json_file,
 )
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from export_scripts.files.json_content import Table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -89,15 +91,15 @@ _CORE_ALPHA = 32  # of NeMo 2, which saves only what a user set
 class _Update:
     """A low-rank update of a matrix (out, in): scale * up @ down."""
 
-    down: tuple[Piece, ...]  # the first factor (r, in), in pieces along `down_axis`
-    up: tuple[Piece, ...]  # the second factor (out, r), in pieces along its rows
+    down: Pieces  # the first factor (r, in), in pieces along `down_axis`
+    up: Pieces  # the second factor (out, r), in pieces along its rows
     scale: float  # factor of the product
     down_axis: int = 0  # axis along which training ranks cut the first factor
     is_transposed: bool = False  # whether the matrix is stored as (in, out)
 
 
 # The names that a tensor may have in its model, and its update, or what takes its place.
-_Change = tuple[tuple[str, ...], _Update | tuple[Piece, ...]]
+_Change = tuple[tuple[str, ...], _Update | Pieces]
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,7 @@ def with_adapters(
     )
 
 
-def _apply(
-    adapter: _Adapter, tensors: dict[str, tuple[Piece, ...]], reader: CheckpointReader
-) -> list[str]:
+def _apply(adapter: _Adapter, tensors: dict[str, Pieces], reader: CheckpointReader) -> list[str]:
     """Change a model's tensors as an adapter does; return the problems."""
     problems: list[str] = []
     unknown: list[str] = []
@@ -260,9 +260,7 @@ def _tied_problems(
     ]
 
 
-def _with_update(
-    key: str, tensors: Mapping[str, tuple[Piece, ...]], update: _Update
-) -> tuple[Piece, ...] | None:
+def _with_update(key: str, tensors: Mapping[str, Pieces], update: _Update) -> Pieces | None:
     """Return a matrix's pieces with an update added, or None if it does not fit."""
     pieces = tensors[key]
     every = (*pieces, *update.down, *update.up)
@@ -297,7 +295,7 @@ def _size(pieces: Sequence[Piece], axis: int, *, cut: bool) -> int | None:
     return sizes[0] if len(set(sizes)) == 1 else None
 
 
-def _is_gated(key: str, tensors: Mapping[str, tuple[Piece, ...]]) -> bool:
+def _is_gated(key: str, tensors: Mapping[str, Pieces]) -> bool:
     """Return whether a matrix holds both halves of a gated layer."""
     if not key.endswith(_GATED):
         return False
@@ -347,7 +345,7 @@ def _open_adapter(path: Path, base: CheckpointReader, scratch_dir: Path | None) 
     return _Adapter(path, tuple(changes), reader.files, reader)
 
 
-def _lone(path: Path, factors: Mapping[str, Mapping[str, Any]], *sides: str) -> list[str]:
+def _lone(path: Path, factors: Mapping[str, Table], *sides: str) -> list[str]:
     alone = [name for name, found in factors.items() if set(found) != set(sides)]
     return [f"{path} has only one factor of {first_names(alone)}"] if alone else []
 
@@ -360,7 +358,7 @@ def _number(value: Any, what: str, problems: list[str]) -> float:
     return 1.0
 
 
-def _table(value: Any) -> Mapping[str, Any]:
+def _table(value: Any) -> Table:
     return value if isinstance(value, Mapping) else {}
 
 
@@ -394,7 +392,7 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
         raise CheckpointMismatchError(listed(problems))
     factors: dict[str, dict[str, Piece]] = {}
     embeddings: set[str] = set()
-    replaced: dict[str, tuple[Piece, ...]] = {}
+    replaced: dict[str, Pieces] = {}
     roles: dict[tuple[str, str], str] = {}
     stored = index_tensors(weights)
     for name, tensor in stored.items():
@@ -427,7 +425,7 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
     return _Adapter(path, tuple(changes), (path / _PEFT_CONFIG, weights))
 
 
-def peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
+def peft_problems(config: Table, where: Path) -> list[str]:
     """Return every setting of PEFT's configuration by which an adapter cannot be merged."""
     problems = []
     if (kind := config.get("peft_type")) != "LORA":
@@ -470,9 +468,7 @@ def _is_pattern(pattern: str) -> bool:
         return False
 
 
-def _peft_scale(
-    config: Mapping[str, Any], module: str, up: Piece, where: Path, problems: list[str]
-) -> float:
+def _peft_scale(config: Table, module: str, up: Piece, where: Path, problems: list[str]) -> float:
     """Return the factor of a module's update; a rank or alpha of its own goes first."""
     rank = up.shape[-1] if up.shape else 0
     stated = _of_module(config, "rank_pattern", module, config.get("r"))
@@ -484,7 +480,7 @@ def _peft_scale(
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-def _of_module(config: Mapping[str, Any], table: str, module: str, usual: Any) -> Any:
+def _of_module(config: Table, table: str, module: str, usual: Any) -> Any:
     """Return the value of the first pattern that fits a module's name, or of its end."""
     for pattern, value in (config.get(table) or {}).items():
         if re.match(_MODULE.format(pattern), module):

@@ -10,13 +10,14 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.mapping.sources import View, same
+from export_scripts.files.json_content import Fields
 
 ADAPTERS = "adapters"
 IA3 = ".ia3.weight"
 _TASK_TYPES = {"t5": "SEQ_2_SEQ_LM", "t5_encoder": "FEATURE_EXTRACTION"}
 
 # Its folder in that of the model, its adapter_config.json, and its tensors.
-PeftAdapter = tuple[str, dict[str, Any], tuple[WrittenTensor, ...]]
+PeftAdapter = tuple[str, Fields, tuple[WrittenTensor, ...]]
 
 
 def prompt_reasons(source: ConversionPlan) -> list[str]:

@@ -32,6 +32,7 @@ from export_scripts.families.layout.config import FTConfig, ini_fields, parse_va
 from export_scripts.families.mapping.prompts import added_tensors
 from export_scripts.families.mapping.settings import generation_file, source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
 
@@ -213,7 +214,7 @@ def _open(
     )
 
 
-def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
+def _read_ranges(path: Path | None) -> Table | None:
     if path is None:
         return None
     if path.suffix == ".json":
@@ -312,14 +313,12 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
     return problems
 
 
-def _stated_values(
-    config: type[FTConfig], request: ConversionRequest
-) -> tuple[dict[str, Any], list[str]]:
+def _stated_values(config: type[FTConfig], request: ConversionRequest) -> tuple[Fields, list[str]]:
     """Return the config.ini values the user states, and their problems."""
     names = request.names
     hints = get_type_hints(config)
     fields = {field.name for field in ini_fields(config)}
-    values: dict[str, Any] = {}
+    values: Fields = {}
     problems = []
     for key, text in request.given:
         if key in _ASKED_FOR:

@@ -21,6 +21,7 @@ from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
 from export_scripts.numeric.arrays import DTYPES, Array, bits, store, to_float32
+from export_scripts.numeric.dtypes import Shape
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -90,7 +91,7 @@ class Workspace(threading.local):
         larger[:filled] = buffer[:filled]
         return larger
 
-    def tile(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def tile(self, shape: Shape, dtype: np.dtype[Any]) -> Array:
         """Return scratch of a shape (..., columns)."""
         pitch = _TILE_COLUMNS * dtype.itemsize + _TILE_GAP_BYTES
         rows = self._tile[: math.prod(shape[:-1]) * pitch].view(dtype).reshape(*shape[:-1], -1)

@@ -13,6 +13,7 @@ from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Parts, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
+from export_scripts.numeric.dtypes import Shape
 
 _REMEDY = (
     "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
@@ -60,7 +61,7 @@ class WrittenTensor:
     pieces: tuple[tuple[TensorPlan, View | None], ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Sizes of the whole."""
         shapes = [view.shape if view else item.tensor.shape for item, view in self.pieces]
         first = shapes[0]
@@ -170,7 +171,7 @@ def _shape_problems(plan: TensorPlan, facts: Facts, config: FTConfig, tp_size: i
     return []
 
 
-def _without(shape: tuple[int, ...], axis: int | None) -> tuple[int | None, ...]:
+def _without(shape: Shape, axis: int | None) -> tuple[int | None, ...]:
     return tuple(None if i == axis else size for i, size in enumerate(shape))
 
 
@@ -202,7 +203,7 @@ def whole_window(shape: Sequence[int]) -> Window:
     return [(0, size) for size in shape]
 
 
-def _group_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:
+def _group_axes(fine: Shape, coarse: Shape) -> list[range] | None:
     """Return the consecutive fine axes that make up each coarse one, or None if none do."""
     groups: list[range] = []
     axis = 0

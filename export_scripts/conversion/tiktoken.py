@@ -6,12 +6,13 @@ nemo/collections/common/tokenizers/tiktoken_tokenizer.py.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import Region, read_small
 from export_scripts.checkpoints.tokenizers import MadeFile, is_list
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.fast_tokenizers import (
     BYTES,
     TIKTOKEN_PATTERNS,
@@ -31,7 +32,7 @@ _SPECIAL = ("<unk>", "<s>", "</s>")
 _MORE_SPECIAL = (*_SPECIAL, "<mask>", "<pad>", "<cls>", "<sep>")  # of megatron-core
 
 
-def with_tiktoken(files: Mapping[str, Region], config: Mapping[str, Any]) -> dict[str, Region]:
+def with_tiktoken(files: Mapping[str, Region], config: Table) -> dict[str, Region]:
     """Return a source's tokenizer files, with a tokenizer.json in place of a list of tokens.
 
     Raises:
@@ -44,11 +45,6 @@ def with_tiktoken(files: Mapping[str, Region], config: Mapping[str, Any]) -> dic
     try:
         backend, names = _made(read_small(files[name]), config)
         whole = backend.to_str().encode()
-    except ImportError as error:
-        raise CheckpointMismatchError(
-            f"{files[name]} is a vocabulary of tiktoken, of which the package tokenizers makes a "
-            f"tokenizer.json, and {error.name} is missing: pip install {error.name}"
-        ) from error
     except ValueError as error:
         raise CheckpointMismatchError(
             f"{files[name]} as a vocabulary of tiktoken: {error}"
@@ -58,7 +54,7 @@ def with_tiktoken(files: Mapping[str, Region], config: Mapping[str, Any]) -> dic
     return {**rest, **{n: MadeFile(path, name=n, content=data) for n, data in made.items()}}
 
 
-def _made(data: bytes, config: Mapping[str, Any]) -> "tuple[Tokenizer, dict[str, Any]]":
+def _made(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
     tokenizer = config.get("tokenizer")
     is_nemo = isinstance(tokenizer, Mapping) and "library" in tokenizer
     stated = tokenizer if isinstance(tokenizer, Mapping) else config

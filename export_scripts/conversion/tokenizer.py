@@ -7,7 +7,7 @@ tokenizer.json, whose ids and decoded texts are compared with those of the sourc
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import json_table
 from export_scripts.conversion.ft_source import FTFolder
@@ -15,6 +15,7 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft import fast_tokenizers
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
 
@@ -49,11 +50,8 @@ class _Made:
     is_lossy: bool = False  # whether the library itself loses something of a text
 
 
-def with_tokenizer(plan: ConversionPlan, *, is_check: bool) -> ConversionPlan:
+def with_tokenizer(plan: ConversionPlan) -> ConversionPlan:
     """Return the plan of a Hugging Face folder with its tokenizer's files.
-
-    With `is_check`, a machine without the libraries that make and compare one leaves that to the
-    machine that writes the folder.
 
     Raises:
         CheckpointMismatchError: The tokenizer cannot be written, and leaving it out is not allowed.
@@ -63,24 +61,18 @@ def with_tokenizer(plan: ConversionPlan, *, is_check: bool) -> ConversionPlan:
     left = tuple(_left_behind(plan))
     try:
         files, remarks = _files(plan)
-    except ImportError as error:
-        if is_check:
-            return plan
-        problems = [
-            f"its tokenizer is made and compared with the packages tokenizers and sentencepiece, "
-            f"and {error.name} is missing: pip install {error.name}"
-        ]
     except ValueError as error:
         problems = str(error).split("\n")
-    else:
-        return dataclasses.replace(
-            plan, extra_files=rest | files, remarks=(*plan.remarks, *left, *remarks)
-        )
-    if plan.request.allows(TOKENIZER):
+        if not plan.request.allows(TOKENIZER):
+            allow = f"; or leave the tokenizer out ({plan.request.names['allow']} {TOKENIZER})"
+            raise CheckpointMismatchError(
+                f"{source}: {each}{allow}" for each in problems
+            ) from error
+        files = {}
         remarks = tuple(f"the tokenizer is left out: {each}" for each in problems)
-        return dataclasses.replace(plan, extra_files=rest, remarks=(*plan.remarks, *left, *remarks))
-    allow = f"; or leave the tokenizer out ({plan.request.names['allow']} {TOKENIZER})"
-    raise CheckpointMismatchError(f"{source}: {each}{allow}" for each in problems)
+    return dataclasses.replace(
+        plan, extra_files=rest | files, remarks=(*plan.remarks, *left, *remarks)
+    )
 
 
 def _is_carried(plan: ConversionPlan, name: str) -> bool:
@@ -91,7 +83,6 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the tokenizer's files and remarks about them.
 
     Raises:
-        ImportError: A library that makes or compares a tokenizer is missing.
         ValueError: The tokenizer cannot be written; every reason is a line.
     """
     files = {name: data for name, data in plan.extra_files.items() if _is_carried(plan, name)}
@@ -114,7 +105,7 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
     return {_own_name(plan, name): data for name, data in files.items()}, remarks
 
 
-def _check_class(plan: ConversionPlan, settings: Mapping[str, Any]) -> None:
+def _check_class(plan: ConversionPlan, settings: Table) -> None:
     """Check that transformers reads the tokenizer as its folder says.
 
     Release 5 has a class of its own for some models, whatever the folder says: see
@@ -132,11 +123,11 @@ def _check_class(plan: ConversionPlan, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _settings(files: Mapping[str, bytes]) -> Fields:
     return json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
 
 
-def _json(table: Mapping[str, Any]) -> bytes:
+def _json(table: Table) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -175,7 +166,7 @@ def _left_behind(plan: ConversionPlan) -> Iterator[str]:
         yield f"not copied from {reader.path}: {first_names(names)}"
 
 
-def _check_rows(plan: ConversionPlan, tokenizer: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_rows(plan: ConversionPlan, tokenizer: Table) -> tuple[str, ...]:
     """Check the ids of a tokenizer.json against the embedding's rows, and return a remark.
 
     Added tokens may lie beyond them, as those of pictures do in text-only releases.
@@ -221,7 +212,7 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
 
 
 def _made_files(
-    plan: ConversionPlan, files: Mapping[str, bytes], settings: Mapping[str, Any]
+    plan: ConversionPlan, files: Mapping[str, bytes], settings: Table
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     made = _compared(files, _stated_case(plan, settings))
     backend = made.backend
@@ -252,7 +243,7 @@ def _made_files(
     return {**kept, _WHOLE: whole, SETTINGS_FILE: _json(table)}, ()
 
 
-def _stated_case(plan: ConversionPlan, settings: Mapping[str, Any]) -> bool | None:
+def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:
     """Return whether a source says that its WordPiece lowers texts; None if it does not say."""
     own = plan.facts.config.get("tokenizer")
     kind = own.get("type") if isinstance(own, Mapping) else plan.facts.config.get("tokenizer_type")
@@ -266,14 +257,13 @@ def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> _Made:
     """Return the tokenizer that a source's files make, if it is equal to the source's.
 
     Raises:
-        ImportError: A library is missing.
         ValueError: It differs, or the files make none that the tokenizers library can compute.
     """
     try:
         made = _made(files, is_lower)
         made.backend.encode_special_tokens = True
         problems = _differences(made)
-    except (ImportError, KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library ends in a panic, too, which is not an Exception
         raise ValueError(f"its tokenizer has no equal in a tokenizer.json: {error}") from error
@@ -365,7 +355,7 @@ def _special_names(plan: ConversionPlan, made: _Made, special: Mapping[str, int]
 def _add_markers(
     plan: ConversionPlan,
     backend: "Tokenizer",
-    settings: Mapping[str, Any],
+    settings: Table,
     special: Mapping[str, int],
     names: Mapping[str, str],
 ) -> None:

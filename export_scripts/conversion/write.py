@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
@@ -172,7 +172,7 @@ class _Group:
     def _write(self, file: WrittenFile) -> None:
         ranges = {tensor.key: ValueRange() for tensor in file.tensors}
 
-        def facts() -> Mapping[str, Any]:
+        def facts() -> Table:
             found = {  # as texts: JSON has no infinities
                 key: {"min": repr(each.smallest), "max": repr(each.largest)}
                 for key, each in ranges.items()
@@ -236,9 +236,9 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
     return largest, bad
 
 
-def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str, Any]]:
+def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Fields]:
     """Return the manifest's record of each tensor: shape, type, sources, range of values."""
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Fields] = {}
     for files in plan.files:
         for tensor in files[0].tensors:
             whole = ValueRange()

@@ -6,7 +6,6 @@ examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
 """
 
 # Shapes: S shards, h hidden
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded, stacked
+from export_scripts.files.json_content import Fields, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int)
     return 0 if problems else dims
 
 
-def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+def _read(settings: Settings, values: Table) -> Fields:
     # All that FT computes a GPT-J with.
     tanh = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each == ("Gelu", False)}
     settings.activation("activation_function", default="gelu_new", known=tanh)

@@ -7,7 +7,6 @@ eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
 """
 
 # Shapes: S training ranks, h hidden
-
 import functools
 import operator
 import re
@@ -31,6 +30,7 @@ from export_scripts.families.mapping.settings import (
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Adjusted, Compute, Constant, Copy, TensorSource
 from export_scripts.families.mapping.tensors import float32, rounded
+from export_scripts.files.json_content import Fields, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
     return table
 
 
-def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+def _read(settings: Settings, values: Table) -> Fields:
     # All that FT computes a GPT-NeoX with, or by erf.
     gelus = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each[0] == "Gelu"}
     _, exact_gelu = settings.activation("hidden_act", default="gelu", known=gelus)
@@ -250,7 +250,7 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
     )
 
 
-def _is_whole(config: Mapping[str, Any]) -> bool:
+def _is_whole(config: Table) -> bool:
     """Return whether a configuration is a training run's, in which absent keys have defaults.
 
     Rotary positions have no default: a run must name them. A shorter file is a release's, which
@@ -260,7 +260,7 @@ def _is_whole(config: Mapping[str, Any]) -> bool:
     return "pos-emb" in config
 
 
-def _sparse_layers(config: Mapping[str, Any]) -> list[Any]:
+def _sparse_layers(config: Table) -> list[Any]:
     """Return the kinds of attention other than to all positions before."""
     kinds = config.get("attention-config") or []
     return [kind for kind in re.findall(r"[a-z_]+", str(kinds)) if kind not in _WHOLE_ATTENTION]

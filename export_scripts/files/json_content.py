@@ -2,7 +2,12 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
+
+# What a text of JSON or YAML, or a pickle, holds by name; and the same while it is made.
+Table = Mapping[str, Any]
+Fields = dict[str, Any]
 
 
 def json_object(

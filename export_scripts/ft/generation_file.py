@@ -5,10 +5,9 @@ counts, and `do_sample` does not.
 """
 
 from pathlib import Path
-from typing import Any
 
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
-from export_scripts.files.json_content import json_object
+from export_scripts.files.json_content import Fields, json_object
 
 # Defaults of a request: names in the file to those of OpenAI's fields.
 _DEFAULTS = {
@@ -17,7 +16,7 @@ _DEFAULTS = {
 }
 
 
-def generation_settings(folder: Path) -> dict[str, Any]:
+def generation_settings(folder: Path) -> Fields:
     """Return the content of a folder's file, nothing if it has none. Raises OSError, ValueError."""
     path = folder / GENERATION_FILE
     return json_object(path.read_bytes(), path) if path.is_file() else {}
@@ -33,7 +32,7 @@ def all_end_tokens(folder: Path, end_id: int | None = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*first, *named)))
 
 
-def sampling_defaults(folder: Path) -> dict[str, Any]:
+def sampling_defaults(folder: Path) -> Fields:
     """Return what a folder's file states for what a request leaves open, by OpenAI's fields.
 
     Raises OSError, or ValueError if it is not an object of JSON.

@@ -4,10 +4,9 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from export_scripts.families.layout.generation import GENERATION_FILE
-from export_scripts.files.json_content import json_object
+from export_scripts.files.json_content import Fields, json_object
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
 TOKENIZER_CHOICES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
 
 
-def tokenizer_settings(path: Path) -> dict[str, Any]:
+def tokenizer_settings(path: Path) -> Fields:
     """Return the content of a SETTINGS_FILE. Raises OSError, or ValueError if it is damaged."""
     return json_object(path.read_bytes(), path.name)
 

@@ -3,13 +3,12 @@
 import concurrent.futures
 import fnmatch
 from pathlib import Path
-from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.files.checksum import checksum_of
-from export_scripts.files.json_content import json_object
+from export_scripts.files.json_content import Fields, json_object
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
 
@@ -81,7 +80,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     }
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Fields:
     """Return the manifest of a converted folder, as `conversion.convert` makes it.
 
     Of a folder without one, `files` and `source` are empty.

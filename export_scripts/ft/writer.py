@@ -13,9 +13,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import checksum_of, crc32
@@ -25,6 +24,7 @@ from export_scripts.files.disk import (
     sync_file_system,
     sync_folder,
 )
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.files.tree import files_below
 from export_scripts.ft.layout import manifest_path, staging_directory
 
@@ -98,7 +98,7 @@ class FTWriter:
         self._lock = threading.Lock()
         self._own = threading.local()
         self._queues: list[WriteBehind] = []
-        self.records: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, Fields] = {}
         self._journal_fd = -1
 
     def __enter__(self) -> FTWriter:
@@ -137,7 +137,7 @@ class FTWriter:
                 self.records[record["file"]] = record
         return True
 
-    def _append(self, record: Mapping[str, Any]) -> None:
+    def _append(self, record: Table) -> None:
         line = json.dumps(record, separators=(",", ":")) + "\n"
         os.write(self._journal_fd, line.encode())
 
@@ -147,7 +147,7 @@ class FTWriter:
         size: int,
         chunks: Iterable[memoryview],
         *,
-        facts: Callable[[], Mapping[str, Any]] = dict,
+        facts: Callable[[], Table] = dict,
     ) -> None:
         """Write one file, renamed once it is complete. Any thread may call this.
 
@@ -209,7 +209,7 @@ class FTWriter:
         for queue in self._queues:
             queue.wait()
 
-    def finish(self, manifest: Mapping[str, Any]) -> None:
+    def finish(self, manifest: Table) -> None:
         """Publish the folder: write its manifest, flush both to disk, rename them.
 
         Raises:
@@ -265,13 +265,13 @@ def recover(paths: WorkPaths) -> None:
         paths.journal.unlink(missing_ok=True)
 
 
-def _read_journal(path: Path) -> list[dict[str, Any]]:
+def _read_journal(path: Path) -> list[Fields]:
     """Return the journal's records without an incomplete last line."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")  # a crash may leave any bytes
     except FileNotFoundError:
         return []
-    lines: list[dict[str, Any]] = []
+    lines: list[Fields] = []
     for line in text.split("\n"):
         with contextlib.suppress(ValueError):
             record = json.loads(line)

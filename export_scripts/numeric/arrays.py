@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export_scripts.numeric.dtypes import SOURCE_TYPES
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 
 Array = npt.NDArray[Any]
 
@@ -48,7 +48,7 @@ def bits(array: Array) -> Array:
     return array.view(np.uint16) if array.dtype == BF16 else array
 
 
-def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+def _blocks(shape: Shape) -> Iterator[tuple[Any, ...]]:
     """Yield indices that cut a shape along its first axes into blocks of bounded size."""
     inner = math.prod(shape[1:])
     if inner > _BLOCK_VALUES:

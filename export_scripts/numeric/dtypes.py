@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+Shape = tuple[int, ...]  # sizes of a tensor, or places in it, one on each axis
+
 # Every type that a source may store. Little-endian; bf16 is the upper half of an fp32, for which
 # numpy has no type; its bytes stand for it, as for fp8.
 SOURCE_TYPES: dict[str, tuple[int, str, str]] = {

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.json_content import Fields
 from export_scripts.triton.parameters import FIELDS, PARAMETERS
 from export_scripts.triton.signature import (
     FROM_TEXT,
@@ -64,9 +65,9 @@ class TritonModelConfig:
         message = json_format.ParseDict(self._message(), schema.ModelConfig())
         return str(text_format.MessageToString(message))
 
-    def _message(self) -> dict[str, Any]:
+    def _message(self) -> Fields:
         inputs = self.signature.inputs
-        message: dict[str, Any] = {
+        message: Fields = {
             "name": self.name,
             "max_batch_size": self.max_batch_size,
             "default_model_filename": self.default_model_filename,
@@ -105,7 +106,7 @@ class TritonModelConfig:
         return message
 
 
-def _tensor(tensor: TensorSignature, **more: bool) -> dict[str, Any]:
+def _tensor(tensor: TensorSignature, **more: bool) -> Fields:
     fields = {
         "name": tensor.name,
         "data_type": "TYPE_STRING" if tensor.dtype == "BYTES" else f"TYPE_{tensor.dtype}",
@@ -117,7 +118,7 @@ def _tensor(tensor: TensorSignature, **more: bool) -> dict[str, Any]:
     return fields
 
 
-def _sequence_batching(backend: str) -> dict[str, Any]:
+def _sequence_batching(backend: str) -> Fields:
     controls = {"START": "CONTROL_SEQUENCE_START", "END": "CONTROL_SEQUENCE_END"}
     return {
         "max_sequence_idle_microseconds": INTERACTIVE_IDLE_US,
@@ -173,7 +174,7 @@ def _sizes(path: Path) -> ModelSizes | None:
     try:
         config = parse_config(path.read_text(encoding="utf-8"))
         given = config.parameters
-        sizes: dict[str, Any] = {
+        sizes: Fields = {
             FIELDS.get(key, key): PARAMETERS[key].kind.read(given[key].string_value)
             for key in ("tensor_para_size", "pipeline_para_size", "device")
             if key in given

@@ -31,6 +31,7 @@ from export_scripts.families.mapping.rotary import scaling_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.files.json_content import Fields
 
 # Traits that the tensors of the first layer show.
 _FIRST_LAYER = CORE_LAYER.format(layer=0)
@@ -137,7 +138,7 @@ def _keeps_one_plus(traits: MegatronTraits) -> bool:
     )
 
 
-def _scales(traits: MegatronTraits, embedding_scale: float) -> dict[str, Any]:
+def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
     """Return the factors of scores, logits and the embedding, whose own is `embedding_scale`.
 
     Of muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
@@ -184,7 +185,7 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[
     return chosen_layers([bool(each) is not skipped for each in pattern])
 
 
-def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
+def _core_windows(traits: MegatronTraits) -> Fields:
     """Return the window and the layers that have it.
 
     Transformer Engine counts the positions before the current one; Gemma 3 states one number.
@@ -228,7 +229,7 @@ def _are(kind: type, values: Any, count: int) -> bool:
     )
 
 
-def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
+def _core_rotary(traits: MegatronTraits) -> Fields:
     settings, source = traits.settings, traits.source
     if traits.rotary_fraction > 1:
         settings.note(f"rotary_percent = {traits.rotary_fraction}: expected at most 1")

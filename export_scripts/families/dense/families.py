@@ -1,8 +1,6 @@
 """Dense decoders in Hugging Face's form: one record for each, read in both directions."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
@@ -23,6 +21,7 @@ from export_scripts.families.mapping.names import (
 )
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Fields, Table
 
 _BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
 
@@ -34,7 +33,7 @@ def _window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
     return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
 
 
-def _from_max_window_layers(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
+def _from_max_window_layers(settings: Settings, values: Table) -> list[bool]:
     full = settings.integer("max_window_layers", default=28, least=0)
     return [number >= full for number in range(values["num_layer"])]
 
@@ -43,7 +42,7 @@ _QWEN_WINDOW = Window(4096, has_switch=True, slides=_from_max_window_layers)
 
 # Gemma, Gemma 2 and the text models of Gemma 3; the later two normalise what attention and MLP add.
 _GELU = "gelu_pytorch_tanh"
-_GEMMA: dict[str, Any] = {
+_GEMMA: Fields = {
     "head_dim": 256,
     "is_tied": True,
     "bos": 2,
@@ -76,7 +75,7 @@ def _all_but_every(nth: int, count: int) -> list[bool]:
     return [(number + 1) % nth != 0 for number in range(count)]
 
 
-def _rotating(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
+def _rotating(settings: Settings, values: Table) -> list[bool]:
     count = values["num_layer"]
     every = settings.integer("no_rope_layer_interval", default=4)
     rotates = settings.source.get("no_rope_layers") or _all_but_every(every, count)
@@ -88,7 +87,7 @@ def _rotating(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
     return [bool(each) for each in rotates[:count]]
 
 
-def _written_smollm3(config: DenseConfig) -> dict[str, Any]:
+def _written_smollm3(config: DenseConfig) -> Fields:
     count = config.num_layer
     rotates = range(count) if config.rotary_layers is None else config.rotary_layers
     return {
@@ -102,7 +101,7 @@ def _padding(config: DenseConfig) -> int:
     return min(config.end_id, config.vocab_size - 1)
 
 
-def _check_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+def _check_phi3(settings: Settings, values: Table) -> Fields:
     if values.get("rotary_scaling_type") not in (None, "longrope"):
         settings.note(
             f"rotary scaling {values['rotary_scaling_type']!r} cannot be "
@@ -117,7 +116,7 @@ _FALCON_TWO_NORMS = whole_names(
 )
 
 
-def _read_falcon(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_falcon(settings: Settings, values: Table) -> Fields:
     is_new = settings.flag("new_decoder_architecture", default=False)
     is_parallel = settings.flag("parallel_attn", default=True)
     norms = settings.integer("num_ln_in_parallel_attn", default=2 if is_new else 1)
@@ -140,7 +139,7 @@ def _read_falcon(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _written_falcon(config: DenseConfig) -> dict[str, Any]:
+def _written_falcon(config: DenseConfig) -> Fields:
     is_sequential = config.residual == "sequential"
     is_new = config.residual == "parallel" or (not is_sequential and config.kv_head_num > 1)
     return {

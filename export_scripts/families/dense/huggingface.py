@@ -1,6 +1,6 @@
 """Dense decoders in Hugging Face's form: one record a family, read in both directions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from export_scripts.families.mapping.names import Names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Fields, Table
 
 SIZES = (
     key("head_num", "num_attention_heads"),
@@ -81,9 +82,9 @@ class Window:
     default: int | None = None  # of the library for sliding_window; null is none
     has_switch: bool = False  # whether use_sliding_window decides
     # Whether each layer has it, without layer_types; None: all, whatever layer_types says.
-    slides: Callable[[Settings, Mapping[str, Any]], Sequence[bool]] | None = None
+    slides: Callable[[Settings, Table], Sequence[bool]] | None = None
 
-    def read(self, settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, settings: Settings, values: Table) -> Fields:
         """Return the window, if there is one, and the layers that have it."""
         source, count = settings.source, values["num_layer"]
         in_use = not self.has_switch or source.get("use_sliding_window")
@@ -113,7 +114,7 @@ class Window:
             return {}
         return {"sliding_window": size, "sliding_layers": layers}
 
-    def written(self, config: DenseConfig) -> dict[str, Any]:
+    def written(self, config: DenseConfig) -> Fields:
         """Return the settings of which `read` makes the config's fields."""
         size, count = config.sliding_window, config.num_layer
         layers = range(count) if config.sliding_layers is None else config.sliding_layers
@@ -148,11 +149,11 @@ class DenseDecoder(HuggingFaceDecoder):
     # One trained in bf16 may overflow in fp16.
     warnings: Callable[[Facts, Any], list[str]] = half_precision_warnings
 
-    def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
+    def derived(self, settings: Settings, values: Fields) -> Fields:
         """Return sizes of heads, the activation, rotary positions and a sliding window."""
         heads, hidden = values["head_num"], values["hidden_size"]
-        kv_heads = values.setdefault("kv_head_num", heads)
-        settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
+        values.setdefault("kv_head_num", heads)
+        settings.divide(heads, values["kv_head_num"], "num_attention_heads by num_key_value_heads")
         size = (
             settings.integer("head_dim", default=self.head_dim)
             if self.head_dim or settings.source.get("head_dim") is not None
@@ -172,7 +173,7 @@ class DenseDecoder(HuggingFaceDecoder):
             **(self.window.read(settings, values) if self.window else {}),
         }
 
-    def written_derived(self, config: DenseConfig) -> dict[str, Any]:
+    def written_derived(self, config: DenseConfig) -> Fields:
         """Return the settings of which `derived` makes the fields.
 
         In the older spelling, which transformers 5 takes as well, and 4 alone.
@@ -187,7 +188,7 @@ class DenseDecoder(HuggingFaceDecoder):
             **(self.window.written(config) if self.window else {}),
         }
 
-    def _scaling(self, config: DenseConfig) -> dict[str, Any]:
+    def _scaling(self, config: DenseConfig) -> Fields:
         kind = config.rotary_scaling_type
         if kind is None:
             return {"rope_scaling": None}

@@ -18,6 +18,7 @@ from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
+from export_scripts.files.json_content import Fields
 
 _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),
@@ -123,7 +124,7 @@ class DenseConfig(DecoderConfig):
         ]
 
     @property
-    def rotary_scaling(self) -> dict[str, Any]:
+    def rotary_scaling(self) -> Fields:
         """Parameters of rotary scaling, under Hugging Face's names."""
         values = {name: getattr(self, f"rotary_{name}") for name in _SCALING}
         return {name: value for name, value in values.items() if value is not None}

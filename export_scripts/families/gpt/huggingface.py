@@ -24,6 +24,8 @@ from export_scripts.families.mapping.sources import (
     Views,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
+from export_scripts.files.json_content import Fields, Table
+from export_scripts.numeric.dtypes import Shape
 
 GPT2_SIZES = (
     key("head_num", "n_head", "num_attention_heads"),
@@ -69,7 +71,7 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
 _POST = "apply_residual_connection_post_layernorm"
 
 
-def _read_bloom(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_bloom(settings: Settings, values: Table) -> Fields:
     post = settings.flag(_POST, default=False)
     return {
         "inter_size": 4 * values["head_num"] * values["size_per_head"],
@@ -128,7 +130,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
+def _check_ranges(ranges: Table, num_layer: int) -> None:
     """Refuse ranges of modules that are missing, not positive or not finite; all are named."""
     modules = [name for parts in _MODULES.values() for name in parts]
     problems = []
@@ -141,7 +143,7 @@ def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
     refuse(problems)
 
 
-def _int8_weights(ranges: Mapping[str, Any], config: GPTConfig) -> dict[str, TensorSource]:
+def _int8_weights(ranges: Table, config: GPTConfig) -> dict[str, TensorSource]:
     """Return the sources of int8 weights and their scales, each of its own layer."""
     specs = {spec.name: spec for spec in LAYOUT}
     return {
@@ -216,7 +218,7 @@ _PROJECT_IN = "model.decoder.project_in.weight"
 _PROJECT_OUT = "model.decoder.project_out.weight"
 
 
-def _read_opt(settings: Settings, _: Any) -> dict[str, Any]:
+def _read_opt(settings: Settings, _: Any) -> Fields:
     norm_before = settings.flag("do_layer_norm_before", default=True)
     removed = settings.flag("_remove_final_layer_norm", default=False)
     return {
@@ -225,7 +227,7 @@ def _read_opt(settings: Settings, _: Any) -> dict[str, Any]:
     }
 
 
-def _written_opt(config: GPTConfig) -> dict[str, Any]:
+def _written_opt(config: GPTConfig) -> Fields:
     norm_before = config.layernorm_type == "pre_layernorm"
     return {
         "word_embed_proj_dim": config.hidden,
@@ -248,7 +250,7 @@ class _Positions(Copy):
         (table,) = super().build(get, config).tensors
         return Parts(0, (table[_POSITION_OFFSET:],))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         """Return the table, whose unused rows are zeros."""
         stored = (shape[0] + _POSITION_OFFSET, shape[1])
         return [(self.key, View(shape, (0, 1), stored, zero_rows=_POSITION_OFFSET))]

@@ -23,6 +23,7 @@ from export_scripts.families.mapping.names import (
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.files.json_content import Fields
 
 # GPT-2's end of text, which Megatron's converters assume without a vocabulary.
 _GPT2_END_OF_TEXT = 50256
@@ -65,7 +66,7 @@ def not_gpt(traits: MegatronTraits) -> list[str]:
     return reasons + missing_sizes(traits)
 
 
-def common_fields(facts: Facts, traits: MegatronTraits) -> dict[str, Any]:
+def common_fields(facts: Facts, traits: MegatronTraits) -> Fields:
     """Return what the configs of all Megatron-style decoders have.
 
     Raises:
@@ -274,7 +275,7 @@ _OUTPUT_NORM = "post_layernorm"
 CORE_HEAD = "model.output_layer.weight"
 
 
-def core_names(facts: Facts) -> dict[str, Any]:
+def core_names(facts: Facts) -> Fields:
     """Return the modules of a layout and of megatron-core, whose norms may be fused.
 
     Transformer Engine's fused modules keep `layer_norm_weight` and `layer_norm_bias` inside.
@@ -317,7 +318,7 @@ def core_traits(facts: Facts) -> MegatronTraits:
     return MegatronTraits(facts.reader.format, config)
 
 
-def core_embedding(facts: Facts) -> dict[str, Any]:
+def core_embedding(facts: Facts) -> Fields:
     """Return the vocabulary, and whether the head is its embedding.
 
     Pipeline stages may store a copy of that.

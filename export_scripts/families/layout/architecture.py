@@ -6,7 +6,9 @@ the family.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from export_scripts.files.json_content import Table
 
 Norm = Literal["layernorm", "rmsnorm"]
 # gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.
@@ -58,7 +60,7 @@ class Rotary:
     dims: int
     base: float = 10000.0
     kind: str | None = None  # None: plain rotary
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from export_scripts.families.layout.architecture import Architecture
+from export_scripts.files.json_content import Fields
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 Sections = dict[str, dict[str, str]]
@@ -181,7 +182,7 @@ class FTConfig:
             ValueError: Keys missing or not readable as their type, or values that do not belong
                 together; all of them are listed.
         """
-        values: dict[str, Any] = {}
+        values: Fields = {}
         problems: list[str] = []
         hints = get_type_hints(cls)
         for field in ini_fields(cls):

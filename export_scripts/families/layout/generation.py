@@ -1,13 +1,12 @@
 """The end tokens that a model comes with, in the file that transformers keeps next to it."""
 
-from collections.abc import Mapping
-from typing import Any
+from export_scripts.files.json_content import Table
 
 GENERATION_FILE = "generation_config.json"
 _MOST_ID = (1 << 31) - 1
 
 
-def end_tokens(settings: Mapping[str, Any], source: object = GENERATION_FILE) -> tuple[int, ...]:
+def end_tokens(settings: Table, source: object = GENERATION_FILE) -> tuple[int, ...]:
     """Return the tokens that settings name as ends: one, several or none.
 
     A negative id counts as none. Raises ValueError for anything else, with the `source` of it.

@@ -10,12 +10,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.config import FTConfig, Index, Sections
-from export_scripts.numeric.dtypes import item_size
+from export_scripts.files.json_content import Table
+from export_scripts.numeric.dtypes import Shape, item_size
 
 # Config fields or properties, which must all be true (with "not " before a name: false), or have
 # the value after "=".
@@ -29,7 +30,7 @@ class FTTensor:
     """One tensor of an FT folder."""
 
     name: str  # file stem, indices filled in
-    shape: tuple[int, ...]  # before any split
+    shape: Shape  # before any split
     split: int | None = None  # axis divided among tensor-parallel ranks; None: one copy for all
     dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
     optional: bool = False  # no loader reads it: folders without are complete
@@ -42,7 +43,7 @@ class FTTensor:
         """Return every file of this tensor."""
         return tuple(self.file_name(rank) for rank in range(1 if self.split is None else tp_size))
 
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+    def local_shape(self, tp_size: int) -> Shape:
         """Return the shape of one file.
 
         Raises:
@@ -139,7 +140,7 @@ class ModelFamily:
     owns: Callable[[Sections], bool] = lambda _: True
     # For a folder's config and the names of its tensors, the sources of those whose values or
     # shapes depend on the number of ranks (`families.mapping.sources`).
-    whole: Callable[[Any, Collection[str]], Mapping[str, Any]] = lambda *_: {}
+    whole: Callable[[Any, Collection[str]], Table] = lambda *_: {}
 
     def expand(self, config: FTConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:
         """Yield (record, index, tensor) for every tensor of the folder, in layout order."""

@@ -21,6 +21,7 @@ from export_scripts.families.mapping.settings import (
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.files.json_content import Fields, Table
 
 
 def _rounded(value: float) -> float:
@@ -55,9 +56,9 @@ def key(field: str, *names: str, **more: Any) -> Setting:
     return Setting(field, names, **more)
 
 
-def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
+def read_keys(settings: Settings, keys: Sequence[Setting]) -> Fields:
     """Return the fields in a configuration; problems are noted in `settings`."""
-    values: dict[str, Any] = {}
+    values: Fields = {}
     for each in keys:
         default = each.default(values) if callable(each.default) else each.default
         found = getattr(settings, each.kind)(*each.names, default=default)
@@ -81,9 +82,9 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     return usual if usual in names else names[0]
 
 
-def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
+def written_keys(keys: Sequence[Setting], config: Any) -> Fields:
     """Return the configuration of which `read_keys` makes the config's values."""
-    out: dict[str, Any] = {}
+    out: Fields = {}
     for each in keys:
         value = getattr(config, each.field)
         if each.kind.endswith("activation"):
@@ -106,7 +107,7 @@ class HuggingFaceDecoder:
     # Settings of one field each, and `hidden`, which divided by `head_num` is the size of a head.
     keys: Sequence[Setting]
     # Fields that all models have alike; a function is one of the values read before.
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Table = field(default_factory=dict)
     layer: str  # the source's prefix of a layer
     names: Names  # of a layer's modules, and of those outside, as `whole_names` takes them
     rows: str = "own"  # see `attention_heads`
@@ -114,8 +115,8 @@ class HuggingFaceDecoder:
     # For tensors that have none by their names, or another one.
     sources: Callable[[Facts, Any], Mapping[str, TensorSource]] = lambda *_: {}
     # Further fields, from the settings and the values read before, and the way back.
-    read: Callable[[Settings, dict[str, Any]], Mapping[str, Any]] = lambda *_: {}
-    written: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    read: Callable[[Settings, Fields], Table] = lambda *_: {}
+    written: Callable[[Any], Table] = lambda _: {}
     heads: tuple[str, ...] = ("lm_head.weight",)  # the first stored one counts
     is_tied: bool = False  # the library's default of tie_word_embeddings
     stores_head: bool = False  # whether a folder holds the head of a tied model too
@@ -159,17 +160,17 @@ class HuggingFaceDecoder:
             model_name=model_name(facts.config, self.name or self.model_type),
         )
 
-    def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
+    def derived(self, settings: Settings, values: Fields) -> Fields:
         """Return fields made of several settings; `values` keeps only fields of the config."""
         names = {each.field: each.names[0] for each in self.keys}
         what = f"{names['hidden']} by {names['head_num']}"
         return {"size_per_head": settings.divide(values.pop("hidden"), values["head_num"], what)}
 
-    def written_derived(self, config: Any) -> dict[str, Any]:  # noqa: ARG002 - of a subclass
+    def written_derived(self, config: Any) -> Fields:  # noqa: ARG002 - of a subclass
         """Return the settings, other than `keys`, of which `derived` makes its fields."""
         return {}
 
-    def settings(self, config: Any, is_tied: bool) -> list[dict[str, Any]]:
+    def settings(self, config: Any, is_tied: bool) -> list[Fields]:
         """Return the config.json that may describe a model."""
         return [
             {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Table
 
 _FOLDER = Path(__file__).parent
 # Values that state nothing, in any of the libraries.
@@ -80,7 +81,7 @@ def eleuther_obstacles(facts: Facts) -> dict[str, str]:
 
 
 def megatron_obstacles(
-    source: Mapping[str, Any], layout: str = "", *, has_experts: bool = False
+    source: Table, layout: str = "", *, has_experts: bool = False
 ) -> dict[str, str]:
     """Return a reason for each setting by which a model may compute what its layout does not.
 
@@ -90,9 +91,7 @@ def megatron_obstacles(
     return obstacles(source, library_table("megatron"), free)
 
 
-def obstacles(
-    source: Mapping[str, Any], table: Mapping[str, KnownSetting], free: set[str]
-) -> dict[str, str]:
+def obstacles(source: Table, table: Mapping[str, KnownSetting], free: set[str]) -> dict[str, str]:
     """Return a reason for each setting that a table does not have, or has not among the `free`."""
     found = {}
     for name, value in source.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Table
 
 # NeMo spells the fused variants with a "fast-" prefix; they compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -28,7 +29,7 @@ _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 _EXPONENT = re.compile(r"\d+(\.\d+)?e[+-]?\d+", re.IGNORECASE)
 
 
-def megatron_settings(config: Mapping[str, Any], label: str) -> Settings:
+def megatron_settings(config: Table, label: str) -> Settings:
     """Return the settings of NeMo, Megatron-LM or megatron-core; null counts as absent."""
     numbers = {
         key: float(value)
@@ -47,7 +48,7 @@ class MegatronTraits:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
 
-    def __init__(self, source_format: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, source_format: str, config: Table) -> None:
         label, positions, activation_of = _FORMATS[source_format]
         if source_format in _SCALED:
             config = {**config, "use_rope_scaling": bool(config.get(_SCALED[source_format]))}
@@ -107,16 +108,16 @@ class MegatronTraits:
         settings.finish()
 
 
-def _stated(config: Mapping[str, Any], *keys: str) -> str:
+def _stated(config: Table, *keys: str) -> str:
     return next((key for key in keys if config.get(key) is not None), keys[0])
 
 
-def _first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+def _first(config: Table, *keys: str, default: Any = None) -> Any:
     value = config.get(_stated(config, *keys))
     return default if value is None else value
 
 
-def _normalization(config: Mapping[str, Any]) -> str:
+def _normalization(config: Table) -> str:
     """Return the norm's name, ending in 1p if scales are stored as their distance from 1."""
     word = str(config.get("normalization") or "layernorm").lower()
     is_centred = any(config.get(key) for key in _ZERO_CENTRED)
@@ -128,7 +129,7 @@ def _normalization(config: Mapping[str, Any]) -> str:
 _Activation = tuple[str, bool, bool, bool]
 
 
-def nemo_activation(config: Mapping[str, Any]) -> _Activation:
+def nemo_activation(config: Table) -> _Activation:
     """Return what NeMo computes, whose openai_gelu overrides `activation`.
 
     NeMo 1.x, nlp/modules/common/megatron/mlp.py. The fused kernels, there and in megatron-core
@@ -145,7 +146,7 @@ def nemo_activation(config: Mapping[str, Any]) -> _Activation:
     return kind, gated, fused, by_erf
 
 
-def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
+def nemo_fuses_activation(config: Table) -> bool:
     """Return whether a NeMo configuration asks for the kernel that fuses bias and activation."""
     return bool(_first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True))
 
@@ -155,7 +156,7 @@ def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
 _BY_TE = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 
 
-def _megatron_activation(args: Mapping[str, Any]) -> _Activation:
+def _megatron_activation(args: Table) -> _Activation:
     flags = {"squared_relu": "relu2", "quick_geglu": "quick_gelu", "swiglu": "silu"}
     kind = next((word for flag, word in flags.items() if args.get(flag)), "gelu")
     fuses = ("add_bias_linear", "bias_gelu_fusion")
@@ -165,7 +166,7 @@ def _megatron_activation(args: Mapping[str, Any]) -> _Activation:
     return kind, gated, fused, kind == "gelu" and not args.get("openai_gelu")
 
 
-def _core_activation(config: Mapping[str, Any]) -> _Activation:
+def _core_activation(config: Table) -> _Activation:
     word = _function_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and any(config.get(each) for each in ("bias_activation_fusion", *_BY_TE))
     gated = bool(config.get("gated_linear_unit"))
@@ -173,7 +174,7 @@ def _core_activation(config: Mapping[str, Any]) -> _Activation:
 
 
 # Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
-_FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]], _Activation]]] = {
+_FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Table], _Activation]]] = {
     "nemo": (
         "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), nemo_activation
     ),

@@ -22,6 +22,8 @@ from export_scripts.families.mapping.sources import (
     split_qkv,
     transposed,
 )
+from export_scripts.files.json_content import Fields
+from export_scripts.numeric.dtypes import Shape
 
 # Modules of the layout and of a source; of a fused projection, those of its three parts.
 Names = Mapping[str, str | tuple[str, str, str]]
@@ -40,7 +42,7 @@ class _Thirds(Copy):
         (whole,) = super().build(get, config).tensors
         return Parts(0, (whole.reshape(*whole.shape[:-1], 3, config.hidden),))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         return [(self.key, same(shape, stored=(*shape[:-2], shape[-2] * shape[-1])))]
 
 
@@ -56,14 +58,12 @@ def fused_layer(attention: str = "attention") -> dict[str, str]:
     }
 
 
-def whole_names(layer: str, names: Names) -> dict[str, Any]:
+def whole_names(layer: str, names: Names) -> Fields:
     """Return names of modules as complete patterns, without empty ones.
 
     Those of the layout that do not begin with "model." are in a layer, which the source calls so.
     """
-    outside: dict[str, Any] = {
-        ours: theirs for ours, theirs in names.items() if ours.startswith("model.")
-    }
+    outside: Fields = {ours: theirs for ours, theirs in names.items() if ours.startswith("model.")}
     return outside | {
         LAYER + ours: layer + theirs
         if isinstance(theirs, str)

@@ -6,12 +6,12 @@ lists task_templates, the weights hold one table per task.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Piece
+from export_scripts.checkpoints.base import CheckpointReader, Pieces
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Fields
 
 # FasterTransformer's prompt_learning_type of tables chosen by task name.
 P_PROMPT_TUNING = 3
@@ -36,7 +36,7 @@ def added_tensors(
     prompts: Sequence[CheckpointReader],
     ia3: Sequence[CheckpointReader],
     adapters: Sequence[CheckpointReader],
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, Pieces]:
     """Return the tensors of added archives, by the names that source mappings use for them.
 
     Those are "prompt:<task>" for a prompt table, "prompt.<number>:<key>" for what else is next to
@@ -46,7 +46,7 @@ def added_tensors(
     Raises:
         CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.
     """
-    tensors: dict[str, tuple[Piece, ...]] = {}
+    tensors: dict[str, Pieces] = {}
     for number, archive in enumerate(prompts):
         for key in archive.tensors:
             match = _TABLE.search(key)
@@ -69,7 +69,7 @@ def added_tensors(
     }
 
 
-def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
+def prompt_fields(facts: Facts, *, start_id: int) -> Fields:
     """Return the config fields of the added prompt tables; `start_id` is the first virtual token.
 
     Raises:

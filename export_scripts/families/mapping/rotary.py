@@ -6,10 +6,10 @@ since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from export_scripts.families.layout.architecture import ROTARY_SCALINGS
 from export_scripts.families.mapping.settings import Settings
+from export_scripts.files.json_content import Fields, Table
 
 # Built into FasterTransformer's GPT-J and GPT-NeoX.
 FT_BASE = 10000.0
@@ -25,7 +25,7 @@ def rotary_fields(
     fraction: float | None = None,
     base: float = FT_BASE,
     local_base: float | None = None,
-) -> dict[str, Any]:
+) -> Fields:
     """Return the rotary keys of config.ini; problems are noted in `settings`.
 
     Where the configuration names none, `fraction` of a head is rotated (None: the library always
@@ -85,7 +85,7 @@ def rotary_fields(
     return {**fields, **scaling_fields(kind, scaling)}
 
 
-def _layers_apart(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _layers_apart(settings: Settings) -> tuple[Table, Table]:
     """Return the parameters of layers that attend to all positions, and of those with a window.
 
     transformers 5, Gemma3TextConfig.convert_rope_params_to_dict, which passes over all others.
@@ -106,7 +106,7 @@ def _layers_apart(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, A
     return {**full, **scaling}, local
 
 
-def _local_base(settings: Settings, given: Mapping[str, Any], usual: float) -> float:
+def _local_base(settings: Settings, given: Table, usual: float) -> float:
     """Return the base of layers with a window, which have plain rotary positions."""
     local = Settings(given, settings.label, settings.problems)
     if given.get("rope_type", "default") != "default":
@@ -116,7 +116,7 @@ def _local_base(settings: Settings, given: Mapping[str, Any], usual: float) -> f
     return local.number("rope_theta", default=usual)
 
 
-def scaling_fields(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+def scaling_fields(kind: str, scaling: Table) -> Fields:
     """Return the keys of config.ini of a kind of rotary scaling and its parameters."""
     return {
         "rotary_scaling_type": kind,
@@ -130,10 +130,10 @@ def rotary_fraction(dims: int, size_per_head: int) -> float:
     return fraction if int(size_per_head * fraction) == dims else (dims + 0.5) / size_per_head
 
 
-def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
+def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
     context = settings.integer("max_position_embeddings")
     read = given.numbers if kind == "longrope" else given.number
-    out: dict[str, Any] = {name: read(name) for name in ROTARY_SCALINGS[kind]}
+    out: Fields = {name: read(name) for name in ROTARY_SCALINGS[kind]}
     if kind == "dynamic":
         # The growth is measured against the model's own limit.
         out["original_max_position_embeddings"] = context

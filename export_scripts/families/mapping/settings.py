@@ -17,6 +17,7 @@ from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
 from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import Table
 
 REQUIRED = object()  # as a default: the key must be there
 
@@ -50,7 +51,7 @@ ALL_ACTIVATIONS = {**HUGGINGFACE_ACTIVATIONS, "relu2": ("Relu2", False)}
 class Settings:
     """A source's configuration, with the problems found in reading it."""
 
-    source: Mapping[str, Any]  # as its library wrote it
+    source: Table  # as its library wrote it
     label: str = "config.json"  # in messages
     problems: list[str] = field(default_factory=list)  # missing and unreadable keys so far
 
@@ -229,7 +230,7 @@ def _is_negative(value: Any) -> bool:
     return isinstance(value, int) and value < 0
 
 
-def _generation_config(facts: Facts) -> Mapping[str, Any]:
+def _generation_config(facts: Facts) -> Table:
     """Return generation_config.json, which newer folders keep the token ids in."""
     file = facts.tokenizer.get(GENERATION_FILE)
     return json_file(file) if file else {}
@@ -262,7 +263,7 @@ def generation_file(facts: Facts, config: FTConfig) -> dict[str, bytes]:
     return {GENERATION_FILE: json.dumps({**own, "eos_token_id": list(ends)}, indent=2).encode()}
 
 
-def model_name(source: Mapping[str, Any], family: str) -> str:
+def model_name(source: Table, family: str) -> str:
     """Return the name for config.ini: the source's own without folders, or the family's."""
     name = str(source.get("_name_or_path") or source.get("name_or_path") or "")
     name = name.rstrip("/").rsplit("/", 1)[-1]

@@ -5,13 +5,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece, Region, same_values
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    FileMaps,
+    Piece,
+    Pieces,
+    Region,
+    same_values,
+)
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.files.json_content import Table
 
 
 @dataclass(frozen=True)
@@ -28,14 +36,14 @@ class Facts:
     ia3: tuple[CheckpointReader, ...] = ()  # of IA3
     ia3_in_place: bool = False  # multiply IA3 scalers into the weights instead of storing them
     adapters: tuple[CheckpointReader, ...] = ()
-    activation_ranges: Mapping[str, Any] | None = None  # of inputs and outputs, for static int8
+    activation_ranges: Table | None = None  # of inputs and outputs, for static int8
     # Tensors of the added archives, by the names source mappings use for them.
-    extra: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    extra: Mapping[str, Pieces] = field(default_factory=dict)
     prefix: str = ""  # of keys, which a source may leave out
     maps: FileMaps = field(default_factory=FileMaps)
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Table:
         """The source's configuration as it wrote it."""
         return self.reader.config
 
@@ -152,7 +160,7 @@ class SourceMapping:
     # Configurations in the source's own words that may describe a config, and whether its head
     # equals its embedding, in order of preference; one holds if `config` reads it back as the same
     # architecture. None for formats that are not written.
-    written: Callable[[Any, bool], Sequence[Mapping[str, Any]]] | None = None
+    written: Callable[[Any, bool], Sequence[Table]] | None = None
     positions: str | None = None  # key of the longest sequence, where the config has none
     nulls: tuple[str, ...] = ()  # settings whose absence is not null to the library
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
+from export_scripts.numeric.dtypes import Shape
 
 # From a key, and perhaps an axis and a number of its entries that belong together: the pieces, one
 # for each training rank, or more, cut on the axis where that saves gathering them.
@@ -36,7 +37,7 @@ class Parts:
     tensors: tuple[Tensor, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the whole."""
         shape = list(self.tensors[0].shape)
         shape[self.axis] = sum(part.shape[self.axis] for part in self.tensors)
@@ -47,9 +48,9 @@ class Parts:
 class View:
     """A tensor of a source as a rearrangement of an FT tensor, which `taken` makes."""
 
-    sizes: tuple[int, ...]  # axes of the FT tensor, split where the rearrangement needs it
-    order: tuple[int, ...]  # of `sizes` in the source; an axis may be left out
-    shape: tuple[int, ...]  # in the source: the same values in C order
+    sizes: Shape  # axes of the FT tensor, split where the rearrangement needs it
+    order: Shape  # of `sizes` in the source; an axis may be left out
+    shape: Shape  # in the source: the same values in C order
     index: int = 0  # entry taken of the axis left out
     zero_rows: int = 0  # rows in the source before those that FT has
     place: int = 0  # among the views whose rows follow each other in one tensor of the source
@@ -75,7 +76,7 @@ class TensorSource:
         """Return the tensor; `get` gives the pieces of a key, one per training rank."""
         raise NotImplementedError
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         """Return the keys read as views of the FT tensor; empty if it does not hold them."""
         return []
 
@@ -105,7 +106,7 @@ class Copy(TensorSource):
         """Return the pieces as they are."""
         return Parts(self.cut or 0, tuple(_taken(get(self.key, self.cut), self.cut)))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         """Return the tensor as it is."""
         return [(self.key, same(shape))]
 
@@ -149,7 +150,7 @@ class Rows(Copy):
         axis += next((n for n, word in enumerate(nesting.order) if free and free in word), 0)
         return Parts(0 if self.cut == 1 else axis, out)
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:
+    def views(self, shape: Shape, config: Any) -> Views:
         """Return the rows as stored: all, or for each entry of the outermost axis those taken."""
         nesting = self.nesting(config)
         tail = shape[: len(shape) - (2 if nesting.order[0] == "k" else 1)]
@@ -297,7 +298,7 @@ class StackQKV(TensorSource):
         axis = wholes[0].ndim - 1
         return Parts(axis, tuple(whole[:, None] if axis else whole[None] for whole in wholes))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         """Return each of the three."""
         order = (2, 0) if len(shape) == 3 else (1,)
         stored = tuple(shape[axis] for axis in order)

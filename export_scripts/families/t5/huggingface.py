@@ -5,7 +5,6 @@ Names: transformers, models/t5/modeling_t5.py.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from export_scripts.families.mapping.huggingface import (
     activation_name,
@@ -27,6 +26,7 @@ from export_scripts.families.t5.layout import (
     T5Config,
     t5_warnings,
 )
+from export_scripts.files.json_content import Fields
 
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.
@@ -128,7 +128,7 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     )
 
 
-def _written(config: T5Config, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
+def _written(config: T5Config, is_tied: bool) -> list[Fields]:  # noqa: ARG001
     """Return config.json; tie_word_embeddings states that logits are scaled (`_scales_logits`)."""
     name = activation_name(config.feed_forward_proj, exact_gelu=config.exact_gelu)
     if config.use_gated_activation:
@@ -168,7 +168,7 @@ def _scales_logits(settings: Settings) -> bool:
 
 def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     """Return each tensor's source; most have the names of the layout."""
-    names: dict[str, Any] = {
+    names: Fields = {
         (module := spec.name.rpartition(".")[0]): module
         for spec in LAYOUT
         if spec.name.startswith(("encoder.", "decoder."))

@@ -8,7 +8,6 @@ t5_with_bias alone; other behaviour of a model is folded into its weights.
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
@@ -44,6 +43,7 @@ from export_scripts.families.t5.tuning import (
     tuning_kind,
     tuning_reasons,
 )
+from export_scripts.files.json_content import Fields, Table
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
 # one matrix, under the names of the plain one.
@@ -83,7 +83,7 @@ class _Traits:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Table) -> None:
         flat = {key: value for key, value in config.items() if key not in ("encoder", "decoder")}
 
         def side(name: str) -> Settings:
@@ -93,7 +93,7 @@ class _Traits:
 
         self.encoder, self.decoder = encoder, decoder = side("encoder"), side("decoder")
         # Fields of the config; sizes are 0 if absent.
-        self.fields: dict[str, Any] = {
+        self.fields: Fields = {
             field: encoder.integer(name, default=0, least=0) for name, field in _SIZES.items()
         }
         # By the keys of _WORDS, as the source has them.
@@ -221,7 +221,7 @@ def _reasons(facts: Facts) -> list[str]:
 def _config(facts: Facts) -> T5Config:
     start_id, end_id, pad_id = _special_ids(facts)
     traits = _Traits(facts.config)
-    adapter: dict[str, Any] = {}
+    adapter: Fields = {}
     if facts.adapters:
         width = int(tuning_kind(facts.adapters[0])["adapter_dim"])
         adapter = {"has_adapter": True, "adapter_inter_size": width, "adapter_norm_position": "pre"}

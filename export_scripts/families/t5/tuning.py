@@ -18,6 +18,7 @@ from export_scripts.families.mapping.sources import (
 )
 from export_scripts.families.mapping.tensors import Tensor, constant, float32, stacked
 from export_scripts.families.t5.layout import DECODER, DECODER_SELF, ENCODER
+from export_scripts.files.json_content import Table
 
 # A layer's adapters, as `added_tensors` names them.
 _ADAPTERS = {
@@ -31,7 +32,7 @@ def _scaler(task: int, side: str, kind: str) -> str:
     return f"ia3.{task}:{_ADAPTERS[side]}{kind}_infused_adapter.scalers"
 
 
-def tuning_kind(archive: CheckpointReader) -> Mapping[str, Any]:
+def tuning_kind(archive: CheckpointReader) -> Table:
     """Return the adapter_tuning section of an archive's configuration (empty without one)."""
     section = archive.config.get("adapter_tuning")
     return section if isinstance(section, Mapping) else {}
