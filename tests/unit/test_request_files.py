@@ -10,8 +10,8 @@ import pytest
 
 from export_scripts.triton.signature import (
     GPT,
+    MODEL_SIGNATURES,
     T5,
-    T5_ENCODER,
     TOKENIZER,
     ModelSignature,
     ensemble,
@@ -29,7 +29,7 @@ MODELS: dict[str, ModelSignature] = {
     "sample_request_single_t5.json": T5,
     "sample_request_single_t5_ia3.json": T5,
     "sample_request_stream_t5.json": T5,
-    "sample_request_single_t5_encoder.json": T5_ENCODER,
+    "sample_request_single_t5_encoder.json": MODEL_SIGNATURES["T5-Encoder"],
     "sample_request_tokenizer.json": TOKENIZER,
 }
 TYPES = {
