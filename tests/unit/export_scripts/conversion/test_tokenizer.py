@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -175,17 +174,6 @@ def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
     done = convert(request(source, tmp_path / "out", allow=("tokenizer",)))
     assert not list(done.ft_dir.glob("tokenizer*"))
     assert any(reason in remark and "left out" in remark for remark in done.remarks)
-
-
-def test_a_machine_without_the_libraries_leaves_the_tokenizer_to_another(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path))
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    wanted = request(source, tmp_path / "out")
-    assert check_conversion(wanted) == []
-    with pytest.raises(CheckpointMismatchError, match="sentencepiece is missing"):
-        convert(wanted)
 
 
 def test_no_tokenizer_is_given_to_a_model_whose_own_class_changes_it(
