@@ -13,6 +13,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Piece, Pieces
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
+from export_scripts.checkpoints.partitioned import renamed
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 _FORMATS = ("nemo", "megatron", "nemo2", "bridge")
@@ -208,12 +209,12 @@ _LEGACY = re.compile(r"^(model\.)?language_model\.")
 _LEGACY_NORM = re.compile(r"\b(input|post_attention|final)_norm\.")
 # Parts of names before megatron-core -> its own.
 _CORE_PARTS = (
-    (re.compile(r"\b(?:encoder|transformer)\.(?=layers\.|final_)"), "decoder."),
-    (re.compile(r"\b(?:self_)?attention\.query_key_value\."), "self_attention.linear_qkv."),
-    (re.compile(r"\b(?:self_)?attention\.dense\."), "self_attention.linear_proj."),
-    (re.compile(r"\bpost_attention_layernorm\."), "pre_mlp_layernorm."),
-    (re.compile(r"\bmlp\.dense_h_to_4h\."), "mlp.linear_fc1."),
-    (re.compile(r"\bmlp\.dense_4h_to_h\."), "mlp.linear_fc2."),
+    (r"\b(?:encoder|transformer)\.(?=layers\.|final_)", "decoder."),
+    (r"\b(?:self_)?attention\.query_key_value\.", "self_attention.linear_qkv."),
+    (r"\b(?:self_)?attention\.dense\.", "self_attention.linear_proj."),
+    (r"\bpost_attention_layernorm\.", "pre_mlp_layernorm."),
+    (r"\bmlp\.dense_h_to_4h\.", "mlp.linear_fc1."),
+    (r"\bmlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
 )
 _SECOND_HALF = "mlp.dense_h_to_4h_2."
 # Versions in which the rows of a projection are those of megatron-core; NeMo has none.
@@ -246,10 +247,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
             continue
         if second := tensors.get(name.replace("mlp.dense_h_to_4h.", _SECOND_HALF)):
             pieces = _joined(pieces, second) if second is not pieces else pieces
-        name = _LEGACY.sub(r"\1", name)
-        for theirs, core in _CORE_PARTS:
-            name = theirs.sub(core, name)
-        named[name] = pieces
+        named[renamed(_LEGACY.sub(r"\1", name), _CORE_PARTS)] = pieces
     return dataclasses.replace(reader, tensors=named)
 
 

@@ -5,7 +5,7 @@ Used for NeMo and Megatron; families do not see ranks.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,6 +239,13 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
             items = [(f"{prefix}.{k}" if prefix else str(k), v) for k, v in node.items()]
             stack += [(name, value, depth + 1) for name, value in reversed(items)]
     return without_wrappers(flat)
+
+
+def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
+    """Return a name with what the patterns of a table find replaced, one after the other."""
+    for theirs, ours in table:
+        name = re.sub(theirs, ours, name)
+    return name
 
 
 def without_wrappers(table: dict[str, _Value]) -> dict[str, _Value]:

@@ -32,7 +32,7 @@ from export_scripts.checkpoints.distributed import (
     states_settings,
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
-from export_scripts.checkpoints.partitioned import without_wrappers
+from export_scripts.checkpoints.partitioned import renamed, without_wrappers
 from export_scripts.checkpoints.safetensors_file import are_sizes, read_safetensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 from export_scripts.numeric.dtypes import Shape
@@ -111,7 +111,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     refuse_holes(found, folder)
     tensors = {name: tensor.pieces for name, tensor in found.items()}
     if _TITAN_TABLE in tensors:
-        tensors = _renamed(tensors, configuration)
+        tensors = _from_titan(tensors, configuration)
     stored = {each.path for tensor in found.values() for each in tensor.stored}
     index = {folder / INDEX_NAME} if (folder / INDEX_NAME).is_file() else set()
     return dataclasses.replace(
@@ -159,17 +159,17 @@ _TITAN_TABLE = "tok_embeddings.weight"
 _TITAN_BUFFER = "freqs_cis"  # computed from the settings
 # Names of torchtitan, the older ones too -> of transformers' Llama and Qwen3.
 _TITAN_NAMES = (
-    (re.compile(r"^tok_embeddings\."), "model.embed_tokens."),
-    (re.compile(r"^norm\."), "model.norm."),
-    (re.compile(r"^output\."), "lm_head."),
-    (re.compile(r"^layers\."), "model.layers."),
-    (re.compile(r"\.attention_norm\."), ".input_layernorm."),
-    (re.compile(r"\.ffn_norm\."), ".post_attention_layernorm."),
-    (re.compile(r"\.attention\.(?:qkv_linear\.)?w([qkvo])\."), r".self_attn.\1_proj."),
-    (re.compile(r"\.attention\.([qk])_norm\."), r".self_attn.\1_norm."),
-    (re.compile(r"\.feed_forward\.w1\."), ".mlp.gate_proj."),
-    (re.compile(r"\.feed_forward\.w2\."), ".mlp.down_proj."),
-    (re.compile(r"\.feed_forward\.w3\."), ".mlp.up_proj."),
+    (r"^tok_embeddings\.", "model.embed_tokens."),
+    (r"^norm\.", "model.norm."),
+    (r"^output\.", "lm_head."),
+    (r"^layers\.", "model.layers."),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attention\.(?:qkv_linear\.)?w([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.attention\.([qk])_norm\.", r".self_attn.\1_norm."),
+    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
 )
 _TURNED = re.compile(r"\.self_attn\.([qk])_proj\.")
 # Types of models that torchtitan has -> the number of heads of queries and of keys, where it
@@ -180,7 +180,9 @@ _TITAN_MODELS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _renamed(tensors: Mapping[str, Pieces], configuration: CheckpointReader) -> dict[str, Pieces]:
+def _from_titan(
+    tensors: Mapping[str, Pieces], configuration: CheckpointReader
+) -> dict[str, Pieces]:
     """Return torchtitan's tensors under transformers' names, in its order of dimensions."""
     kind = str(configuration.config.get("model_type"))
     if kind not in _TITAN_MODELS:
@@ -188,16 +190,15 @@ def _renamed(tensors: Mapping[str, Pieces], configuration: CheckpointReader) -> 
             f"{configuration.path}: torchtitan's names with model_type = {kind!r:.100}: known are "
             f"{', '.join(_TITAN_MODELS)}"
         )
-    renamed: dict[str, Pieces] = {}
+    found: dict[str, Pieces] = {}
     for name, (piece,) in tensors.items():
         if name == _TITAN_BUFFER:
             continue
-        for theirs, ours in _TITAN_NAMES:
-            name = theirs.sub(ours, name)
+        name = renamed(name, _TITAN_NAMES)
         if (match := _TURNED.search(name)) and (key := _TITAN_MODELS[kind].get(match[1])):
             piece = HalvedHeads.of(name, piece, configuration.config.get(key))
-        renamed[name] = (piece,)
-    return renamed
+        found[name] = (piece,)
+    return found
 
 
 @dataclass(frozen=True)
