@@ -111,6 +111,11 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     eos = _token(settings, "eos_token_id", default=1)
     if has_decoder:
         values["tie_word_embeddings"] = _scales_logits(settings)
+        if not settings.flag("is_encoder_decoder", default=True):
+            settings.note(
+                "is_encoder_decoder = false, but the checkpoint holds a decoder, which computes "
+                "something else then: set it to true, or convert the encoder alone (t5_encoder)"
+            )
     return settings.built(
         T5Config,
         facts,

@@ -113,12 +113,13 @@ def test_unknown_tensors_are_refused(tied: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"is_encoder_decoder": False}, "the checkpoint holds a decoder"),
         ({"dense_act_fn": "tanh"}, "dense_act_fn = tanh cannot be represented"),
         ({"model_type": "umt5"}, "unknown architecture"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"relative_attention_max_distance": 4}, "buckets = 8 with relative_attention_max_dist"),
     ],
-    ids=["activation", "umt5", "quantised", "reach"],
+    ids=["decoder", "activation", "umt5", "quantised", "reach"],
 )
 def test_models_that_ft_cannot_express_are_refused(
     tied: Path, tmp_path: Path, settings: dict[str, object], words: str
