@@ -19,7 +19,7 @@ from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource, join
+from export_scripts.families.mapping.sources import Copy, Sources, join
 from export_scripts.families.t5.tuning import ia3_reasons, ia3_sources
 from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME, write_config
@@ -54,7 +54,7 @@ def add_tuning(
         extra=added_tensors(archives, scalers, ()),
     )
     fields: Fields = {}
-    sources: dict[str, TensorSource] = {}
+    sources: Sources = {}
     if archives:
         if all(spec.name != PROMPT_TABLE for spec in family.layout):
             raise ValueError(f"a {family.name} folder has no place for prompts; give a decoder's")

@@ -11,7 +11,7 @@ from export_scripts.checkpoints.tokenizers import folder_members
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.families.mapping.sources import Copy, Sources
 from export_scripts.files.json_content import Fields
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
@@ -90,10 +90,8 @@ def _mapping(family: ModelFamily, stored: FTConfig) -> SourceMapping:
         }
         return dataclasses.replace(stored, **asked)
 
-    def weights(facts: Facts, _: FTConfig) -> Mapping[str, TensorSource]:
-        table: dict[str, TensorSource] = {
-            spec.name: Copy(spec.name, cut=spec.split) for spec in family.layout
-        }
+    def weights(facts: Facts, _: FTConfig) -> Sources:
+        table: Sources = {spec.name: Copy(spec.name, cut=spec.split) for spec in family.layout}
         return {**table, **family.whole(stored, facts.keys())}
 
     return SourceMapping(

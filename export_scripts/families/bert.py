@@ -4,19 +4,18 @@ Layout: FasterTransformer, models/bert/BertWeight.h and BertLayerWeight.cc (5.3 
 transformers, models/bert/modeling_bert.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import key, read_keys, written_keys
 from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.families.mapping.sources import Copy, Sources
 
 LAYER = "model.encoder.layer.{layer}."
 
@@ -59,7 +58,7 @@ class BertConfig(FTConfig):
         )
 
 
-LAYOUT: tuple[WeightSpec, ...] = (
+LAYOUT: Layout = (
     *WeightSpec.column(LAYER + "attention.self.query", "hidden", "hidden"),
     *WeightSpec.column(LAYER + "attention.self.key", "hidden", "hidden"),
     *WeightSpec.column(LAYER + "attention.self.value", "hidden", "hidden"),
@@ -107,7 +106,7 @@ def _config(facts: Facts) -> BertConfig:
     )
 
 
-def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:
+def _weights(facts: Facts, _: BertConfig) -> Sources:
     modules = (spec.name.rpartition(".")[0] for spec in LAYOUT)
     names = {module: module.replace(LAYER, _HF) for module in modules}
     table = named_sources(names, LAYOUT)

@@ -6,7 +6,6 @@ examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
 """
 
 # Shapes: S shards, h hidden
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.huggingface import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig, unrotatable
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -22,6 +21,7 @@ from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
     Copy,
+    Sources,
     TensorSource,
     transposed,
 )
@@ -51,7 +51,7 @@ class GPTJConfig(DecoderConfig):
         )
 
 
-LAYOUT: tuple[WeightSpec, ...] = (
+LAYOUT: Layout = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     *WeightSpec.norm(LAYER + "input_layernorm"),
     WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
@@ -211,7 +211,7 @@ def _copied(source: TensorSource) -> TensorSource:
     return Adjusted(source, lambda values, _: rounded(values, "fp16"))
 
 
-_JAX_WEIGHTS: Mapping[str, TensorSource] = {
+_JAX_WEIGHTS: Sources = {
     # The table plus the bias of every row; both, and their sum, are rounded to fp16.
     "model.wte": Compute(
         lambda config, table, bias: rounded(

@@ -10,14 +10,14 @@ eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
 import functools
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
 from export_scripts.families.mapping.known_settings import eleuther_obstacles
 from export_scripts.families.mapping.names import fused_layer, named_sources, whole_names
@@ -28,7 +28,14 @@ from export_scripts.families.mapping.settings import (
     half_precision_warnings,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Adjusted, Compute, Constant, Copy, TensorSource
+from export_scripts.families.mapping.sources import (
+    Adjusted,
+    Compute,
+    Constant,
+    Copy,
+    Sources,
+    TensorSource,
+)
 from export_scripts.families.mapping.tensors import float32, rounded
 from export_scripts.files.json_content import Fields, Table
 
@@ -60,7 +67,7 @@ class GPTNeoXConfig(DecoderConfig):
 
 _SEQUENTIAL = ("not use_gptj_residual",)
 
-LAYOUT: tuple[WeightSpec, ...] = (
+LAYOUT: Layout = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     *WeightSpec.norm(LAYER + "input_layernorm"),
     WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
@@ -85,7 +92,7 @@ _SUM = LAYER + "mlp.attention.bias.sum"
 _SHARES = (LAYER + "attention.dense.bias", LAYER + "mlp.dense_4h_to_h.bias")
 
 
-def _whole_biases(stored: GPTNeoXConfig, names: Collection[str]) -> dict[str, TensorSource]:
+def _whole_biases(stored: GPTNeoXConfig, names: Collection[str]) -> Sources:
     """Return the sources of the output biases, which a folder divides by its ranks.
 
     Where only their sum is left, it becomes the MLP's, and attention's zeros.
@@ -133,13 +140,11 @@ def _output_bias(config: GPTNeoXConfig, *joined: Any) -> Any:
     return functools.reduce(lambda total, share: rounded(total + share, kind), shares)
 
 
-def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
+def _sources(facts: Facts, config: GPTNeoXConfig) -> Sources:
     """Return the sources of output biases: whole, or the share of each rank that adds them."""
     attention, mlp = (f"{_L}{name}.bias" for name in ("attention.dense", "mlp.dense_4h_to_h"))
     has_bias = facts.config.get("attention_bias", True)
-    table: dict[str, TensorSource] = {
-        _SUM: Compute(_output_bias, (attention, mlp) if has_bias else (mlp,))
-    }
+    table: Sources = {_SUM: Compute(_output_bias, (attention, mlp) if has_bias else (mlp,))}
     if config.use_gptj_residual and config.tensor_para_size > 1:
         table |= {
             name: Compute(_output_bias, (key,))
@@ -295,7 +300,7 @@ _ELEUTHER_NAMES = {
     "model.lm_head": _HEAD.removesuffix(".weight"),
 }
 
-_ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
+_ELEUTHER_WEIGHTS: Sources = {
     **{
         name: Compute(
             lambda config, joined: _summed(config, joined) / (joined.shape[0] // config.hidden),
@@ -311,7 +316,7 @@ _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
 }
 
 
-def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
+def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Sources:
     """Return each tensor's source; a model with tied weights has no separate head."""
     untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
     if facts.has(_HEAD) or untied is not False:

@@ -32,7 +32,7 @@ from export_scripts.families.mapping.huggingface import Setting, key
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.names import Names, whole_names
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.families.mapping.sources import Sources
 
 EXPERT = "mlp.experts.{expert}."
 
@@ -152,7 +152,7 @@ def _core_config(facts: Facts) -> MixtureConfig:
     )
 
 
-def _core_weights(facts: Facts, _: MixtureConfig) -> Mapping[str, TensorSource]:
+def _core_weights(facts: Facts, _: MixtureConfig) -> Sources:
     # Not fused, as the router reads its output too; megatron-core's own layers still name it so.
     norm = "pre_mlp_layernorm"
     if not facts.has(f"{CORE_LAYER}{norm}.weight".format(layer=0)):

@@ -5,7 +5,7 @@ NeMo and Megatron-LM save the same tensors and differ in their configuration onl
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED, chosen_layers
@@ -19,7 +19,7 @@ from export_scripts.families.gpt.megatron import (
     core_traits,
     is_core,
 )
-from export_scripts.families.layout.spec import WeightSpec
+from export_scripts.families.layout.spec import Layout
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
@@ -30,7 +30,7 @@ from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.rotary import scaling_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.families.mapping.sources import Sources
 from export_scripts.files.json_content import Fields
 
 # Traits that the tensors of the first layer show.
@@ -263,9 +263,7 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     return fields if scaled.get("rotary_factor") == 1 else {**fields, **scaled}
 
 
-def core_sources(
-    facts: Facts, names: Mapping[str, str], layout: Sequence[WeightSpec] = DENSE.layout
-) -> dict[str, TensorSource]:
+def core_sources(facts: Facts, names: Mapping[str, str], layout: Layout = DENSE.layout) -> Sources:
     """Return the source of each tensor of a layout."""
     # A distributed checkpoint keeps whole tensors.
     of_each = not facts.reader.is_distributed

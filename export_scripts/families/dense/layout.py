@@ -16,8 +16,8 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
+from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
+from export_scripts.families.mapping.sources import Copy, Get, Parts, Sources
 from export_scripts.files.json_content import Fields
 
 _CHOICES = {
@@ -189,7 +189,7 @@ class DenseConfig(DecoderConfig):
         )
 
 
-def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
+def _heads_norm(name: str, width: str) -> Layout:
     name = f"{LAYER}attention.{name}.weight"
     return (
         WeightSpec(name, ("size_per_head",), when=("query_key_norm=head",)),
@@ -200,7 +200,7 @@ def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
 _INPUT, _OUTPUT, _MLP = ("has_input_norms",), ("has_output_norms",), ("has_mlp_bias",)
 _QKV, _NORM = ("has_qkv_bias",), ("norm_type=layernorm",)
 
-LAYOUT: tuple[WeightSpec, ...] = (
+LAYOUT: Layout = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     *WeightSpec.norm(LAYER + "input_layernorm", when=_INPUT, bias=_NORM),
     *WeightSpec.column(LAYER + "attention.query", "hidden", "attention_width", bias=_QKV),
@@ -240,7 +240,7 @@ class _FirstCopies(Copy):
         return Parts(parts.axis, parts.tensors[:: self.copies])
 
 
-def _whole_heads(stored: DenseConfig, _: Collection[str]) -> dict[str, TensorSource]:
+def _whole_heads(stored: DenseConfig, _: Collection[str]) -> Sources:
     """Return the sources of keys and values where several ranks have the same head."""
     copies = stored.stored_kv_head_num // stored.kv_head_num
     return {

@@ -19,7 +19,7 @@ from export_scripts.families.mapping.sources import (
     Copy,
     Get,
     Parts,
-    TensorSource,
+    Sources,
     View,
     Views,
 )
@@ -143,7 +143,7 @@ def _check_ranges(ranges: Table, num_layer: int) -> None:
     refuse(problems)
 
 
-def _int8_weights(ranges: Table, config: GPTConfig) -> dict[str, TensorSource]:
+def _int8_weights(ranges: Table, config: GPTConfig) -> Sources:
     """Return the sources of int8 weights and their scales, each of its own layer."""
     specs = {spec.name: spec for spec in LAYOUT}
     return {
@@ -256,7 +256,7 @@ class _Positions(Copy):
         return [(self.key, View(shape, (0, 1), stored, zero_rows=_POSITION_OFFSET))]
 
 
-def _neutral(facts: Facts) -> dict[str, TensorSource]:
+def _neutral(facts: Facts) -> Sources:
     """Return the biases and the norms' parameters of models that store none."""
     bias = facts.config.get("enable_bias", True)
     affine = facts.config.get("layer_norm_elementwise_affine", True)
@@ -267,10 +267,10 @@ def _neutral(facts: Facts) -> dict[str, TensorSource]:
     }
 
 
-def _opt_sources(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:
+def _opt_sources(facts: Facts, config: GPTConfig) -> Sources:
     """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
     positions = "model.decoder.embed_positions.weight"
-    table: dict[str, TensorSource] = {
+    table: Sources = {
         **_neutral(facts),
         "model.wpe": _Positions(positions),
     }

@@ -10,7 +10,7 @@ from typing import ClassVar
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import HEAD, LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class GPTConfig(DecoderConfig):
         return []
 
 
-def _adapter(name: str) -> tuple[WeightSpec, ...]:
+def _adapter(name: str) -> Layout:
     width, when = "adapter_inter_size", ("has_adapters",)
     return (
         *WeightSpec.column(f"{LAYER}{name}.dense_h_to_4h", "hidden", width, when=when),
@@ -83,9 +83,7 @@ def _adapter(name: str) -> tuple[WeightSpec, ...]:
     )
 
 
-def _int8(
-    name: str, shape: tuple[str | int, ...], *, split: int, parts: int = 1
-) -> tuple[WeightSpec, ...]:
+def _int8(name: str, shape: tuple[str | int, ...], *, split: int, parts: int = 1) -> Layout:
     """Static int8 twin of one GEMM weight; its scales are always fp32 (QKV: one per part)."""
     name = LAYER + name
     inter: tuple[str | int, ...] = (1,) if parts == 1 else (parts, "local_hidden")
@@ -98,7 +96,7 @@ def _int8(
     )
 
 
-LAYOUT: tuple[WeightSpec, ...] = (
+LAYOUT: Layout = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), when=("has_positional_encoding",)),
     *WeightSpec.norm("model.pre_decoder_layernorm", when=("has_pre_decoder_layernorm",)),

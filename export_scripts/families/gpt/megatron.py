@@ -22,7 +22,7 @@ from export_scripts.families.mapping.names import (
     whole_names,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.families.mapping.sources import Sources
 from export_scripts.files.json_content import Fields
 
 # GPT-2's end of text, which Megatron's converters assume without a vocabulary.
@@ -135,7 +135,7 @@ def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
 
 def gpt_sources(
     facts: Facts, traits: MegatronTraits, names: Mapping[str, str], *, order: str = "nkd"
-) -> dict[str, TensorSource]:
+) -> Sources:
     """Return the source of each tensor of a GPT."""
     return completed(
         named_sources(names, LAYOUT, order=order),

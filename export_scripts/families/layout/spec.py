@@ -123,6 +123,9 @@ def _holds(config: FTConfig, condition: str) -> bool:
     return bool(found == value if value else found) is not condition.startswith("not ")
 
 
+Layout = tuple[WeightSpec, ...]
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """A model family, without its source mappings."""
@@ -130,7 +133,7 @@ class ModelFamily:
     name: str  # key of the families table
     model_type: str  # as config.pbtxt spells it for NVIDIA's backend
     config: type[FTConfig]
-    layout: tuple[WeightSpec, ...]
+    layout: Layout
     # Config fields or properties that the tensor-parallel size must divide.
     divisible: tuple[str, ...] = ("head_num", "inter_size")
     unread: tuple[str, ...] = ()  # patterns of files that other converters write for no loader

@@ -3,7 +3,7 @@
 Both are read in both directions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from export_scripts.families.mapping.settings import (
     model_name,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.families.mapping.sources import Copy, Sources
 from export_scripts.files.json_content import Fields, Table
 
 
@@ -113,7 +113,7 @@ class HuggingFaceDecoder:
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
     # For tensors that have none by their names, or another one.
-    sources: Callable[[Facts, Any], Mapping[str, TensorSource]] = lambda *_: {}
+    sources: Callable[[Facts, Any], Sources] = lambda *_: {}
     # Further fields, from the settings and the values read before, and the way back.
     read: Callable[[Settings, Fields], Table] = lambda *_: {}
     written: Callable[[Any], Table] = lambda _: {}
@@ -185,7 +185,7 @@ class HuggingFaceDecoder:
             }
         ]
 
-    def weights(self, facts: Facts, config: Any) -> Mapping[str, TensorSource]:
+    def weights(self, facts: Facts, config: Any) -> Sources:
         """Return the source of each tensor."""
         layout = self.family.layout
         names = whole_names(self.layer, self.names)

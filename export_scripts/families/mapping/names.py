@@ -1,10 +1,10 @@
 """The tensors of a decoder in a source: its modules, by those of the layout."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from export_scripts.families.layout.decoder import LAYER
-from export_scripts.families.layout.spec import WeightSpec
+from export_scripts.families.layout.spec import Layout
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Adjusted,
@@ -12,8 +12,8 @@ from export_scripts.families.mapping.sources import (
     Copy,
     Get,
     Parts,
+    Sources,
     StackQKV,
-    TensorSource,
     Views,
     attention_heads,
     half,
@@ -75,13 +75,13 @@ def whole_names(layer: str, names: Names) -> Fields:
 
 def named_sources(
     names: Names,
-    layout: Sequence[WeightSpec],
+    layout: Layout,
     *,
     rows: str = "own",
     order: str = "nkd",
     in_out: bool = False,
     halves_of_each: bool = False,
-) -> dict[str, TensorSource]:
+) -> Sources:
     """Return the source of each tensor of a layout that has a name.
 
     Training ranks, where a source has several, cut each as ranks of the layout do, and embedding
@@ -105,7 +105,7 @@ def named_sources(
         if module.endswith("dense_h_to_4h_2") and names.get(module.removesuffix("_2")) == theirs
         for which, end in enumerate(("", "_2"))
     }
-    out: dict[str, TensorSource] = {}
+    out: Sources = {}
     for spec in layout:
         module, _, kind = spec.name.rpartition(".")
         if spec.name in names:
@@ -137,13 +137,13 @@ def named_sources(
 
 
 def completed(
-    table: Mapping[str, TensorSource],
-    layout: Sequence[WeightSpec],
+    table: Sources,
+    layout: Layout,
     facts: Facts,
     *,
     lacks: Callable[[str], bool],
     is_one_plus: bool,
-) -> dict[str, TensorSource]:
+) -> Sources:
     """Return a table with zeros for absent biases, and 1 added to scales of norms.
 
     `lacks` says whether the model has no bias of a name, `is_one_plus` whether scales are stored as

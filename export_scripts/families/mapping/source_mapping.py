@@ -18,7 +18,7 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.families.mapping.sources import Copy, Sources
 from export_scripts.files.json_content import Table
 
 
@@ -148,7 +148,7 @@ class SourceMapping:
     config: Callable[[Facts], FTConfig]
     # For each layout record's name, or a tensor's of which it differs from layer to layer; asked
     # once the config is known.
-    weights: Callable[[Facts, Any], Mapping[str, TensorSource]]
+    weights: Callable[[Facts, Any], Sources]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
     # Settings by which a model may compute something else, and why; the user may pass each.
     obstacles: Callable[[Facts], Mapping[str, str]] = lambda _: {}
@@ -165,7 +165,7 @@ class SourceMapping:
     nulls: tuple[str, ...] = ()  # settings whose absence is not null to the library
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
 
-    def sources(self, facts: Facts, config: Any) -> dict[str, TensorSource]:
+    def sources(self, facts: Facts, config: Any) -> Sources:
         """Return the sources of the layout, as `weights`, those of added prompts included."""
         return {PROMPT_TABLE: Copy("prompt:{task}"), **self.weights(facts, config)}
 

@@ -57,6 +57,8 @@ class View:
 
 
 Views = Sequence[tuple[str, View]]
+# Keys read, each with the axis on which training ranks cut it (None: replicated).
+Reads = tuple[tuple[str, int | None], ...]
 
 
 def same(shape: Sequence[int], *, stored: Sequence[int] | None = None) -> View:
@@ -68,7 +70,7 @@ class TensorSource:
     """The source of an FT tensor."""
 
     @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
+    def reads(self) -> Reads:
         """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
         return ()
 
@@ -79,6 +81,9 @@ class TensorSource:
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         """Return the keys read as views of the FT tensor; empty if it does not hold them."""
         return []
+
+
+Sources = dict[str, TensorSource]  # by the names of tensors of a layout
 
 
 def join(pieces: Sequence[Tensor], axis: int | None) -> Tensor:
@@ -98,7 +103,7 @@ class Copy(TensorSource):
     cut: int | None = None
 
     @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
+    def reads(self) -> Reads:
         """The one key."""
         return ((self.key, self.cut),)
 
@@ -288,7 +293,7 @@ class StackQKV(TensorSource):
     keys: tuple[str, str, str]
 
     @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
+    def reads(self) -> Reads:
         """The three keys."""
         return tuple((key, None) for key in self.keys)
 
@@ -317,7 +322,7 @@ class Compute(TensorSource):
     cut: int = 0  # axis on which training ranks cut each
 
     @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
+    def reads(self) -> Reads:
         """All keys."""
         return tuple((key, self.cut) for key in self.keys)
 
@@ -339,7 +344,7 @@ class Adjusted(TensorSource):
     others: tuple[str, ...] = ()
 
     @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
+    def reads(self) -> Reads:
         """The other source's keys, and those of the others."""
         return (*self.source.reads, *((key, 0) for key in self.others))
 

@@ -4,7 +4,6 @@ Names: transformers, models/t5/modeling_t5.py.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from export_scripts.families.mapping.huggingface import (
     activation_name,
@@ -16,7 +15,7 @@ from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.families.mapping.sources import Copy, Sources
 from export_scripts.families.t5.layout import (
     DECODER_SELF,
     HEAD,
@@ -171,7 +170,7 @@ def _scales_logits(settings: Settings) -> bool:
     return settings.flag("scale_decoder_outputs", default=tied)
 
 
-def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
+def _weights(facts: Facts, config: T5Config) -> Sources:
     """Return each tensor's source; most have the names of the layout."""
     names: Fields = {
         (module := spec.name.rpartition(".")[0]): module

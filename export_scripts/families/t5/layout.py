@@ -16,7 +16,7 @@ from export_scripts.families.layout.architecture import (
     activation_choice,
 )
 from export_scripts.families.layout.config import FTConfig, Sections, ini_field
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec, When
+from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec, When
 
 HEAD = "lm_head.weight"
 
@@ -244,11 +244,11 @@ _ADAPTERS = ("adapter_inter_size",)
 RELATIVE_BIAS = "{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
-def _norm(name: str, when: When = ()) -> tuple[WeightSpec, ...]:
+def _norm(name: str, when: When = ()) -> Layout:
     return WeightSpec.norm(name, "d_model", when=when, bias=_BIAS)
 
 
-def _column(name: str, width: str, when: When = ()) -> tuple[WeightSpec, ...]:
+def _column(name: str, width: str, when: When = ()) -> Layout:
     return WeightSpec.column(name, "d_model", width, when=when, bias=_BIAS)
 
 
@@ -257,7 +257,7 @@ def _ia3(name: str, width: str) -> WeightSpec:
     return WeightSpec(f"{name}.ia3.weight", shape, split=1, when=("ia3_num_tasks",))
 
 
-def _attention(name: str) -> tuple[WeightSpec, ...]:
+def _attention(name: str) -> Layout:
     """Return three separate projections, as in the encoder and in cross attention."""
     return (
         *_column(f"{name}.q", "inner"),
@@ -269,7 +269,7 @@ def _attention(name: str) -> tuple[WeightSpec, ...]:
     )
 
 
-def _mlp(name: str) -> tuple[WeightSpec, ...]:
+def _mlp(name: str) -> Layout:
     """Return the MLP; in a gated one, wi is the activated half and wi2 the linear half."""
     return (
         *_column(f"{name}.wi", "d_ff"),
@@ -279,7 +279,7 @@ def _mlp(name: str) -> tuple[WeightSpec, ...]:
     )
 
 
-def _adapters(block: str) -> tuple[WeightSpec, ...]:
+def _adapters(block: str) -> Layout:
     width = "adapter_inter_size"
     specs: list[WeightSpec] = []
     for place in ("after_attention_adapter", "after_ffn_adapter"):
@@ -297,7 +297,7 @@ def _relative_bias(side: str, when: When) -> WeightSpec:
     return WeightSpec(name, ("num_heads", "positions"), split=0, when=when)
 
 
-LAYOUT: tuple[WeightSpec, ...] = (
+LAYOUT: Layout = (
     WeightSpec("shared.weight_T", ("vocab_size", "d_model")),
     WeightSpec("shared.ape", ("positions", "d_model"), when=("not is_relative",)),
     _relative_bias("encoder", _RELATIVE),

@@ -18,7 +18,12 @@ from export_scripts.families.mapping.megatron_traits import (
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource, split_qkv, transposed
+from export_scripts.families.mapping.sources import (
+    Copy,
+    Sources,
+    split_qkv,
+    transposed,
+)
 from export_scripts.families.mapping.tensors import constant
 from export_scripts.families.t5.layout import (
     CROSS,
@@ -287,7 +292,7 @@ _NAMES = {
 }
 
 
-def _attention(order: str) -> dict[str, TensorSource]:
+def _attention(order: str) -> Sources:
     # Module of the layout -> module of NeMo, its parts, and the one to take of them.
     parts: dict[str, tuple[str, int, int | None]] = {
         f"{ENCODER_SELF}.q": (_ELAYER + _QKV, 3, 0),
@@ -313,9 +318,9 @@ def _attention(order: str) -> dict[str, TensorSource]:
     }
 
 
-def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
+def _weights(facts: Facts, _: T5Config) -> Sources:
     traits = _Traits(facts.config)
-    table: dict[str, TensorSource] = {
+    table: Sources = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         **named_sources(_NAMES, LAYOUT),
@@ -340,7 +345,7 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
     return {**table, **stored, **adapter_sources(facts)}
 
 
-def _scale_queries(table: dict[str, TensorSource], factor: float) -> None:
+def _scale_queries(table: Sources, factor: float) -> None:
     """Multiply the rest of FT's scaling of scores into the queries."""
     first = constant([factor, 1.0, 1.0]).reshape(3, 1, 1)  # of (..., 3, heads, size)
     for kind in ("weight", "bias"):

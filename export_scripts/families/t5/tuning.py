@@ -13,7 +13,7 @@ from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
     Copy,
-    TensorSource,
+    Sources,
     transposed,
 )
 from export_scripts.families.mapping.tensors import Tensor, constant, float32, stacked
@@ -80,9 +80,9 @@ _BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
 _PLACES = {"1": "after_attention_adapter", "2": "after_ffn_adapter"}
 
 
-def adapter_sources(facts: Facts) -> dict[str, TensorSource]:
+def adapter_sources(facts: Facts) -> Sources:
     """Return the sources of the adapters of both stacks (empty without an archive)."""
-    sources: dict[str, TensorSource] = {}
+    sources: Sources = {}
     for side, number in itertools.product(_BLOCKS, _PLACES if facts.adapters else ()):
         stem = f"adapter.0:{_ADAPTERS[side]}adapter_{number}.module."
         name = f"{_BLOCKS[side]}{_PLACES[number]}."
@@ -112,7 +112,7 @@ _SCALED = {
 }
 
 
-def ia3_sources(facts: Facts) -> dict[str, TensorSource]:
+def ia3_sources(facts: Facts) -> Sources:
     """Return the sources of the stored scalers of both stacks, one row per task."""
     return {
         f"{_BLOCKS[side]}{name}.ia3.weight": Compute(lambda _, *rows: stacked(rows, 0), keys)
@@ -122,7 +122,7 @@ def ia3_sources(facts: Facts) -> dict[str, TensorSource]:
     }
 
 
-def ia3_in_place(table: dict[str, TensorSource]) -> None:
+def ia3_in_place(table: Sources) -> None:
     """Multiply the only task's scalers into the weights they scale, in a table of sources.
 
     Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
@@ -142,9 +142,7 @@ def ia3_in_place(table: dict[str, TensorSource]) -> None:
         scale(table, f"{DECODER_SELF}.qkv.{kind}", _fused, *pair)
 
 
-def scale(
-    table: dict[str, TensorSource], name: str, factor: Callable[..., Any], *keys: str
-) -> None:
+def scale(table: Sources, name: str, factor: Callable[..., Any], *keys: str) -> None:
     """Multiply `factor(config, *tensors)` of the keys' tensors into a source that reads any."""
     if name in table and table[name].reads:
         table[name] = Adjusted(
