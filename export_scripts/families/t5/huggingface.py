@@ -170,6 +170,18 @@ def _scales_logits(settings: Settings) -> bool:
     return settings.flag("scale_decoder_outputs", default=tied)
 
 
+def _warnings(facts: Facts, config: T5Config) -> list[str]:
+    is_scaled = config.tie_word_embeddings and not config.is_encoder_only
+    if facts.config["model_type"] != "mt5" or not is_scaled:
+        return t5_warnings(facts, config)
+    return [
+        *t5_warnings(facts, config),
+        "transformers 4, which wrote this mT5, divides its logits by sqrt(d_model) as the head is "
+        "tied, and transformers 5 does not: the folder divides them; if it was trained with 5, "
+        "state --set tie_word_embeddings=False",
+    ]
+
+
 def _weights(facts: Facts, config: T5Config) -> Sources:
     """Return each tensor's source; most have the names of the layout."""
     names: Fields = {
@@ -214,7 +226,7 @@ T5_HUGGINGFACE = SourceMapping(
     unsupported=_reasons,
     obstacles=huggingface_obstacles,
     ignored=_SHARED_IGNORED,
-    warnings=t5_warnings,
+    warnings=_warnings,
 )
 
 T5_ENCODER_HUGGINGFACE = dataclasses.replace(

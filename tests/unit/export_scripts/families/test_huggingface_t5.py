@@ -104,6 +104,17 @@ def test_the_unread_table_of_early_files_is_left_out(tied: Path, tmp_path: Path)
     converted(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("version", ["4.57.6", "5.24.0"])
+def test_it_is_said_of_an_mt5_that_releases_scale_differently(
+    tied: Path, tmp_path: Path, version: str
+) -> None:
+    settings = {"model_type": "mt5", "tie_word_embeddings": True, "transformers_version": version}
+    source = copy_of(tied, tmp_path / "hf", config=settings)
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    is_said = any("tie_word_embeddings=False" in remark for remark in done.remarks)
+    assert is_said == version.startswith("4.")
+
+
 def test_unknown_tensors_are_refused(tied: Path, tmp_path: Path) -> None:
     name = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
     source = copy_of(tied, tmp_path / "hf", tensors={name: torch.zeros(8, 4)})
