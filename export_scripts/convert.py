@@ -72,7 +72,7 @@ def convert_parser() -> argparse.ArgumentParser:
         metavar="KIND")  # fmt: skip
     add("given", "a config.ini value that the checkpoint lacks, such as head_num=16; repeat for "
         "more", metavar="KEY=VALUE", action="append", default=[])  # fmt: skip
-    kinds: dict[Any, dict[str, Any]] = {
+    kinds: dict[Any, Fields] = {
         int: {"type": _bytes, "metavar": "SIZE"},  # all its numbers are sizes
         bool: {"action": "store_true"},
         Path | None: {"type": Path, "metavar": "FILE"},

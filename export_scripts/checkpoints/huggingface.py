@@ -147,7 +147,7 @@ def open_configuration(path: Path) -> CheckpointReader:
 
 def _weight_files(
     path: Path,
-) -> tuple[list[Path], Mapping[str, str], Mapping[str, Any], list[str]]:
+) -> tuple[list[Path], Mapping[str, str], Table, list[str]]:
     """Return the files of weights, the index (a tensor's name -> its file's), and its metadata.
 
     The last are the problems of the index, which may name files that are not there.
@@ -169,7 +169,7 @@ def _weight_files(
     )
 
 
-def _indexed_files(index: Path) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+def _indexed_files(index: Path) -> tuple[dict[str, str], Fields, list[str]]:
     table = json_file(index)
     named, facts = table.get("weight_map"), table.get("metadata")
     if not isinstance(named, dict) or not named:

@@ -34,7 +34,7 @@ from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
 from export_scripts.files.json_content import Fields, Table
-from export_scripts.numeric.dtypes import SOURCE_TYPES, item_size
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -246,7 +246,7 @@ def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[Wri
     )
 
 
-def copied_tensor(key: str, shape: tuple[int, ...]) -> WrittenTensor:
+def copied_tensor(key: str, shape: Shape) -> WrittenTensor:
     """Return a tensor that is written as the source has it."""
     return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), Copy(key), {}), same(shape)),))
 
