@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-# What a text of JSON or YAML, or a pickle, holds by name; and the same while it is made.
+# Names and values of a text of JSON or YAML, or of a pickle; and the same while it is made.
 Table = Mapping[str, Any]
 Fields = dict[str, Any]
 
