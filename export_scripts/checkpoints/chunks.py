@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_CHUNKS = 4096
 
 
-Place = Shape  # index of a chunk's first value on each axis of the whole
+ChunkOffset = Shape  # index of a chunk's first value on each axis of the whole
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ChunkedTensor(Piece):
 
     dtype: str
     shape: Shape
-    chunks: Mapping[Place, StoredTensor]
+    chunks: Mapping[ChunkOffset, StoredTensor]
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -135,7 +135,7 @@ def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
     return ChunkedTensor(first.dtype, shape, {**first.chunks, **moved})
 
 
-def _end(begin: Place, values: StoredTensor) -> Place:
+def _end(begin: ChunkOffset, values: StoredTensor) -> ChunkOffset:
     """Return the index behind a chunk's last value on each axis."""
     return tuple(map(operator.add, begin, values.shape))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import Region, StoredTensor
-from export_scripts.checkpoints.chunks import ChunkedTensor, Place
+from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
@@ -33,7 +33,7 @@ class _OddIndexError(ValueError):
 
 
 # (name of a tensor or object, where a chunk of it begins; None for an object)
-_Key = tuple[str, Place | None]
+_Key = tuple[str, ChunkOffset | None]
 
 
 # The archive of a chunk or an object: its file, its offset and its size there.
@@ -49,7 +49,7 @@ class _Shape:
 
     dtype: str
     whole: Shape
-    chunks: Mapping[Place, Shape]
+    chunks: Mapping[ChunkOffset, Shape]
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
         if not isinstance(name, str):
             raise _OddIndexError(f"{name!r:.80} in place of a name")
         whole = _numbers(state["size"])
-        chunks: dict[Place, Shape] = {}
+        chunks: dict[ChunkOffset, Shape] = {}
         for chunk in state["chunks"]:
             box = _state(chunk, f"{_MODULE}.ChunkStorageMetadata")
             begin, size = _numbers(box["offsets"]), _numbers(box["sizes"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
-from export_scripts.checkpoints.partitioned import Place, join_ranks, number_in
+from export_scripts.checkpoints.partitioned import TrainingRank, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
 from export_scripts.files.json_content import Fields
@@ -51,7 +51,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
     count = _rank_count(folder, files, config.get("model-parallel-size"))
-    states: dict[Place, dict[str, StoredTensor]] = {(rank, 0): {} for rank in range(count)}
+    states: dict[TrainingRank, dict[str, StoredTensor]] = {(rank, 0): {} for rank in range(count)}
     numbers: list[int] = []
     for number, ranks in files.items():
         contents = [read_torch_table(ranks[rank], "a table of tensors") for rank in range(count)]

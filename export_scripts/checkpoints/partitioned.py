@@ -29,7 +29,7 @@ _INTERLEAVED = "virtual_pipeline_model_parallel_size"
 
 _Value = TypeVar("_Value")
 State = Mapping[str, StoredTensor]  # the tensors of one rank
-Place = tuple[int, int]  # tp_rank, pp_rank
+TrainingRank = tuple[int, int]  # tp_rank, pp_rank
 LayerOffset = Callable[[str, int], int]  # of a key and a stage
 
 # A damaged number must not list missing ranks until memory runs out.
@@ -80,7 +80,7 @@ def count_of(config: Table, key: str, *, default: int, where: object) -> int:
 
 def ranks_by_place(
     found: Iterable[RankName], config: Table, *, where: Path
-) -> dict[Place, RankName]:
+) -> dict[TrainingRank, RankName]:
     """Return every rank of a training configuration, which states the parallel sizes.
 
     Raises:
@@ -95,7 +95,7 @@ def ranks_by_place(
             f"{where}: its configuration says TP {tp_size}, PP {pp_size}: expected at most "
             f"{_MOST_RANKS} training ranks; the configuration is damaged"
         )
-    by_rank: dict[Place, RankName] = {}
+    by_rank: dict[TrainingRank, RankName] = {}
     problems = []
     for rank in sorted(found, key=lambda r: r.folder):
         place = (rank.tp_rank, rank.pp_rank)
@@ -129,8 +129,8 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
 
 
 def rank_states(
-    models: Mapping[Place, Mapping[Any, Any]], config: Fields, *, where: Path
-) -> dict[Place, State]:
+    models: Mapping[TrainingRank, Mapping[Any, Any]], config: Fields, *, where: Path
+) -> dict[TrainingRank, State]:
     """Return the tensors of each tensor rank and stage of ranks' models, or of their parts.
 
     In an interleaved schedule a rank has several parts, model0, model1, ...: layers go from part 0
@@ -167,7 +167,7 @@ def _parts(model: Mapping[Any, Any]) -> dict[int, Any]:
     return dict(sorted(found.items()))
 
 
-def _layers_before(states: Mapping[Place, State]) -> LayerOffset:
+def _layers_before(states: Mapping[TrainingRank, State]) -> LayerOffset:
     """Return the rule for a stage's first layer: the depths of all earlier ones together."""
     held: dict[tuple[str, int], set[str]] = {}
     for (_, pp_rank), state in states.items():
@@ -184,7 +184,7 @@ def _layers_before(states: Mapping[Place, State]) -> LayerOffset:
 
 
 def join_ranks(
-    states: Mapping[Place, State], *, where: Path, layer_offset: LayerOffset | None = None
+    states: Mapping[TrainingRank, State], *, where: Path, layer_offset: LayerOffset | None = None
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return each tensor's pieces in tensor-rank order, layers numbered globally.
 

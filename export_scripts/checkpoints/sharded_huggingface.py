@@ -23,7 +23,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     json_table,
 )
-from export_scripts.checkpoints.chunks import ChunkedTensor, Place, refuse_holes
+from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.dcp import INDEX_NAME, read_index
 from export_scripts.checkpoints.distributed import (
@@ -129,7 +129,7 @@ def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
     """Return a model's tensors in a folder; chunks are not compared with each other."""
     if (folder / INDEX_NAME).is_file():
         return model_tensors(read_index(open_container(folder)))
-    chunks: dict[str, dict[Place, StoredTensor]] = {}
+    chunks: dict[str, dict[ChunkOffset, StoredTensor]] = {}
     problems = []
     for file in sorted(folder.glob(_SHARDS)):
         found, facts = read_safetensors(file)
@@ -148,7 +148,7 @@ def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
     return without_wrappers({name: _whole(places) for name, places in chunks.items()})
 
 
-def _whole(chunks: Mapping[Place, StoredTensor]) -> ChunkedTensor:
+def _whole(chunks: Mapping[ChunkOffset, StoredTensor]) -> ChunkedTensor:
     """Return a tensor of chunks that reach as far as the whole does."""
     ends = [map(operator.add, begin, values.shape) for begin, values in chunks.items()]
     dtype = next(iter(chunks.values())).dtype

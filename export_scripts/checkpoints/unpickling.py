@@ -68,7 +68,7 @@ class Storage:
 
 
 # The byte range of a storage, from its key, type and number of values.
-Place = Callable[[str, str, int], Record]
+StorageFinder = Callable[[str, str, int], Record]
 
 
 class Inert:
@@ -147,7 +147,9 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     `place` gives the byte range of a storage; None refuses tensors. Messages name `source`.
     """
 
-    def __init__(self, data: io.BufferedIOBase, *, source: str, place: Place | None) -> None:
+    def __init__(
+        self, data: io.BufferedIOBase, *, source: str, place: StorageFinder | None
+    ) -> None:
         super().__init__(data, encoding="utf-8")
         self._source = source
         self._place = place
@@ -279,7 +281,7 @@ _DAMAGED = (
 )  # fmt: skip
 
 
-def unpickle(stream: io.BufferedIOBase, *, source: str, place: Place | None = None) -> Any:
+def unpickle(stream: io.BufferedIOBase, *, source: str, place: StorageFinder | None = None) -> Any:
     """Return the object tree of the pickle at the stream's position; without `place`, no tensors.
 
     Raises:

@@ -15,7 +15,7 @@ from inference.front.openai.codec import WINDOW, Codec
 
 _MOST_PENDING = 16  # tokens that are held back for a character that does not end
 Array = np.ndarray[Any, np.dtype[Any]]
-Place = tuple[float | None, tuple[tuple[int, float], ...]]
+TokenLogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Candidate:
     top: Array | None = None  # (L, W)
     cum_log_prob: float = 0.0  # of the whole answer, where it was asked for
 
-    def place(self, index: int, *, best: int) -> Place:
+    def place(self, index: int, *, best: int) -> TokenLogProbs:
         """Return the log probability of the token in a place, and the best tokens there."""
         if self.own is None or self.top_ids is None or self.top is None:
             return None, ()
@@ -168,7 +168,7 @@ def scored_tokens(
     codec: Codec,
     before: Sequence[int],
     ids: Iterable[int],
-    places: Iterable[Place],
+    places: Iterable[TokenLogProbs],
     *,
     at: int = 0,
     shown: frozenset[int] = frozenset(),
