@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from export_scripts.commands import accept_any_text
@@ -77,7 +78,11 @@ def decide(
         else:
             compared.append(found)
     compared = judged(first[0], compared, bounds)
-    document = comparison_document(first[0], compared, name=name, failed=failed)
+    unjudged = [metric.name for metric in first[0].metrics if metric.name not in bounds]
+    draw = partial(
+        comparison_document, first[0], compared, name=name, failed=failed, unjudged=unjudged
+    )
+    document = draw()
     statuses = {run.gate.exit_code for run in compared} | {EXIT_NOT_EVALUATED for _ in failed}
     status = next((each for each in _STATUSES if each in statuses), EXIT_PASS)
     record = {
@@ -85,6 +90,7 @@ def decide(
         "first": name,
         "runs": {run.name: {"run_id": run.report.run_id, **asdict(run.gate)} for run in compared},
         "failed": failed,
+        "unjudged": unjudged,
         "bounds": {each: asdict(bound) for each, bound in bounds.items()},
         "exit_status": status,
     }
@@ -97,8 +103,7 @@ def decide(
         "upgrade.json": json.dumps(record, indent=1) + "\n",
     }.items():
         replace_file(output_dir / file, text)
-    shown = comparison_document(first[0], compared, name=name, failed=failed, most=IN_TERMINAL)
-    return comparison_text(shown), status
+    return comparison_text(draw(most=IN_TERMINAL)), status
 
 
 def _compared(first: Run, run: Run, name: str, bounds: Mapping[str, Bound]) -> ComparedRun | str:
@@ -122,7 +127,10 @@ def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
     """Return the bounds that cannot be applied to samples of the first run."""
     metrics = {metric.name: metric for metric in first.metrics}
     if not bounds:
-        return ["the first run has no figure that can be compared by samples."]
+        return [
+            "the first run has no figure that can be compared by samples; give a bound such as "
+            "upgrade.gate.<metric>='no change of more than 1 point'."
+        ]
     problems = [
         f"{name}: the first run has no such figure; it has {', '.join(metrics)}."
         for name in bounds

@@ -218,14 +218,18 @@ def comparison_document(
     name: str = "",
     failed: Mapping[str, str] | None = None,
     most: int = ON_PAGE,
+    unjudged: Sequence[str] = (),
 ) -> Document:
-    """Return the runs next to the first, verdicts first; `failed` runs by name have a reason."""
+    """Return the runs next to the first, verdicts first; `failed` runs by name have a reason.
+
+    `unjudged` are figures without a bound, which the verdicts name.
+    """
     name = name or first.run_id
     names = (name, *(run.name for run in runs))
     facts = zip(names, map(_described, (first, *(run.report for run in runs))), strict=True)
     notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
     sections = [
-        *_verdict_sections(runs, failed or {}),
+        *_verdict_sections(runs, failed or {}, unjudged),
         Section("Metrics", notes, _charts(names, runs), (_metric_table(name, first, runs),)),
         *_table_sections(names, runs),
         *_changed_sections(runs, most),
@@ -253,16 +257,19 @@ def _described(report: Report) -> str:
     return f"{report.run_id} ({', '.join(filter(None, known)) or 'of an unknown model'})"
 
 
-def _verdict_sections(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> list[Section]:
+def _verdict_sections(
+    runs: Sequence[ComparedRun], failed: Mapping[str, str], unjudged: Sequence[str]
+) -> list[Section]:
     rows = [
         (run.name, each.metric, each.bound, each.status, each.text)
         for run in runs
         for each in run.gate.verdicts
     ]
     rows += [(name, "", "", "undecided", reason) for name, reason in failed.items()]
-    text = "All bounds of all runs are tested together, by Holm's method."
+    text = ["All bounds of all runs are tested together, by Holm's method."]
+    text += [f"Without a bound, and not judged: {', '.join(unjudged)}."] * bool(unjudged)
     table = Table(_GATE_HEAD, rows, verdict=3)
-    return [Section("Verdicts", (text,), tables=(table,))] if rows else []
+    return [Section("Verdicts", text, tables=(table,))] if rows else []
 
 
 def _charts(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[Chart]:

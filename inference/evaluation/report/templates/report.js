@@ -355,8 +355,9 @@
     [/\b(held|holds|now right|better)\b/, "good"],
   ];
   const tableOf = ({ head, rows, numbers, verdict, links }) => {
-    const kind = (column) => (numbers.includes(column) ? { class: "number" } : {});
+    const kind = (column) => ({ "data-head": head[column], ...(numbers.includes(column) ? { class: "number" } : {}) });
     const headRow = make("tr", {}, ...head.map((text, i) => make("th", { scope: "col", ...kind(i) }, text)));
+    const stacked = verdict === null ? {} : { class: "stacked" }; // a row below the other where it is narrow
     const body = rows.map((row, r) =>
       make(
         "tr",
@@ -369,7 +370,7 @@
         }),
       ),
     );
-    return make("div", { class: "card scroll", tabindex: 0 }, make("table", {}, make("thead", {}, headRow), make("tbody", {}, ...body)));
+    return make("div", { class: "card scroll", tabindex: 0 }, make("table", stacked, make("thead", {}, headRow), make("tbody", {}, ...body)));
   };
 
   for (const [name, value] of page.facts) {

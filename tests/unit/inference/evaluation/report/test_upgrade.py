@@ -179,6 +179,21 @@ def test_bounds_that_cannot_be_applied_are_refused(runs, tmp_path, bounds, repor
     assert not (tmp_path / "page").exists()
 
 
+def test_figures_without_scores_of_samples_are_said_to_be_unjudged(report, make_metric, tmp_path):
+    paired, harness = make_metric("lambada_x", scale="mean"), make_metric("harness_x_acc")
+    runs: dict[str, Run | str] = {}
+    for name in ("now", "next"):
+        run, predictions = run_of(report, paired, GOOD, name)
+        task = replace(run.tasks[0], metrics=(*run.tasks[0].metrics, harness))
+        runs[name] = (replace(run, tasks=(task,)), predictions)
+    shown, status = decide(runs, {}, tmp_path)
+    assert status == 0
+    assert "not judged: harness_x_acc." in shown
+    assert json.loads((tmp_path / "upgrade.json").read_text())["unjudged"] == ["harness_x_acc"]
+    bounds = {"harness_x_acc": Bound(paired="no change of more than 1 point")}
+    assert decide(runs, bounds, tmp_path)[1] == 0
+
+
 def test_nothing_is_judged_without_the_first_run(runs, tmp_path):
     with pytest.raises(ValueError, match=r"now, .* has no report: it failed"):
         decide({**runs, "now": "it failed"}, {}, tmp_path)
