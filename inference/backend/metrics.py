@@ -1,7 +1,7 @@
 """The metrics of a model in the server's `/metrics`, by Prometheus' conventions.
 
 Triton's own durations of these models end when `execute` has taken a request over, long before its
-answer (2.51, pb_metric_reporter.cc); the front puts those measured here in their place.
+answer (2.51, pb_metric_reporter.cc); a server in front of it counts its own.
 """
 
 import contextlib

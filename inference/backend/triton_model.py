@@ -121,7 +121,7 @@ class TritonExchange(Exchange):
     def is_cancelled(self) -> bool:
         """Return whether the client left.
 
-        After the final response the server (2.51) has dropped the request: to ask it would end it.
+        After the final response the server has dropped the request, and is not asked.
         """
         with self._lock:
             return not self._closed and bool(self._sender.is_cancelled())

@@ -1,6 +1,6 @@
 """Sessions belong to whoever opened them: each client's ids have a namespace of their own.
 
-An id reaches tritonserver as a keyed hash of it and its owner. Whoever guesses another's id names a
+An id reaches a model as a keyed hash of it and its owner. Whoever guesses another's id names a
 session of his own, which does not exist.
 """
 
@@ -28,14 +28,14 @@ class Namespace:
     key: bytes = field(repr=False)
 
     def inside(self, session_id: int | str) -> int | str:
-        """Return the id that tritonserver gets, of the same type; 0 and "" name none."""
+        """Return the id that a model gets, of the same type; 0 and "" name none."""
         if not session_id:
             return session_id
         named = f"{type(session_id).__name__} {session_id} {self.owner}".encode()
         digest = hmac.digest(self.key, named, hashlib.sha256)
         if isinstance(session_id, str):
             return digest.hex()
-        # 63 bits: server 2.51 reads larger numbers of JSON as negative ones.
+        # 63 bits: a number among the parameters of gRPC has a sign.
         return int.from_bytes(digest[:8], "little") >> 1 or 1
 
 

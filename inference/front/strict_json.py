@@ -59,7 +59,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         raise ValueError("a key is given twice")  # parsers differ in which one counts
     if any("\0" in key for key in made):
-        raise ValueError("a key has a null character")  # at which tritonserver ends it
+        raise ValueError("a key has a null character")  # at which some parsers end it
     return made
 
 

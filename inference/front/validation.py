@@ -1,14 +1,7 @@
-"""Reject requests that would crash, hang or exhaust tritonserver 2.51.
+"""The form of requests, and how much of everything they may have.
 
-Server 2.51 recurses once for each level of JSON, multiplies the sizes of a shape without looking
-for an overflow, searches all inputs for every input, never answers a batch of no sequences, and
-aborts when a stream or an ensemble is asked for the classes of a text. It counts the inputs of a
-request, and takes an optional one for a required one. A request of a kilobyte is
-enough to end it. It reads a checked request as it was read here: a body of JSON has one meaning,
-and no shape is larger than what was sent.
-
-It answers a wrong id, name or parameter with a status of its own failures, and reads a text up to a
-null character, which would give one request two meanings.
+A body of JSON has one meaning, no shape is larger than what was sent, and what is wrong is refused
+with its value and what was expected.
 """
 
 import json
@@ -156,10 +149,7 @@ def _check_parameters(of: str, parameters: dict[str, Any], checks: Checks) -> No
 
 
 def check_data(tensor: dict[str, Any]) -> None:
-    """Check that the values of a tensor are as many as its shape says, and fit its type.
-
-    Of an integer that does not fit, tritonserver would keep the low bits.
-    """
+    """Check that the values of a tensor are as many as its shape says, and fit its type."""
     name, datatype, shape = repr(tensor["name"])[:_MOST_SHOWN], tensor["datatype"], tensor["shape"]
     values = list(leaves(_entry(tensor, "data", list)))
     if len(values) != math.prod(shape):

@@ -1,4 +1,4 @@
-"""The tritonserver process and its clients: find, configure, start, watch, ask.
+"""Servers and their clients: find, configure, start, watch, ask.
 
-The models that run inside the server are in `inference.backend`.
+The process that answers is `inference.host`; the models are in `inference.backend`.
 """

@@ -18,8 +18,8 @@ from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.signature import ENCODERS
 from inference.private_folder import is_plain, plain_temporary_folder
 from inference.process_memory import memory_variables
+from inference.server.kinds import SERVER_VARIABLE, TRITONSERVER
 
-SERVER_VARIABLE = "TRITON_SERVER"
 # Python-based backends of this project, each a folder that a backend directory can hold.
 _ROOT = Path(__file__).resolve().parents[2]
 OWN_BACKENDS = _ROOT / "export_scripts" / "triton" / "backends"
@@ -100,7 +100,7 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
     if own_backends:
         own = {each.name: each for each in OWN_BACKENDS.iterdir() if (each / "model.py").is_file()}
     named = os.environ.get(SERVER_VARIABLE)
-    program = named or shutil.which("tritonserver")
+    program = named or shutil.which(TRITONSERVER)
     if program and Path(program).is_file():
         return _installed(Path(program), own)
     for environment in (named,) if named else (_ENVIRONMENT, sys.prefix):
