@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from inference.front.rules import UNREACHABLE, without_internal_names
+from inference.front.rules import READY_PATH, UNREACHABLE, passes_http, without_internal_names
 
 
 def test_errors_do_not_name_the_servers_sockets() -> None:
@@ -33,3 +33,19 @@ def test_an_error_that_quotes_a_long_request_is_read_at_once(quoted: str) -> Non
     began = time.process_time()
     without_internal_names(text)
     assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "passes"),
+    [
+        ("GET", READY_PATH, True),
+        ("HEAD", READY_PATH, True),
+        ("POST", READY_PATH, False),
+        ("HEAD", "/v2/models/m/infer", False),
+        ("POST", "/v2/models/m/infer", True),
+        ("POST", "/v2/repository/models/m/load", False),
+        ("POST", "/v2/systemsharedmemory/region/a/register", False),
+    ],
+)
+def test_a_table_says_what_clients_may_send(method: str, path: str, passes: bool) -> None:
+    assert passes_http(method, path) == passes
