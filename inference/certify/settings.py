@@ -38,7 +38,7 @@ def compare_settings(pair: Pair) -> Part:
         findings += _architectures(pair.config, folder.config)
         compared = "architecture"
     elif both:
-        findings += _written(own, stated)
+        findings += _written(*_by_library(pair))
         compared = "config.json"
     else:
         reason = "the family of the folder cannot read its configuration"
@@ -80,6 +80,24 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=_MOST_DIGITS)
     return bool(one == other)
+
+
+def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return both configurations as transformers reads them, or as they are written.
+
+    Its releases spell rotary settings in two ways, and write some defaults or leave them out.
+    """
+    readers = (pair.facts.reader, pair.folder.reader)
+    try:
+        from transformers import AutoConfig
+
+        mine, theirs = (
+            AutoConfig.from_pretrained(each.path, local_files_only=True, trust_remote_code=False)
+            for each in readers
+        )
+    except (ImportError, OSError, ValueError, KeyError):  # a model that it does not know, too
+        return readers[0].config, readers[1].config
+    return mine.to_dict(), theirs.to_dict()
 
 
 def _written(own: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Remark]:
