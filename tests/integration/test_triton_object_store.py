@@ -50,7 +50,7 @@ def test_a_copy_is_whole_and_says_how_far_it_is(location: StoreLocation, tmp_pat
     with new_server(location.triton_url, tmp_path) as server:
         server.start(timeout_s=240)
         assert server.models == ("double",)
-    assert "only-for-tests" not in (tmp_path / "triton.log").read_text()
+    assert "only-for-tests" not in server.log_path.read_text()
 
 
 def test_second_copy_sends_nothing_and_a_partial_one_goes_on(
