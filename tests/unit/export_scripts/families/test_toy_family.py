@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -57,7 +56,7 @@ TOY = ModelFamily(
 )
 
 
-def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, TensorSource]:
+def toy_weights(facts: Facts, config: ToyConfig) -> dict[str, TensorSource]:
     return {
         "model.wte": Copy("emb"),
         "model.layers.{layer}.qkv.weight": StackQKV(("{layer}.q", "{layer}.k", "{layer}.v")),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from inference.certify.huggingface import HuggingFaceSource
 from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.report.formatting import times
@@ -137,10 +138,11 @@ def test_release_of_mesh_transformer_jax_is_computed_too(
     """The model that answers is transformers' own, loaded from the same weights."""
     given = (("head_num", "4"), ("rotary_embedding", "2"))
     source = shared / "golden/gptj_slim/tiny/source"
-    own = IdentitySource(source, given)._model.model
+    loaded = IdentitySource(source, given)._model
+    assert isinstance(loaded, HuggingFaceSource)
     served = ServedGPT2.__new__(ServedGPT2)
     FakeModel.__init__(served)
-    served.model, served.error, served.token, served.sizes = own, 0.0, 0, []
+    served.model, served.error, served.token, served.sizes = loaded.model, 0.0, 0, []
     report, values = run(replace(options, source_path=source, given=given), served)
     assert report.gate.exit_code == 0
     assert values["identity_same_tokens"] == 1.0
