@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -88,9 +88,9 @@ class RemoteModel(HostedModel):
         call = ask(asked, metadata=outgoing())
         try:
             if not self.decoupled:
-                yield _outputs(await call), True
+                yield _outputs(await _uncancelled(call)), True
                 return
-            async for reply in call:
+            while (reply := await _uncancelled(call.read())) is not grpc.aio.EOF:
                 if reply.error_message:
                     raise stream_error(reply.error_message)
                 answer = reply.infer_response
@@ -155,6 +155,11 @@ def remote_models(
         for each in model.versions.values():
             each.keeps_sessions |= any(step.keeps_sessions for step in steps)
     return found
+
+
+async def _uncancelled(reply: Awaitable[Any]) -> Any:
+    """Wait for a reply without cancelling its call, as gRPC would where the wait is cancelled."""
+    return await asyncio.shield(asyncio.ensure_future(reply))
 
 
 def _raw_input(value: Any, facts: TensorFacts) -> bytes:

@@ -310,25 +310,6 @@ def test_the_latency_of_an_encoder_decoder_is_measured(server: ModelServer, tmp_
     assert 0 < point.generated <= 2 * 2 * 3
 
 
-def test_the_source_checkpoint_is_asked_as_reference(
-    t5: Source, server: ModelServer, tmp_path: Path
-) -> None:
-    asked = ask(
-        replace(
-            options(tmp_path, server, "translation", TRANSLATIONS, output_len=6),
-            reference="huggingface",
-            source_path=t5.folder,
-            limit=3,
-        )
-    )
-    reference = asked.report.tasks[0].reference
-    assert reference is not None
-    assert reference.source.startswith("transformers ")
-    (compared,) = reference.metrics
-    assert compared.difference == 0
-    assert compared.largest_difference == 0
-
-
 def test_the_ensemble_passes_its_smoke_test(server: ModelServer, tmp_path: Path) -> None:
     asked = ask(replace(options(tmp_path, server, "translation", ()), tasks=["end_to_end"]))
     assert asked.values == {

@@ -631,17 +631,17 @@ def preemptions() -> Iterator[Preemptions]:
 
 def preempt_at_random(scheduler: Any, chance: random.Random) -> None:
     """Let rows be preempted at any moment, also where their blocks would have sufficed."""
-    make_room = scheduler._make_room
+    extend_or_preempt = scheduler._extend_or_preempt
 
-    def make_more_room(rows: list[Any], *, under_way: bool) -> bool:
+    def preempt_more(rows: list[Any], *, under_way: bool) -> bool:
         movable = [row for row in rows if not row.owner.turn and len(row.slots) == 1]
         if movable and not under_way and chance.random() < PREEMPTED_SHARE:
             row = chance.choice(movable)
             scheduler._preempt(row)
             rows.remove(row)
-        return bool(make_room(rows, under_way=under_way))
+        return bool(extend_or_preempt(rows, under_way=under_way))
 
-    scheduler._make_room = make_more_room
+    scheduler._extend_or_preempt = preempt_more
 
 
 @pytest.mark.soak
