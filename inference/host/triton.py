@@ -34,7 +34,7 @@ from inference.server.segments import user_prefix
 from inference.supervision import REPORTS_VARIABLE
 
 _POLL_S = 0.1
-_TOLD_S = 0.2  # for the supervisor to tell an end
+_REPORT_S = 0.2  # for the supervisor to report an end
 _CALL_S = 2.0
 _ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world
 _KILLED_S = 5.0
@@ -185,8 +185,8 @@ class TritonRepository:
         watch = ServerWatch(self._process.pid, names=model_of)
         while True:
             lost = watch.loss()
-            if lost:  # a model's process ends with a server whose own end is told a moment later
-                await self._ended(_TOLD_S)
+            if lost:  # a model's process ends with a server whose own end is reported later
+                await self._ended(_REPORT_S)
             if (status := self._end()) is not None:
                 lost = f"tritonserver ended with status {status}"
             if lost:
