@@ -60,6 +60,7 @@ class _Host:
         self._settings, self._connection = settings, connection
         self._runners: list[web.ServerRunner] = []
         self._noted_s = 0.0
+        self._reloading = asyncio.Lock()
 
     async def serve(self) -> int:
         """Listen, load, follow the owner's orders, and finish what has begun at the end."""
@@ -125,15 +126,15 @@ class _Host:
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
         self._link.tell(READY, " ".join(hosted.models))
-        asked: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()
         while True:
             order = await self._link.orders.get()
-            if isinstance(order, Question):
-                task = asyncio.create_task(self._reply(order))
-                asked.add(task)
-                task.add_done_callback(asked.discard)
-            else:
-                await self._reload()
+            # Questions are answered during a reload, which takes as long as the longest request.
+            task = asyncio.create_task(
+                self._reply(order) if isinstance(order, Question) else self._reload()
+            )
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def _load(self, hosted: Hosted) -> None:
         await hosted.load(self._mailbox, partial(self._link.tell, SAYS))
@@ -148,6 +149,17 @@ class _Host:
 
         What its files hold is read in a process of its own before this one reads it.
         """
+        async with self._reloading:
+            new = await self._reloaded()
+            if new is None:
+                return
+            leaving = asyncio.create_task(self._context.exchange(new))
+            await asyncio.sleep(0)  # it has begun: requests go to the new one
+        self._link.tell(READY, " ".join(new.models))
+        await (await leaving).close()
+
+    async def _reloaded(self) -> Hosted | None:
+        """Return the repository as it is now, None where it cannot be served."""
         new: Hosted | None = None
         trial = Workers(1, work_s=_TRY_S)
         try:
@@ -161,12 +173,10 @@ class _Host:
             self._link.tell(KEPT, f"{error}")
             if new is not None:
                 await new.close()
-            return
+            return None
         finally:
             trial.close()
-        leaving = asyncio.create_task(self._context.exchange(new))
-        self._link.tell(READY, " ".join(new.models))
-        await (await leaving).close()
+        return new
 
     def _repository(self) -> Repository | TritonRepository:
         source, triton = self._settings.repository, self._settings.triton
