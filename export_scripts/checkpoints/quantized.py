@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 QUANTIZATION = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"
 # Scales of activations and of the cache, which a model of wider weights does not need.
-_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
-                ".input_zero_point", ".weight_shape", ".input_global_scale")  # fmt: skip
+SCALES_OF_ACTIVATIONS = (
+    ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
+    ".input_zero_point", ".input_global_scale",
+)  # fmt: skip
 _AS_IT_IS = "serve the folder as it is with deploy.engine=vllm, or convert the unquantised model"
 
 _WORDS = ("int32",)
@@ -182,7 +184,7 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, Pieces]:
     rest = {
         key: pieces
         for key, pieces in plain.items()
-        if key not in taken and not key.endswith(_ACTIVATIONS)
+        if key not in taken and not key.endswith((*SCALES_OF_ACTIVATIONS, ".weight_shape"))
     }
     return rest | tensors
 

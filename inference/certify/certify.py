@@ -1,5 +1,6 @@
 """Certify a folder: every part of the comparison, in order, resumed where it was interrupted."""
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -61,7 +62,18 @@ def certify(request: CertifyRequest, progress: Progress = lambda *_: None) -> Ce
         CheckpointMismatchError: the source cannot be read, or is a model of another family.
         ValueError: a path is not a checkpoint.
     """
+    made = [each for each in (request.output, *request.output.parents) if not each.exists()]
     request.output.mkdir(parents=True, exist_ok=True)
+    try:
+        return _certified(request, progress)
+    except (ValueError, OSError):
+        with contextlib.suppress(OSError):  # one of them holds what was compared so far
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def _certified(request: CertifyRequest, progress: Progress) -> Certificate:
     if request.source is None or request.folder is None:
         return Certificate(None, None, tuple(_training(request)), (), {})
     with tempfile.TemporaryDirectory(dir=request.output, prefix=".scratch-") as scratch:
@@ -136,7 +148,10 @@ def _training(request: CertifyRequest) -> Iterator[Part]:
 
 def _identity(pair: Pair, request: CertifyRequest) -> str:
     """Return what changes when a comparison has to begin anew."""
-    prints = [fingerprint_files([f for f in files if f.is_file()]) for files in pair.files]
+    files = [[file for file in several if file.is_file()] for several in pair.files]
+    # An editor can restore the time of a change, and not that of the change of the inode.
+    changes = [file.stat().st_ctime_ns for several in files for file in several]
+    prints = [*map(fingerprint_files, files), *changes]
     facts = [__version__, *prints, request.given, str(request.source), str(request.folder)]
     return sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, Piece
+from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, FileMaps, Piece
 from export_scripts.checkpoints.huggingface import (
     TIED_TABLES,
     index_huggingface,
     is_huggingface,
     snapshot_folder,
 )
-from export_scripts.checkpoints.quantized import quantization, with_plain_weights
+from export_scripts.checkpoints.quantized import (
+    QUANTIZATION,
+    SCALES_OF_ACTIVATIONS,
+    quantization,
+    with_plain_weights,
+)
 from export_scripts.conversion.ft_source import FTFolder, is_ft_folder, open_ft_folder
 from export_scripts.conversion.huggingface import (
     carried_tensors,
@@ -124,14 +131,23 @@ def open_folder(path: Path) -> Folder:
     elif is_huggingface(path := snapshot_folder(path)):
         reader, found = index_huggingface(path)
         problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
-        problems += _ghosts(path, reader)
+        problems += [*_ghosts(path, reader), *_beside(path, reader)]
     else:
         raise ValueError(f"{path} holds neither config.json nor config.ini: name such a folder")
-    quantised = quantization(reader)
+    quantised, passed = quantization(reader), list[str]()
+
+    def is_noted(name: str) -> bool:
+        passed.append(name)
+        return True
+
     try:
-        reader = with_plain_weights(reader, _anything)
+        reader = with_plain_weights(reader, is_noted)
     except CheckpointMismatchError as error:
         problems += [Remark(NOT_COMPUTED, "quantisation", path.name, p) for p in error.problems]
+    problems += [
+        Remark(NOT_COMPUTED, "quantisation", QUANTIZATION, f"{name} may change what is computed")
+        for name in passed
+    ]
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
     mapping, config = None, None
     try:
@@ -158,6 +174,29 @@ def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
                 yield Remark(status, "listed and not stored", key, f"{index.name} names it")
 
 
+def _beside(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
+    """Yield files of weights that a library may load, and that are not those compared here."""
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        for file in sorted(path.glob(pattern)):
+            if file not in reader.files:
+                detail = "weights beside those that were compared; some libraries load them"
+                yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
+
+
+def _scales(source: Path, folder: Path) -> Iterator[Remark]:
+    """Yield the scales of activations and caches, which are compared with a source's own alone."""
+    own, theirs = (
+        index_huggingface(each)[0].tensors if is_huggingface(each) else {}
+        for each in map(snapshot_folder, (folder, source))
+    )
+    maps = FileMaps()
+    for key in filter(lambda name: name.endswith(SCALES_OF_ACTIVATIONS), own):
+        if key not in theirs:
+            yield Remark(NOT_COMPUTED, "not compared", key, "the source has no such scale")
+        elif not np.array_equal(own[key][0].load(maps), theirs[key][0].load(maps)):
+            yield Remark(DIFFERS, "changed", key, "it is not the source's")
+
+
 def open_pair(
     source: Path, folder: Path, *, given: Sequence[tuple[str, str]], scratch_dir: Path
 ) -> Pair:
@@ -171,6 +210,8 @@ def open_pair(
         ValueError: a path is not a checkpoint.
     """
     own = open_folder(folder)
+    if own.quantised is not None:
+        own = dataclasses.replace(own, findings=(*own.findings, *_scales(source, own.path)))
     if own.mapping is not None:
         try:
             return _planned(source, own, given, scratch_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -191,6 +192,29 @@ def begins_texts(copy: Copy) -> None:
     path.write_text(json.dumps(table))
 
 
+def tokenizer(**changes: Any) -> Callable[[Copy], None]:
+    """Change tables of tokenizer.json; those of `added` in its added tokens."""
+
+    def fault(copy: Copy) -> None:
+        path = copy.path / "tokenizer.json"
+        table = json.loads(path.read_text())
+        for token in table["added_tokens"]:
+            token |= changes.get("added", {})
+        path.write_text(json.dumps(table | {k: v for k, v in changes.items() if k != "added"}))
+
+    return fault
+
+
+def template(text: str) -> Callable[[Copy], object]:
+    return lambda copy: (copy.path / "chat_template.jinja").write_text(text)
+
+
+def template_of_tools(copy: Copy) -> None:
+    folder = copy.path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("another")
+
+
 def without_system_turn(copy: Copy) -> None:
     own = TEMPLATE.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
@@ -329,6 +353,32 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a template without the system turn": (
         "llama", without_system_turn, "chats", "system turn", "one sentence",
     ),
+    "spaces at an added token": (
+        "llama", tokenizer(added={"lstrip": True}), "tokenizer", "a <|endoftext|> b", "ids",
+    ),
+    "another decoder": (
+        "llama", tokenizer(decoder={"type": "Fuse"}), "tokenizer", "' leading'", "text of ids",
+    ),
+    "a padding token": (
+        "llama", lambda c: c.setting("tokenizer_config.json", pad_token="<|endoftext|>"),
+        "tokenizer", "pad_token", "None in the source",
+    ),
+    "tools": ("llama", template(TEMPLATE + "{{ tools }}"), "chats", "tools", "weather"),
+    "results of tools left out": (
+        "llama", template(TEMPLATE.replace(" in messages", " in messages if m.role != 'tool'")),
+        "chats", "a call", "18",
+    ),
+    "thinking switched off": (
+        "llama", template(TEMPLATE + "{% if enable_thinking == false %}<think>{% endif %}"),
+        "chats", "without thinking", "<think>",
+    ),
+    "a template for tools": (
+        "llama", template_of_tools, "chats", "template tool_use", "some libraries",
+    ),
+    "a stale template beside the one that is taken": (
+        "llama", lambda c: c.setting("tokenizer_config.json", chat_template="stale"), "chats",
+        "template default", "some libraries",
+    ),
     "no template": ("llama", no_template, "chats", "folder", "no chat template"),
     "another end token": (
         "llama", lambda c: c.setting("generation_config.json", eos_token_id=7), "generation",
@@ -362,6 +412,44 @@ def test_planted_fault_is_named_at_its_place(
     assert set(others) <= {where, *(["tensors"] if where == "settings" else [])}
 
 
+def stale_shards(copy: Copy) -> None:
+    copy.save()
+    stale = {key: value + 1 for key, value in copy.tensors.items()}
+    save_file(stale, copy.path / "model-1-of-1.safetensors", {"format": "pt"})
+
+
+def scale_of_the_cache(copy: Copy) -> None:
+    copy.tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(1e9)
+    fp8(copy, off=False)
+
+
+def unknown_quantisation(copy: Copy) -> None:
+    fp8(copy, off=False)
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "rotation": "hadamard"}
+    copy.setting(quantization_config=settings)
+
+
+# fault -> where something is named that nothing here can compare
+UNCOMPARED: Mapping[Callable[[Copy], None], str] = {
+    stale_shards: "model-1-of-1.safetensors",
+    scale_of_the_cache: "model.layers.1.self_attn.k_scale",
+    unknown_quantisation: "quantization_config",
+}
+
+
+@pytest.mark.parametrize("fault", UNCOMPARED)
+def test_what_cannot_be_compared_is_not_called_equal(
+    fault: Callable[[Copy], None], tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    copy = Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+    fault(copy)
+    copy.save()
+    certificate = made(sources("llama"), copy.path)
+    assert certificate.status == "not computed", certificate_text(certificate)
+    (found,) = part(certificate, "tensors").of("not computed")
+    assert found.where == UNCOMPARED[fault]
+
+
 def in_bf16(copy: Copy) -> None:
     copy.tensors = {key: value.bfloat16() for key, value in copy.tensors.items()}
 
@@ -378,6 +466,10 @@ SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
     "rounded": (in_bf16, "rounding to bf16"),
     "truncated": (truncated_to_bf16, "one unit in the last place of bf16"),
     "padded": (padded(0.0), "padding rows of zeros"),
+    "another normalizer, which no probe shows": (
+        tokenizer(normalizer={"type": "Replace", "pattern": {"String": "qz"}, "content": "q"}),
+        "tokenizer.json, normalizer",
+    ),
     "quantised": (lambda c: fp8(c, off=False), "the rounding of quantised weights"),
 }
 
@@ -615,6 +707,22 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Callable[[str], Pat
     assert made(source, folder).status == "equal"
 
 
+def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    source = sources("llama")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy.tensors["model.layers.2.unused"] = torch.zeros(1 << 17)
+    copy.save()
+    one = made(source, copy.path)
+    file = copy.path / "model.safetensors"
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert made(source, copy.path).table()["folder"]["files"] != one.table()["folder"]["files"]
+
+
 def test_certificate_is_written_signed_and_verified(
     tmp_path: Path, sources: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -655,5 +763,7 @@ def test_bad_input_is_reported_and_ends_with_2(
     source = write_model("llama", tmp_path / "source")
     folder = convert_to(source, tmp_path)
     paths = {"source": source, "folder": folder, "other": write_model("gpt2", tmp_path / "other")}
+    before = sorted(tmp_path.iterdir())
     assert main([each.format(**paths) for each in words]) == 2
     assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
