@@ -184,16 +184,22 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
     raise RejectedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
+def headers_of(error: RejectedError) -> dict[str, str]:
+    """Return the headers that belong to the status of a refusal."""
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        return {"WWW-Authenticate": "Bearer"}
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return {"Retry-After": "1"}
+    return {}
+
+
 def refusal(error: RejectedError, body: object) -> web.Response:
     """Return the answer to a request that is refused."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     response = web.Response(
         body=text.encode(errors="replace"), content_type="application/json", status=error.status
     )
-    if error.status == HTTPStatus.UNAUTHORIZED:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        response.headers["Retry-After"] = "1"
+    response.headers.update(headers_of(error))
     if error.status in _UNREAD:
         response.force_close()  # what is left of the body is not read
     return response

@@ -55,12 +55,7 @@ _CODES = {
 
 
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
-    """Answers calls of gRPC at a port.
-
-    `idle_streams` is the number of open streams without a request that is being answered.
-    """
-
-    idle_streams = 0
+    """Answers calls of gRPC at a port."""
 
     def __init__(self, context: FrontContext[Hosted], *, port: int) -> None:
         self._context = context
@@ -110,11 +105,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     ) -> AsyncIterator[bytes]:
         refused: tuple[grpc.StatusCode, str] | None = None
         try:
-            with self._context.use() as hosted:
-                answers = self._streamed(hosted, owner, requests, context)
-                async with contextlib.aclosing(answers):
-                    async for reply in answers:
-                        yield reply
+            async with contextlib.aclosing(self._streamed(owner, requests, context)) as answers:
+                async for reply in answers:
+                    yield reply
         except RejectedError as error:
             refused = _status_of(error)
         if refused is not None:
@@ -161,58 +154,62 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         return model, sent, with_bytes(model, sent, parts, sessions)
 
     async def _streamed(
-        self, hosted: Hosted, owner: str | None, requests: AsyncIterator[bytes], context: Any
+        self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the answers as they come, those of all requests of the stream mixed."""
+        """Yield the answers as they come, those of all requests of the stream mixed.
+
+        A stream may stay open for days: each of its requests goes to the models of its own time.
+        One that is refused ends the stream once those before it are answered.
+        """
         sessions = partial(self._namespace, owner, context)
         answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         places = asyncio.Semaphore(_MOST_AT_ONCE)
 
-        asked = 0  # requests that are being answered
-
         async def answer(request: bytes, turn: asyncio.Event, next_turn: asyncio.Event) -> None:
-            nonlocal asked
-            self.idle_streams -= asked == 0
-            asked += 1
             try:
-                async for reply in self._frames(hosted, request, sessions, turn):
-                    answers.put_nowait(reply)
+                with self._context.use() as hosted:
+                    async for reply in self._frames(hosted, request, sessions, turn):
+                        answers.put_nowait(reply)
             except Exception as error:
                 answers.put_nowait(error.with_traceback(None))
             finally:
-                asked -= 1
-                self.idle_streams += asked == 0
-                await turn.wait()
-                next_turn.set()
-                places.release()
+                try:
+                    await turn.wait()
+                finally:  # also if this wait is cancelled: those after it wait for their turn
+                    next_turn.set()
+                    places.release()
 
         tasks: set[asyncio.Task[None]] = set()
 
         async def read() -> None:
             turn = asyncio.Event()
             turn.set()
-            async for request in requests:
-                await places.acquire()
-                next_turn = asyncio.Event()
-                task = asyncio.create_task(answer(request, turn, next_turn))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                turn = next_turn
+            with contextlib.suppress(asyncio.CancelledError):  # a request is refused
+                async for request in requests:
+                    await places.acquire()
+                    next_turn = asyncio.Event()
+                    task = asyncio.create_task(answer(request, turn, next_turn))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    turn = next_turn
             await asyncio.gather(*tasks)
             answers.put_nowait(None)
 
         reading = asyncio.create_task(read())
-        self.idle_streams += 1
+        refused: Exception | None = None
         try:
             while (reply := await answers.get()) is not None:
-                if isinstance(reply, Exception):
-                    raise reply
-                yield reply
+                if not isinstance(reply, Exception):
+                    yield reply
+                elif refused is None:
+                    refused = reply
+                    reading.cancel()
+            if refused is not None:
+                raise refused
         finally:
             for task in (reading, *tasks):
                 task.cancel()
             await asyncio.gather(reading, *tasks, return_exceptions=True)
-            self.idle_streams -= 1
 
     async def _frames(
         self,
@@ -259,8 +256,9 @@ def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:
 
 def _refusal(code: grpc.StatusCode, reason: str) -> grpc.RpcMethodHandler:
     # As a stream, of which no message is read.
-    async def answer(_requests: AsyncIterator[bytes], context: Any) -> None:
+    async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         await context.abort(code, reason)
+        yield b""  # never: interceptors iterate over the answers of a stream
 
     return grpc.stream_stream_rpc_method_handler(answer)
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from inference.front import rules
 from inference.front.context import FrontContext
-from inference.front.guard import RejectedError, refusal
+from inference.front.guard import RejectedError, headers_of, refusal
 from inference.front.sessions import Namespace
 from inference.front.validation import check_index, length_of_json
 from inference.host.calls import InferError, InferRequest, Outputs
@@ -70,8 +70,8 @@ class KServeHttp:
                 raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             if request.method != "POST":
                 return self._got(self._context.current, request)
-            body = await self._guard.body(request)
             with self._context.use() as hosted:
+                body = await self._guard.body(request)
                 return await self._posted(hosted, request, body, owner)
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
@@ -223,6 +223,7 @@ async def _streamed(
     except InferError as error:
         if not response.prepared:
             response.set_status(error.status)
+            response.headers.update(headers_of(error))
             await response.prepare(request)
         text = json.dumps({"error": str(error)}, separators=(",", ":")).encode()
         await response.write(b"data: " + text + b"\n\n")

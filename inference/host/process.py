@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
@@ -40,6 +41,7 @@ _SEND_S = 0.3  # for the answers of a failed engine
 _USED_S = 1.0  # between two notes that clients ask
 _TRY_S = 120.0  # for the text models of a new repository to load
 _LEAVING = "the server is ending; send the request to another, or again later"
+_ENDED = "what serves the new repository ended while it loaded; the log says why"
 _STARTING = "the server is starting; send the request again later"
 # Events for the owner.
 LISTENS, SAYS, READY, FAILED, LOST, USED, ANSWERED, KEPT = (
@@ -92,8 +94,8 @@ class _Host:
     async def _serve(self, link: OwnerLink) -> None:
         settings = self._settings
         grpc_port = settings.ports["grpc"]
-        self._grpc = KServeGrpc(self._context, port=grpc_port)
-        server = grpc_server(settings.access, self._grpc, host=settings.host, port=grpc_port)
+        calls = KServeGrpc(self._context, port=grpc_port)
+        server = grpc_server(settings.access, calls, host=settings.host, port=grpc_port)
         http = KServeHttp(self._context)
         await self._listen(http.answer, settings.ports["http"])
         await self._listen(http.answer_metrics, settings.ports["metrics"])
@@ -122,7 +124,9 @@ class _Host:
             await self._load(hosted)
             if settings.openai is not None:
                 await self._listen(self._answer_openai, settings.ports["openai"])
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever the files hold, the owner gets the reason
+            if not isinstance(error, (OSError, ValueError)):
+                traceback.print_exc()
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
         self._link.tell(READY, " ".join(hosted.models))
@@ -170,7 +174,7 @@ class _Host:
             new = Hosted(self._repository(), hidden=self._settings.hidden)
             await self._load(new)
         except Exception as error:  # whatever it was, the one that is there goes on
-            self._link.tell(KEPT, f"{error}")
+            self._link.tell(KEPT, str(error) or _ENDED)
             if new is not None:
                 await new.close()
             return None
@@ -186,12 +190,13 @@ class _Host:
 
     async def _reply(self, question: Question) -> None:
         """Answer whether a model does, and how much it has answered."""
-        hosted, problem = self._context.current, ""
-        try:
-            if question.model in hosted.models:
-                await hosted.ask(hosted.models[question.model], is_canary=True)
-        except InferError as error:
-            problem = f"{error.grpc_code} {error}"
+        problem = ""
+        with self._context.use() as hosted:
+            try:
+                if question.model in hosted.models:
+                    await hosted.ask(hosted.models[question.model], is_canary=True)
+            except InferError as error:
+                problem = f"{error.grpc_code} {error}"
         self._link.tell(ANSWERED, f"{question.number} {hosted.advanced()} {problem}")
 
     def _is_ready(self) -> bool:
@@ -211,7 +216,7 @@ class _Host:
     async def _answered(self) -> None:
         """Return once no request is being answered, and no session is open."""
         hosted = self._context.current
-        while self._context.users() > self._grpc.idle_streams or hosted.open_sessions():
+        while self._context.users() or hosted.open_sessions():
             await asyncio.sleep(_POLL_S)
 
     async def _listen(self, handler: Handler, port: int) -> None:

@@ -1,20 +1,34 @@
 """A server follows its owner's orders."""
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from inference.front.guard import RejectedError
 from inference.front.link import Question, Reload
-from inference.host.process import ANSWERED, READY, _Host
+from inference.host.process import ANSWERED, FAILED, KEPT, READY, _Host
+from inference.host.repository import UnservedError
 
 
 class BusyContext:
     """The models of a server, of which a request never ends."""
 
+    uses = 0
+
     def __init__(self) -> None:
         self.current: Any = SimpleNamespace(models={}, advanced=lambda: 7)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Any]:
+        """Keep the models in use."""
+        self.uses += 1
+        yield self.current
+        self.uses -= 1
 
     async def exchange(self, _: object) -> object:
         """Use another repository; the former one stays in use."""
@@ -53,3 +67,65 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
 
     asyncio.run(asyncio.wait_for(run(), timeout=10))
     assert told[-1] == (ANSWERED, "1 8 ")
+
+
+def host_that_loads(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
+) -> tuple[_Host, list[tuple[str, str]]]:
+    """Return a server whose models load by a function, and what it tells its owner."""
+    settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
+    connection: Any = None
+    host = _Host(settings, connection)
+    told: list[tuple[str, str]] = []
+    link = SimpleNamespace(tell=lambda event, about="": told.append((event, about)))
+    monkeypatch.setattr(host, "_link", link, raising=False)
+    monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
+    monkeypatch.setattr(host, "_load", load)
+
+    async def close() -> None:
+        """End nothing."""
+
+    monkeypatch.setattr(host, "_repository", lambda: SimpleNamespace(close=close))
+    return host, told
+
+
+def test_a_repository_that_is_kept_is_told_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(_: object) -> None:
+        raise UnservedError([], is_crash=True)
+
+    host, told = host_that_loads(monkeypatch, load)
+    asyncio.run(host._reload())
+    ((event, words),) = told
+    assert event == KEPT
+    assert words
+
+
+def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(_: object) -> None:
+        raise RejectedError("the tokenizer takes too much memory")
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    host, told = host_that_loads(monkeypatch, load)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit, match="1"):
+        asyncio.run(host._follow())
+    assert [event for event, _ in told] == [FAILED]
+
+
+def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(_: object) -> None:
+        """Load nothing."""
+
+    host, told = host_that_loads(monkeypatch, load)
+    uses = []
+
+    async def ask(_: object, *, is_canary: bool) -> None:
+        uses.append((context.uses, is_canary))
+
+    context: Any = host._context
+    context.current = SimpleNamespace(models={"m": None}, ask=ask, advanced=lambda: 7)
+    asyncio.run(host._reply(Question(1, "m")))
+    assert uses == [(1, True)]
+    assert told == [(ANSWERED, "1 7 ")]

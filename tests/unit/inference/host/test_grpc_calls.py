@@ -1,0 +1,167 @@
+"""Calls of gRPC on streams: their turns, their models, and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from inference.front.access import Access
+from inference.front.context import FrontContext
+from inference.front.guard import RejectedError
+from inference.front.rules import STREAM_CALL
+from inference.front.workers import Workers
+from inference.host.calls import InferRequest, Responses
+from inference.host.grpc_calls import KServeGrpc
+from inference.host.models import HostedModel
+
+CONFIG = {
+    "name": "m",
+    "input": [{"name": "x", "data_type": "TYPE_UINT32", "dims": [1]}],
+    "output": [{"name": "x", "data_type": "TYPE_UINT32", "dims": [1]}],
+    "model_transaction_policy": {"decoupled": True},
+}
+SLOW, QUICK = 1, 2
+
+
+class Gate(HostedModel):
+    """Answers quick requests at once, slow ones once it is open, with its version."""
+
+    def __init__(self, version: str = "1") -> None:
+        super().__init__(json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig()), version)
+        self.is_open = asyncio.Event()
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        if request.tensors["x"][0] == SLOW:
+            await self.is_open.wait()
+        yield {"x": request.tensors["x"]}, True
+
+
+class Calls:
+    """A server of gRPC with one model, and a stream to it."""
+
+    def __init__(self, context: FrontContext[Any], call: Any) -> None:
+        self.context, self.call = context, call
+        self.is_leaving = False
+
+    async def ask(self, value: int) -> None:
+        request = service_pb2.ModelInferRequest(model_name="m")
+        request.inputs.add(name="x", datatype="UINT32", shape=[1])
+        request.raw_input_contents.append(np.array([value], np.uint32).tobytes())
+        await self.call.write(request.SerializeToString())
+
+    async def answer(self) -> tuple[str, int]:
+        reply = service_pb2.ModelStreamInferResponse.FromString(await self.call.read())
+        (raw,) = reply.infer_response.raw_output_contents
+        return reply.infer_response.model_version, int.from_bytes(raw, "little")
+
+    async def unused(self) -> None:
+        while self.context.users():
+            await asyncio.sleep(0.01)
+
+
+class Served:
+    """The models of a repository."""
+
+    def __init__(self, model: Gate) -> None:
+        self.models = {"m": model}
+
+
+def with_stream(check: Callable[[Calls, Gate], Awaitable[None]]) -> None:
+    async def main() -> None:
+        def note_use() -> None:
+            if calls.is_leaving:
+                raise RejectedError("leaving", HTTPStatus.SERVICE_UNAVAILABLE)
+
+        model, workers = Gate(), Workers()
+        context = FrontContext[Any](
+            Access(),
+            Served(model),
+            host="127.0.0.1",
+            is_ready=lambda: True,
+            note_use=note_use,
+            workers=workers,
+        )
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.add_generic_rpc_handlers((KServeGrpc(context, port=port),))
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                calls = Calls(context, channel.stream_stream(STREAM_CALL)())
+                await asyncio.wait_for(check(calls, model), 5)
+        finally:
+            await server.stop(0)
+            workers.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_ends_all_requests_of_its_stream() -> None:
+    async def check(calls: Calls, _: Gate) -> None:
+        for value in (SLOW, QUICK, SLOW):
+            await calls.ask(value)
+        assert await calls.answer() == ("1", QUICK)
+        while calls.context.users() > 2:  # the quick one now waits for its turn to end
+            await asyncio.sleep(0.01)
+        calls.call.cancel()
+        await calls.unused()
+
+    with_stream(check)
+
+
+def test_each_request_of_a_stream_goes_to_the_models_of_its_time() -> None:
+    async def check(calls: Calls, _: Gate) -> None:
+        await calls.ask(QUICK)
+        assert await calls.answer() == ("1", QUICK)
+        await calls.context.exchange(Served(Gate("2")))
+        await calls.ask(QUICK)
+        assert await calls.answer() == ("2", QUICK)
+
+    with_stream(check)
+
+
+def test_a_refused_request_ends_its_stream_after_the_answers_before_it() -> None:
+    async def check(calls: Calls, model: Gate) -> None:
+        await calls.ask(SLOW)
+        while not calls.context.users():
+            await asyncio.sleep(0.01)
+        calls.is_leaving = True
+        await calls.ask(QUICK)
+        await asyncio.sleep(0.1)
+        model.is_open.set()
+        assert await calls.answer() == ("1", SLOW)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await calls.call.read()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await calls.unused()
+
+    with_stream(check)
+
+
+def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
+    async def main() -> None:
+        def refuse(_: str | None) -> None:
+            raise RejectedError("no token", HTTPStatus.UNAUTHORIZED)
+
+        context: Any = SimpleNamespace(guard=SimpleNamespace(token_owner=refuse))
+        details = SimpleNamespace(method=STREAM_CALL, invocation_metadata=())
+        handler: Any = KServeGrpc(context, port=1).service(details)
+
+        class Context:
+            async def abort(self, code: grpc.StatusCode, _: str) -> None:
+                raise LookupError(code.name)
+
+        answers: AsyncIterator[bytes] = handler.stream_stream(None, Context())
+        with pytest.raises(LookupError, match="UNAUTHENTICATED"):
+            await anext(answers)
+
+    asyncio.run(main())
