@@ -119,7 +119,10 @@ async def close_tracer(collector: str | None) -> None:
 
 def describe_model(name: str) -> None:
     """Say of the span of a request, unless it is described, which model answers it."""
-    if (span := _SPAN.get()) is not None and "gen_ai.request.model" not in span.attributes:
+    span = _SPAN.get()
+    if span is None or not span.is_recording():  # the sampler or the client has left it out
+        return
+    if "gen_ai.request.model" not in span.attributes:
         describe_span(f"generate_content {name}", {
             "gen_ai.operation.name": "generate_content",
             "gen_ai.provider.name": "slipway",

@@ -146,6 +146,8 @@ def test_calls_of_grpc_have_spans(sent: InMemorySpanExporter) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
             assert await channel.unary_unary("/a/ModelInfer")(b"x", metadata=metadata) == b"x"
+            unsampled = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
+            assert await channel.unary_unary("/a/ModelInfer")(b"x", metadata=unsampled) == b"x"
             with pytest.raises(grpc.aio.AioRpcError):
                 await anext(aiter(channel.stream_stream("/a/ModelStreamInfer")([b"x"])))
         await server.stop(None)
