@@ -78,5 +78,7 @@ def _parameters(message: Any) -> dict[str, Any]:
         kind = parameter.WhichOneof("parameter_choice")
         value = getattr(parameter, kind) if kind else None
         # The server reads a negative number as the one of 64 bits with the same digits.
-        found[name] = value % (1 << 64) if type(value) is int else value
+        if type(value) is int and name in validation.WHOLE_NUMBERS:
+            value %= 1 << 64
+        found[name] = value
     return found

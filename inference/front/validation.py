@@ -52,6 +52,8 @@ _SEQUENCE_ID: Check = (
     lambda e: (_is_text(e) and len(e.encode()) <= MOST_SEQUENCE_ID_BYTES) or _is_number(e),
     f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or {_NUMBER[1]}",
 )
+# Parameters that are whole numbers without a sign; those of others may have one.
+WHOLE_NUMBERS = ("sequence_id", "priority", "timeout", "binary_data_size")
 _REQUEST_FIELDS: Checks = {"id": _TEXT}
 MODEL_FIELDS: Checks = dict.fromkeys(("model_name", "model_version"), _TEXT)  # gRPC
 _REQUEST_PARAMETERS: Checks = {

@@ -112,6 +112,10 @@ class HostedExchange(Exchange):
         """Return whether the client has left."""
         return self._has_left
 
+    def leave(self) -> None:
+        """Note that nobody waits for responses any more."""
+        self._has_left = True
+
     def send(self, outputs: Mapping[str, Any], *, final: bool) -> None:
         """Send one response."""
         kept = {name: value for name, value in outputs.items() if name in self.wanted}
@@ -130,11 +134,8 @@ class HostedExchange(Exchange):
     async def responses(self) -> Responses:
         """Yield responses, each with whether it is the last. Raises InferError."""
         final = False
-        try:
-            while not final:
-                item, final = await self._came.get()
-                if isinstance(item, InferError):
-                    raise item
-                yield item, final
-        finally:
-            self._has_left = True
+        while not final:
+            item, final = await self._came.get()
+            if isinstance(item, InferError):
+                raise item
+            yield item, final

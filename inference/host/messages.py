@@ -119,7 +119,10 @@ def _array(values: Sequence[Any], datatype: str, name: str) -> Array:
         raise InferError(
             f"input {name} has the type {datatype}, which is sent as binary data alone"
         )
-    return np.array(values, DATATYPES[datatype])
+    try:
+        return np.array(values, DATATYPES[datatype])
+    except OverflowError:
+        raise InferError(f"input {name} has a number that {datatype} cannot hold") from None
 
 
 def read_generate(data: bytes, datatypes: Mapping[str, str]) -> dict[str, Any]:
@@ -175,7 +178,13 @@ def read_message(data: bytes, size_bytes: int) -> tuple[str, str, SentRequest]:
                     f"{list(each.shape)}"
                 )
             values = np.empty(len(contents), DATATYPES[each.datatype])
-            values[:] = contents
+            try:
+                values[:] = contents
+            except (ValueError, OverflowError):
+                raise InferError(
+                    f"input '{each.name}' has contents that {each.datatype} cannot hold; send "
+                    "raw_input_contents"
+                ) from None
             sent.array = values.reshape(sent.shape)
         inputs.append(sent)
     outputs = dict.fromkeys((each.name for each in message.outputs), True)
@@ -295,6 +304,8 @@ def infer_response(model: HostedModel, sent: SentRequest, outputs: Outputs) -> A
         kind = (
             "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
         )
+        if kind == "int64":  # of 64 bits, with a sign there
+            value = (value + (1 << 63)) % (1 << 64) - (1 << 63)
         setattr(answer.parameters[key], f"{kind}_param", value)
     for name, value in outputs.items():
         answer.outputs.add(name=name, datatype=datatype_of(value), shape=value.shape)

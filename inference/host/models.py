@@ -69,10 +69,13 @@ class OpenSessions:
         self._open: dict[int | str, tuple[Any, float]] = {}
 
     def take(self, turn: SessionTurn, keeper: Callable[[], Any]) -> Any:
-        """Return what keeps the session of a turn, a new `keeper` for a new one."""
+        """Return what keeps the session of a turn, a new `keeper` for a new one.
+
+        One that is unknown and does not start is refused by the model, and not open.
+        """
         known = self._open.pop(turn.session_id, None)
         found = keeper() if known is None else known[0]
-        if not turn.ends:
+        if not turn.ends and (turn.starts or known is not None):
             self.count()
             self._open[turn.session_id] = found, time.monotonic()
         return found
@@ -143,9 +146,10 @@ class HostedModel:
         finally:
             statistics.pending -= 1
             taken_ns = time.perf_counter_ns() - began
-            if reason:
+            is_busy = request.is_canary and reason == "REJECTED"  # which is no failure
+            if reason and not is_busy:
                 statistics.failed(reason, taken_ns)
-            else:
+            elif not reason:
                 statistics.succeeded(rows, taken_ns)
 
     def _answer(self, request: InferRequest) -> Responses:
@@ -232,15 +236,18 @@ class HostedEngine(HostedModel):
         if not self.keeps_sessions:
             request = replace(request, turn=None)
         exchange = HostedExchange(request, self.wanted(request), self._mailbox)
-        if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
-            await asyncio.to_thread(self._instance(request).take, exchange)
-        else:
-            self._instance(request).take(exchange)
-        async with contextlib.aclosing(exchange.responses()) as responses:
-            async for response in responses:
-                if response[1]:
-                    self.statistics.queued(round(exchange.queued_s * 1e9))
-                yield response
+        try:
+            if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
+                await asyncio.to_thread(self._instance(request).take, exchange)
+            else:
+                self._instance(request).take(exchange)
+            async with contextlib.aclosing(exchange.responses()) as responses:
+                async for response in responses:
+                    if response[1]:
+                        self.statistics.queued(round(exchange.queued_s * 1e9))
+                    yield response
+        finally:
+            exchange.leave()
 
     def _instance(self, request: InferRequest) -> EngineModel:
         """Return an instance: of a session the one that has it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
@@ -47,8 +48,8 @@ class TritonConnection:
 
     async def _cancel(self, call: Any) -> None:
         async with self._turn:
-            call.cancel()
-            await asyncio.sleep(_CANCEL_PAUSE_S)
+            if call.cancel():  # it had not ended
+                await asyncio.sleep(_CANCEL_PAUSE_S)
 
 
 class RemoteModel(HostedModel):
@@ -96,7 +97,9 @@ class RemoteModel(HostedModel):
                 answer = reply.infer_response
                 final = answer.parameters[FINAL_PARAMETER].bool_param
                 yield _outputs(answer), final
-                if final:
+                if final:  # what the server has ended itself need not be cancelled
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await _uncancelled(call.read())
                     return
             yield {}, True  # releases before 2.34 do not say which response is the last
         except grpc.aio.AioRpcError as error:

@@ -36,6 +36,7 @@ from inference.supervision import REPORTS_VARIABLE
 _POLL_S = 0.1
 _REPORT_S = 0.2  # for the supervisor to report an end
 _CALL_S = 2.0
+_METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world
 _KILLED_S = 5.0
 _LONGEST_REPORT = 64 * 1024
@@ -201,11 +202,11 @@ class TritonRepository:
         try:
             connector = aiohttp.UnixConnector(str(self._metrics))
             async with (
-                aiohttp.ClientSession(connector=connector) as session,
+                aiohttp.ClientSession(connector=connector, timeout=_METRICS_TIMEOUT) as session,
                 session.get("http://tritonserver/metrics") as answer,
             ):
                 text = await answer.text()
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):
             raise RejectedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
         return [line for line in text.splitlines() if not line.startswith(_OWN_METRICS)]
 

@@ -98,6 +98,18 @@ def test_a_request_arrives_as_it_was_read(options: dict[str, Any]) -> None:
     assert [each.name for each in sent.outputs] == ["y"]
 
 
+def test_a_stream_that_has_ended_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = list[object]()
+    monkeypatch.setattr(TritonConnection, "cancel", lambda _, call: cancelled.append(call))
+
+    async def check(model: HostedModel) -> None:
+        for _ in range(5):
+            assert [each async for each in model.infer(InferRequest({"ids": IDS}))][-1][1]
+
+    with_model(FakeTriton({}), check, **DECOUPLED)
+    assert not cancelled
+
+
 def test_an_output_keeps_its_type_and_bytes() -> None:
     raw = np.array([0x3F80], np.uint16).tobytes()
     value = RawTensor("BF16", (1, 1), raw)
@@ -162,8 +174,9 @@ def test_streams_are_cancelled_in_order_with_pauses() -> None:
     class Stream:
         cancelled_at: float | None = None
 
-        def cancel(self) -> None:
+        def cancel(self) -> bool:
             self.cancelled_at = time.monotonic()
+            return True
 
     streams = [Stream() for _ in range(5)]
 

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import json_format
-from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
 
+from inference.decoding.rows import SessionTurn
 from inference.front.sessions import Namespace
-from inference.host.calls import InferError, InferRequest, Mailbox, Responses
+from inference.host.calls import HostedExchange, InferError, InferRequest, Mailbox, Responses
 from inference.host.messages import (
     generate_request,
     generated,
+    infer_response,
     json_answer,
     read_infer,
+    read_message,
     with_bytes,
 )
-from inference.host.models import HostedModel
+from inference.host.models import HostedEngine, HostedModel, OpenSessions
 from inference.host.statistics import MetricRegistry, triton_metrics
 from inference.host.tensors import array_of, raw_of
 
@@ -164,6 +167,113 @@ def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
     assert [line.rpartition(" ")[2] for line in registry.lines()][2:] == [
         "3", "5.5499999999999998", "1", "2", "3"
     ]  # fmt: skip
+
+
+def test_a_canary_that_a_busy_model_refuses_is_no_failure() -> None:
+    class Busy(Echo):
+        async def _answer(self, _: InferRequest) -> Responses:
+            raise InferError("busy", "UNAVAILABLE")
+            yield {}, True
+
+    model = Busy(json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig()), "1")
+    tensors = {"text": np.array([[b"a"]], object)}
+    for is_canary, failures in ((True, 0), (False, 1)):
+        with pytest.raises(InferError):
+            ask(model, InferRequest(tensors, is_canary=is_canary))
+        assert model.statistics.failures["REJECTED"] == failures
+
+
+def test_a_client_that_leaves_while_its_request_is_read_is_noticed() -> None:
+    class Instance:
+        """Takes a request, which lasts."""
+
+        def __init__(self) -> None:
+            self.begins, self.goes_on = threading.Event(), threading.Event()
+
+        def take(self, exchange: HostedExchange) -> None:
+            self.exchange = exchange
+            self.begins.set()
+            self.goes_on.wait(10)
+
+    async def main() -> None:
+        instance: Any = Instance()
+        mailbox = Mailbox(asyncio.get_running_loop())
+        config = json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig())
+        model = HostedEngine(config, "1", [instance], mailbox)
+        large = {
+            "text": np.array([[b"a"]], object),
+            "ids": np.zeros((1, 1 << 14), np.uint32),
+        }
+
+        async def answer() -> None:
+            async for _ in model.infer(InferRequest(large)):
+                pass
+
+        asking = asyncio.create_task(answer())
+        await asyncio.to_thread(instance.begins.wait, 10)
+        asking.cancel()
+        await asyncio.wait([asking])
+        instance.goes_on.set()
+        assert instance.exchange.is_cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_session_that_never_started_is_not_open() -> None:
+    sessions = OpenSessions(60)
+    sessions.take(SessionTurn(5), lambda: None)
+    assert sessions.count() == 0
+    sessions.take(SessionTurn(5, starts=True), lambda: None)
+    sessions.take(SessionTurn(5), lambda: None)
+    assert sessions.count() == 1
+
+
+def sent_message(datatype: str, **contents: Any) -> bytes:
+    message = service_pb2.ModelInferRequest(model_name="m")
+    message.inputs.add(name="x", datatype=datatype, shape=[1])
+    for name, values in contents.items():
+        getattr(message.inputs[0].contents, name).extend(values)
+    return bytes(message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("datatype", "contents"),
+    [
+        ("INT8", {"int_contents": [300]}),
+        ("UINT16", {"uint_contents": [1 << 16]}),
+        ("BF16", {"bytes_contents": [b"ab"]}),
+    ],
+)
+def test_contents_that_a_type_cannot_hold_are_refused(
+    datatype: str, contents: dict[str, Any]
+) -> None:
+    data = sent_message(datatype, **contents)
+    with pytest.raises(InferError, match=datatype):
+        read_message(data, len(data))
+
+
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    entry = {"name": "x", "datatype": "FP32", "shape": [1], "data": [10**400]}
+    data = json.dumps({"inputs": [entry]}).encode()
+    with pytest.raises(InferError, match="FP32"):
+        read_infer(data, len(data))
+
+
+def test_parameters_of_strangers_keep_their_sign() -> None:
+    message = service_pb2.ModelInferRequest(model_name="m")
+    for name in ("own", "sequence_id"):
+        message.parameters[name].int64_param = -1
+    data = message.SerializeToString()
+    _, _, sent = read_message(data, len(data))
+    assert sent.parameters == {"own": -1, "sequence_id": (1 << 64) - 1}
+    model = Echo(
+        json_format.ParseDict(
+            {**CONFIG, "ensemble_scheduling": {}}, model_config_pb2.ModelConfig()
+        ),
+        "1",
+    )
+    answer = infer_response(model, sent, {})
+    assert answer.parameters["sequence_id"].int64_param == -1
 
 
 def test_calls_of_threads_run_in_the_event_loop_in_their_order() -> None:
