@@ -238,7 +238,7 @@ def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
         null = " or null" * (type(None) in kinds)
         problem = f"expected {kind} from {key.ge} to {key.le}{null}"
     elif error["type"] in ("list_type", "tuple_type") and isinstance(value, (str, int, float)):
-        problem = f"expected a list; write '{key.name}=[{shortened(shown(value))}]'"
+        problem = f"expected a list; write '{key.name}=[{shortened(shown(value)).strip('[]')}]'"
     return key.refusal(value, problem)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
-from inference.evaluation.bounds import PairedBound, parse_bounds, sentences_of
+from inference.evaluation.bounds import PairedBound, check_bounds, parse_bounds, sentences_of
 from inference.evaluation.gate import (
     EXIT_GATE_BREACHED,
     EXIT_INSUFFICIENT,
@@ -64,6 +65,8 @@ def decide(
         ValueError: the first run has no report, or a bound cannot be applied to it.
     """
     (name, first), *others = runs.items()
+    if not others:
+        raise ValueError(f"there is no run to compare with {name}")
     if isinstance(first, str):
         raise ValueError(f"{name}, which the others are compared with, has no report: {first}")
     bounds = dict(bounds) or default_bounds(first[0])
@@ -109,6 +112,8 @@ def decide(
 def _compared(first: Run, run: Run, name: str, bounds: Mapping[str, Bound]) -> ComparedRun | str:
     """Return a run next to the first, or why the bounds cannot be applied to it."""
     ways = {metric.name: metric.method for metric in run[0].metrics}
+    if problems := _not_numbers(run[0], bounds):
+        return "; ".join(problems)
     for metric in first[0].metrics:
         if metric.name not in bounds:
             continue
@@ -131,17 +136,22 @@ def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
             "the first run has no figure that can be compared by samples; give a bound such as "
             "upgrade.gate.<metric>='no change of more than 1 point'."
         ]
-    problems = [
-        f"{name}: the first run has no such figure; it has {', '.join(metrics)}."
-        for name in bounds
-        if name not in metrics
-    ]
+    problems = check_bounds(bounds, known=[*metrics])
+    problems += _not_numbers(first, bounds)
     for name, bound in bounds.items():
         if name in metrics:
             problems += filter(
                 None, (_problem(each, metrics[name]) for each in sentences_of(bound))
             )
     return problems
+
+
+def _not_numbers(report: Report, bounds: Mapping[str, Bound]) -> list[str]:
+    return [
+        f"{each.name} is not a number"
+        for each in report.metrics
+        if each.name in bounds and math.isnan(each.value)
+    ]
 
 
 def _problem(sentence: str, metric: Metric) -> str:
@@ -184,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = {path.parent.name: read_run(path) for path in paths}
         if len(runs) < len(paths):
             runs = {run[0].run_id: run for run in map(read_run, paths)}
+        if len(runs) < 2:
+            raise ValueError("they are one and the same run; name another one.")
         if options.gate is not None:
             bounds, problems = parse_bounds(dict(each.split("=", 1) for each in options.bound))
             if problems:

@@ -6,20 +6,19 @@ against the first together. A row that has finished is not run again.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inference.evaluation.bounds import parse_bounds
+from export_scripts.values import name_problem
+from inference.evaluation.bounds import limit_problems, parse_bounds
 from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 
-_NAME = re.compile(r"[\w.-]+")
 # Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
 _OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
                     "harness.url", "request_timeout_s", "retry_s")  # fmt: skip
@@ -31,7 +30,13 @@ _OF_ALL = (
     "base_results_dir",
     "export.run.results_dir",
     "wait",
+    "data_dir",
+    "dry_run",
+    "run_dir",
 )
+_OF_ALL_SECTIONS = ("watch", "upgrade", "runs", "hydra", "export.accuracy")
+# Names in upgrade.output_dir that are not a row's.
+_TAKEN = ("jobs", "junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
 _GATED = (3, 5)  # exit statuses with a report
 _FEWEST = 2
 
@@ -39,8 +44,14 @@ _FEWEST = 2
 def problems_of_upgrade(config: Config) -> list[str]:
     """Return what is wrong with the section `upgrade`."""
     rows = config.upgrade.rows
-    _, found = parse_bounds(config.upgrade.gate)
+    bounds, found = parse_bounds(config.upgrade.gate)
+    found += limit_problems(bounds)
     problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
+    if not Path(config.evaluate.output_dir).is_relative_to(config.results_dir):
+        problems.append(
+            f"evaluate.output_dir={config.evaluate.output_dir} would hold the report of every row; "
+            "leave it out: each row has a folder in upgrade.output_dir."
+        )
     if find_spec("scipy") is None:
         problems.append("action=upgrade needs the package scipy: pip install scipy.")
     if len(rows) < _FEWEST:
@@ -52,8 +63,9 @@ def problems_of_upgrade(config: Config) -> list[str]:
     if "evaluate" not in config.stages:
         problems.append(f"action=upgrade evaluates: stages={config.stages} lacks evaluate.")
     for name, keys in rows.items():
-        if not _NAME.fullmatch(name):
-            problems.append(f"upgrade.rows.{name}: use letters, digits, '.', '_' and '-'.")
+        wrong = "is the name of a file there" if name in _TAKEN else name_problem(name)
+        if wrong:
+            problems.append(f"upgrade.rows.{name}: the name of its folder {wrong}.")
         if not isinstance(keys, Mapping):
             problems.append(
                 f"upgrade.rows.{name}={keys} is not a mapping of keys to values, such as "
@@ -83,7 +95,8 @@ def _may_differ(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "evaluate":
         return rest in _OWN_OF_EVALUATE
-    return section not in ("watch", "upgrade", "runs") and key not in _OF_ALL
+    sections = (section, ".".join(key.split(".")[:2]))
+    return key not in _OF_ALL and not set(sections) & set(_OF_ALL_SECTIONS)
 
 
 def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combination]:

@@ -7,8 +7,11 @@ from typing import Any
 
 from inference.certify.options import CertifySection
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
+from inference.evaluation.options import OPENAI
+from inference.front.access import Credentials
 from stages.base import Stage, StageError, Summary, as_json
 from stages.convert import find_checkpoint
+from stages.evaluate import is_address
 from stages.progress import Progress
 
 # Options that do not change the certificate.
@@ -36,6 +39,11 @@ class CertifyStage(Stage):
     follows: bool
     given: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def _token_file(self) -> Path | None:
+        text = self.options.token_file
+        return None if text is None else Path(text)
+
     def check(self) -> list[str]:
         """Return what is not there, and options that need another one."""
         options = self.options
@@ -49,11 +57,23 @@ class CertifyStage(Stage):
             for name, path in (("training", options.training), ("key", options.key))
             if path is not None and not Path(path).is_file()
         ]
-        if options.training is not None and options.endpoint is None:
+        if options.endpoint is None:
+            problems += [
+                f"certify.{name} is for a server: set certify.endpoint to its URL."
+                for name in ("training", "model", "token_file")
+                if getattr(options, name) is not None
+            ]
+            return problems
+        if not is_address(options.endpoint, OPENAI):
             problems.append(
-                "certify.training is compared with a server: set certify.endpoint to its URL."
+                f"certify.endpoint={options.endpoint} is not an address; write "
+                "http://host:port/v1, or null to ask no server."
             )
-        return problems
+        if not options.batch_sizes:
+            problems.append("certify.batch_sizes is empty; name at least one, such as [1].")
+        return problems + Credentials(token_file=self._token_file).problems(
+            prefix="certify.", joiner="_"
+        )
 
     def outputs(self) -> list[Path]:
         """Return the certificate and its page."""
@@ -89,13 +109,15 @@ class CertifyStage(Stage):
         from inference.certify.served import Endpoint
 
         options = self.options
-        endpoint = options.endpoint and Endpoint(
-            url=options.endpoint,
-            model=options.model,
-            batch_sizes=tuple(options.batch_sizes),
-            tolerance=options.log_prob_tolerance,
-            token_file=Path(options.token_file) if options.token_file else None,
-        )
+        endpoint = None
+        if options.endpoint is not None:
+            endpoint = Endpoint(
+                url=options.endpoint,
+                model=options.model,
+                batch_sizes=tuple(options.batch_sizes),
+                tolerance=options.log_prob_tolerance,
+                token_file=self._token_file,
+            )
         request = CertifyRequest(
             source=find_checkpoint(self.source).absolute(),
             folder=self.folder.absolute(),
@@ -104,7 +126,7 @@ class CertifyStage(Stage):
             data_type=options.data_type,
             tolerance=options.tolerance,
             computes=options.layers,
-            endpoint=endpoint or None,
+            endpoint=endpoint,
             training=Path(options.training) if options.training else None,
         )
         try:

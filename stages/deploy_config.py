@@ -298,24 +298,36 @@ _LIMITS = ("deploy.max_request_mb", "deploy.otlp_collector")
 _CREDENTIALS = ("deploy.tls_cert", "deploy.token_file")
 _SEVERAL_NODES, _STORE = "a model over several nodes", "deploy.repository=s3://..."
 _INSTANCES = "export.triton_deployment.instance_count"
+_COMMAND, _VLLM_OPTIONS = ("deploy.command",), ("deploy.vllm", "deploy.executable")
+_OF_OTHERS = (*_COMMAND, *_VLLM_OPTIONS)
 # Keys without effect on another engine's server, which listens itself. Only ours knows its clients.
 _FRONT = (*_LIMITS, "deploy.openai", "deploy.uptime", _STORE, _INSTANCES)
 ENGINE_KINDS = {
     FASTERTRANSFORMER: ServerKind(
         "deploy.engine=fastertransformer",
-        ("deploy.openai", "deploy.uptime"),
+        ("deploy.openai", "deploy.uptime", *_OF_OTHERS),
         (AUTO, TRITONSERVER),
     ),
-    VLLM: ServerKind("deploy.engine=vllm", _FRONT),
-    OPENAI: ServerKind("deploy.engine=openai", (*_FRONT, *_CREDENTIALS, _SEVERAL_NODES)),
+    VLLM: ServerKind("deploy.engine=vllm", (*_FRONT, *_COMMAND)),
+    OPENAI: ServerKind(
+        "deploy.engine=openai",
+        (*_FRONT, *_CREDENTIALS, *_VLLM_OPTIONS, _SEVERAL_NODES),
+    ),
 }
 SERVER_KINDS = {
-    AUTO: ServerKind("deploy.server=auto"),
-    TRITONSERVER: ServerKind("deploy.server=tritonserver"),
-    SLIPWAY: ServerKind("deploy.server=slipway", (_STORE,)),
+    AUTO: ServerKind("deploy.server=auto", _OF_OTHERS),
+    TRITONSERVER: ServerKind("deploy.server=tritonserver", _OF_OTHERS),
+    SLIPWAY: ServerKind("deploy.server=slipway", (_STORE, *_OF_OTHERS)),
     PYTRITON: ServerKind(
         "deploy.server=pytriton",
-        ("deploy.openai", "deploy.uptime", "deploy.repository", _SEVERAL_NODES, _INSTANCES),
+        (
+            "deploy.openai",
+            "deploy.uptime",
+            "deploy.repository",
+            _SEVERAL_NODES,
+            _INSTANCES,
+            *_OF_OTHERS,
+        ),
     ),
 }
 
@@ -324,8 +336,12 @@ def _settings(config: DeployConfig) -> dict[str, bool]:
     """Return whether settings that not every server has are given."""
     plain = DeploySection()
     names = ("repository", "uptime", "openai", *(each.name for each in fields(Access)))
+    others = (each.removeprefix("deploy.") for each in _OF_OTHERS)
     return {
-        **{f"deploy.{name}": getattr(config, name) != getattr(plain, name) for name in names},
+        **{
+            f"deploy.{name}": getattr(config, name) != getattr(plain, name)
+            for name in (*names, *others)
+        },
         _STORE: config.store is not None,
         _INSTANCES: config.instance_count > 1,
         _SEVERAL_NODES: config.nodes > 1,
@@ -338,14 +354,14 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
     kind = engine or SERVER_KINDS[config.server]
     if engine is not None and config.server not in engine.servers:
         yield f"deploy.server={config.server} has no effect with {kind.words}; leave it out."
-    kinds = (SERVER_KINDS[SLIPWAY], SERVER_KINDS[TRITONSERVER])
+    kinds = [SERVER_KINDS[SLIPWAY], SERVER_KINDS[TRITONSERVER]]
+    others = [ENGINE_KINDS[VLLM], ENGINE_KINDS[OPENAI]]
     for name, is_given in _settings(config).items():
         if is_given and name in kind.lacks:
-            able = [each.words for each in kinds if name not in each.lacks]
-            yield (
-                f"{name} has no effect with {kind.words}; leave it out, or use "
-                f"deploy.engine=pytorch with {' or '.join(able)}."
-            )
+            tried = others if name in _OF_OTHERS else kinds
+            able = " or ".join(each.words for each in tried if name not in each.lacks)
+            ours = "deploy.engine=pytorch with " * (tried is kinds)
+            yield f"{name} has no effect with {kind.words}; leave it out, or use {ours}{able}."
 
 
 def check_deploy(config: DeployConfig) -> list[str]:

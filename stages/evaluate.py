@@ -34,6 +34,9 @@ _REPORT_PAGE = "report.html"
 _NOT_IDENTITY = ("url", "openai_url", "name", "time_limit", "cpus_per_task", "mem_gb")
 _EARLIER_STAGES = ("convert", "export", "deploy")
 _POLL_S = 0.5
+_NEEDS_OPENAI = (
+    "evaluate.protocol=openai needs a server of that protocol; set deploy.openai.enabled=true"
+)
 _UPDATES = 200  # of the progress of a task
 
 
@@ -75,8 +78,11 @@ class EvaluateStage(Stage):
         problems = check_evaluation(options)
         if server is None:
             is_followed = self.endpoint_path is not None
+            speaks_openai = self.deploy.openai.enabled or self.deploy.is_other_engine
+            if options.protocol == OPENAI and not speaks_openai:
+                problems.append(f"{_NEEDS_OPENAI}.")
             return problems if is_followed else problems + check_deploy(self.deploy)
-        if not _is_address(server, options.protocol):
+        if not is_address(server, options.protocol):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
                 "127.0.0.1:8001 (for evaluate.protocol=openai also http://host:port/v1), or null "
@@ -236,10 +242,7 @@ class EvaluateStage(Stage):
     def _addresses(self, endpoint: ServerEndpoint) -> tuple[str, str | None, str]:
         options, openai = self.options, endpoint.openai
         if options.protocol == OPENAI and openai is None:
-            raise NotEvaluatedError(
-                "evaluate.protocol=openai needs a server of that protocol; set "
-                "deploy.openai.enabled=true"
-            )
+            raise NotEvaluatedError(_NEEDS_OPENAI)
         ports = {OPENAI: openai, "http": endpoint.http, "grpc": endpoint.grpc}
         url = options.harness.url
         if url is None and openai is not None:
@@ -256,12 +259,13 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return found
 
 
-def _is_address(text: str, protocol: str) -> bool:
+def is_address(text: str, protocol: str) -> bool:
+    """Return whether a text is host:port, or for OpenAI's protocol perhaps a URL."""
     if protocol == OPENAI:
         try:
             base_url(text, uses_tls=False)
         except ValueError:
             return False
-        return "://" in text or _is_address(text, "grpc")
+        return "://" in text or is_address(text, "grpc")
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdigit() and 0 < int(port) <= 65535

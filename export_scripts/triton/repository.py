@@ -138,7 +138,7 @@ def check_repository(
     ]
     for key, known in (("engine", tuple(ENGINES)), ("data_type", DATA_TYPES)):
         if getattr(request, key) not in known:
-            found.append(problem(key, f"is unknown; use one of {', '.join(known)}."))
+            found.append(problem(key, f"has no Triton model; use one of {', '.join(known)}."))
     for key, choices in (("int8_mode", (0, 1, 2)), ("enable_custom_all_reduce", (0, 1))):
         if int(getattr(request, key)) not in choices:
             found.append(problem(key, f"must be one of {', '.join(map(str, choices))}."))

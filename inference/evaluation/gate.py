@@ -306,7 +306,8 @@ def _paired(
     `level` is the chance of an error that is allowed, and the number of sentences that share it.
     """
     metric, pairs, moved = own.metric, own.pairs, own.moved
-    assert pairs is not None
+    if pairs is None:
+        raise ValueError(f"{metric.name}: the samples of both runs are not there to be compared.")
     alpha, tested = level
     check = partial(check_drop, pairs, confidence=1 - alpha, bounded=metric.unit == "fraction")
     test = check(margin)

@@ -8,10 +8,12 @@ import re
 import ssl
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any
+from urllib.parse import urlsplit
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import read_file
@@ -55,7 +57,7 @@ class Access:
             for name in ("max_request_mb", "tls_cert", "tls_key", "token_file")
         )
         found = []
-        if self.otlp_collector is not None and not _ORIGIN.fullmatch(self.otlp_collector):
+        if self.otlp_collector is not None and not _is_origin(self.otlp_collector):
             name = prefix + f"otlp{joiner}collector"
             found.append(f"{name}={self.otlp_collector} is not an address; write http://host:port.")
         if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
@@ -93,6 +95,12 @@ class Access:
 
 
 OPEN_ACCESS = Access()
+
+
+def _is_origin(text: str) -> bool:
+    with suppress(ValueError):  # a port that there cannot be
+        return bool(_ORIGIN.fullmatch(text)) and urlsplit(text).port != 0
+    return False
 
 
 def access_of(values: Mapping[str, object]) -> Access:

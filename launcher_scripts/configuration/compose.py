@@ -210,7 +210,12 @@ def _apply(config: DictConfig, override: Override) -> str:
             parent, _, leaf = name.rpartition(".")
             OmegaConf.select(config, parent).pop(leaf, None)
         else:
-            OmegaConf.update(config, name, override.value(), force_add=True)
+            value = override.value()
+            # Merged with a mapping; a value of another kind takes its place, and is refused there.
+            is_merged = isinstance(value, dict) and OmegaConf.is_dict(
+                OmegaConf.select(config, name)
+            )
+            OmegaConf.update(config, name, value, force_add=True, merge=is_merged)
     except _OBJECTIONS as error:
         return f"{override.input_line}: {first_line(error)}"
     return ""

@@ -40,7 +40,12 @@ def config_of(*words: str) -> Any:
         ("{now:{},next:{stages:[deploy]}}", "stages is the same for all rows"),
         ("{now:{},next:{cluster:bcm}}", "cluster is the same for all rows"),
         ("{now:{},next:5}", "upgrade.rows.next=5 is not a mapping"),
-        ("{now:{},a/b:{}}", "upgrade.rows.a/b: use letters"),
+        ("{now:{},a/b:{}}", "upgrade.rows.a/b: "),
+        ("{now:{},..:{}}", "upgrade.rows...: "),
+        ("{now:{},jobs:{}}", "upgrade.rows.jobs: "),
+        ("{now:{},next:{dry_run:false}}", "dry_run is the same for all rows"),
+        ("{now:{},next:{data_dir:/x}}", "data_dir is the same for all rows"),
+        ("{now:{},next:{export.accuracy.enabled:true}}", "enabled is the same for all rows"),
     ],
 )
 def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str) -> None:
@@ -139,3 +144,18 @@ def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> N
     outcomes[0].run.jobs = {"evaluate": None}
     assert decided(outcomes, tmp_path) == 0
     assert "the same command judges them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "gate", ["lambada_x={}", "lambada_x.min=null", "lambada_x={min:2,max:1}", "lambada_x.margin=-1"]
+)
+def test_bounds_that_bound_nothing_are_refused(gate: str) -> None:
+    config = config_of("++upgrade.rows={now:{},next:{}}", f"++upgrade.gate.{gate}")
+    (problem,) = problems_of_upgrade(config)
+    assert problem.startswith("upgrade.gate.lambada_x")
+
+
+def test_rows_do_not_share_a_report(tmp_path: Path) -> None:
+    words = ["++upgrade.rows={now:{},next:{}}", f"evaluate.output_dir={tmp_path}"]
+    (problem,) = problems_of_upgrade(config_of(*words))
+    assert problem.startswith(f"evaluate.output_dir={tmp_path}")

@@ -97,3 +97,16 @@ def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]) 
     problems = [*arguments.problems, *compose_config(arguments.overrides).problems]
     for text in problems:
         assert any(name in text or repr(name)[1:-1] in text for name, _ in words), text
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("deploy.vllm=[a]", "expected a mapping"),
+        ("stages={a: 1}", "expected a list"),
+        ("stages='[deploy]'", "write 'stages=[deploy]'"),
+    ],
+)
+def test_a_value_of_another_shape_is_refused_with_the_remedy(word: str, remedy: str) -> None:
+    (problem,) = compose_config([word]).problems
+    assert remedy in problem

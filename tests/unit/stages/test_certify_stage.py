@@ -52,3 +52,21 @@ def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
     found = "\n".join(own.check())
     for key in ("certify.folder", "certify.source", "certify.training", "certify.endpoint"):
         assert key in found
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"endpoint": ""}, "certify.endpoint="),
+        ({"endpoint": "ftp://a"}, "certify.endpoint="),
+        ({"endpoint": "http://a:99999/v1"}, "certify.endpoint="),
+        ({"endpoint": "http://a:1/v1", "batch_sizes": []}, "certify.batch_sizes "),
+        ({"endpoint": "http://a:1/v1", "token_file": "/nope"}, "certify.token_file="),
+        ({"token_file": "/nope"}, "certify.token_file "),
+    ],
+)
+def test_server_that_cannot_be_asked_is_refused(
+    tmp_path: Path, options: dict[str, Any], key: str
+) -> None:
+    (problem,) = stage(tmp_path, tmp_path, tmp_path, **options).check()
+    assert problem.startswith(key)

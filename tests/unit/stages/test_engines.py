@@ -45,15 +45,12 @@ def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
 
 def config(folder: Path, engine: str = OPENAI) -> DeployConfig:
     (folder / "config.json").write_text("{}")
-    return DeployConfig(
-        folder=folder,
-        repository=str(folder),
-        model_name="m",
-        engine=engine,
-        command=[sys.executable, "{model}", "{port}"],
-        executable=sys.executable,
-        http_port=0,
+    own = DeployConfig(
+        folder=folder, repository=str(folder), model_name="m", engine=engine, http_port=0
     )
+    if engine == VLLM:
+        return replace(own, executable=sys.executable)
+    return replace(own, command=[sys.executable, "{model}", "{port}"])
 
 
 def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_too_few_samples_leave_an_upgrade_undecided(report, make_metric, tmp_pat
 @pytest.mark.parametrize(
     ("bounds", "reported"),
     [
-        ({"other": Bound(paired="no drop at 95 %")}, "other: the first run has no such figure"),
+        ({"other": Bound(paired="no drop at 95 %")}, "gate.other bounds a metric that is not"),
         ({"lambada_x": Bound(paired="no rise at 95 %")}, "lambada_x gets worse by a drop"),
     ],
 )
@@ -212,3 +213,20 @@ def test_the_command_judges_reports(runs, tmp_path: Path, capsys):
     assert "is not a bound" in capsys.readouterr().err
     words[-1] += " at 95 %"
     assert main([*paths, *words]) == 0
+
+
+def test_nothing_is_held_that_was_not_compared(runs, tmp_path):
+    alone = {"now": runs["now"]}
+    bare: dict[str, Run | str] = {name: (report, []) for name, (report, _) in runs.items()}
+    for given, bounds in ((alone, {}), (bare, {}), (runs, {"lambada_x": Bound()})):
+        with pytest.raises(ValueError, match=r"now|lambada_x"):
+            decide(given, bounds, tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_figure_that_is_not_a_number_has_no_verdict(report, make_metric, tmp_path):
+    metric = make_metric("lambada_x", scale="mean")
+    scores = {"now": GOOD, "next": [math.nan, *GOOD[1:]]}
+    found = {name: run_of(report, metric, each, name) for name, each in scores.items()}
+    _, status = decide(found, {"lambada_x": Bound(min=0.0)}, tmp_path)
+    assert status == 4
