@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import re
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -51,6 +54,8 @@ _ONE_RESPONSE = (
 _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction policy"
 # An answer's bytes; smaller ones are not compressed.
 _LEAST_COMPRESSED_BYTES = 1 << 10
+_MOST_INLINE = 1 << 12  # elements of outputs: some milliseconds in JSON
+_T = TypeVar("_T")
 
 
 class KServeHttp:
@@ -154,7 +159,7 @@ class KServeHttp:
         rest = memoryview(body)[length:]
         asked = with_bytes(model, sent, rest, lambda: self._sessions(request, owner))
         outputs = await _only(model, asked)
-        answer, raw = json_answer(model, sent, outputs)
+        answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
         headers = {_JSON_LENGTH: str(len(answer))} if raw else {}
         response = web.Response(
             body=b"".join((answer, *raw)),
@@ -179,7 +184,8 @@ class KServeHttp:
         if not streams:
             if model.decoupled:
                 raise InferError(_ONE_RESPONSE)
-            answer = encoded(await _only(model, asked))
+            outputs = await _only(model, asked)
+            answer = await _written(outputs, partial(encoded, outputs))
             return web.Response(body=answer, content_type="application/json")
         async with contextlib.aclosing(_frames(model, asked)) as frames:
             return await _streamed(request, frames, encoded)
@@ -205,6 +211,13 @@ async def _only(model: HostedModel, request: InferRequest) -> Outputs:
     """Return the outputs of a model that answers with one response. Raises InferError."""
     frames = [outputs async for outputs in _frames(model, request)]
     return frames[-1] if frames else {}
+
+
+async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:
+    """Return what writes outputs, in a thread where there are many elements."""
+    if sum(math.prod(value.shape) for value in outputs.values()) > _MOST_INLINE:
+        return await asyncio.to_thread(write)
+    return write()
 
 
 async def _streamed(

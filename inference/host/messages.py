@@ -5,7 +5,6 @@ Reading takes time in proportion to a request, and may be done in a process of i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,14 @@ from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
 from inference.host.calls import InferError, InferRequest, Outputs
 from inference.host.models import HostedModel
-from inference.host.tensors import DATATYPES, array_of, datatype_of, json_values, raw_of
+from inference.host.tensors import (
+    DATATYPES,
+    array_of,
+    datatype_of,
+    json_bytes,
+    json_elements,
+    raw_of,
+)
 
 FINAL_PARAMETER = "triton_final_response"
 EMPTY_PARAMETER = "triton_enable_empty_final_response"
@@ -251,7 +257,7 @@ def json_answer(
     model: HostedModel, sent: SentRequest, outputs: Outputs
 ) -> tuple[bytes, list[bytes]]:
     """Return the JSON of an answer to `infer`, and the bytes of the outputs that follow it."""
-    described, raw = [], []
+    described, raw = list[bytes](), list[bytes]()
     for name, value in outputs.items():
         entry: dict[str, Any] = {
             "name": name,
@@ -261,15 +267,16 @@ def json_answer(
         if sent.outputs.get(name, sent.is_binary) or entry["datatype"] in ("FP16", "BF16"):
             raw.append(raw_of(value))
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
+            described.append(json_bytes(entry))
         else:
-            entry["data"] = json_values(value)
-        described.append(entry)
+            start = json_bytes({**entry, "data": []}).removesuffix(b"]}")
+            described.append(b"".join((start, json_elements(value), b"]}")))
     about: dict[str, Any] = {"id": sent.id} if sent.id else {}
     about |= {"model_name": model.name, "model_version": model.version}
     if parameters := session_parameters(model, sent.parameters):
         about["parameters"] = parameters
-    answer = {**about, "outputs": described}
-    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode(), raw
+    start = json_bytes({**about, "outputs": []}).removesuffix(b"]}")
+    return b"".join((start, b",".join(described), b"]}")), raw
 
 
 def generated(
@@ -279,10 +286,12 @@ def generated(
     answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
     answer |= session_parameters(model, values)
     answer |= {"id": request.id} if request.id else {}
+    fields = {name: json_bytes(each) for name, each in answer.items()}
     for name, value in outputs.items():
-        row = json_values(value)
-        answer[name] = row[0] if len(row) == 1 else row
-    return json.dumps(answer, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+        row = json_elements(value)
+        fields[name] = row if math.prod(value.shape) == 1 else b"[%b]" % row
+    named = (json_bytes(name) + b":" + fields[name] for name in sorted(fields))
+    return b"{%b}" % b",".join(named)
 
 
 def session_parameters(model: HostedModel, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
@@ -23,7 +25,7 @@ CONFIG = {
     "output": [{"name": "x", "data_type": "TYPE_UINT32", "dims": [1]}],
     "model_transaction_policy": {"decoupled": True},
 }
-HEAD = b"POST /v2/models/m/generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Length: 7\r\n\r\n"
+ASKED = b"POST /v2/models/m/%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
 
 class Busy(HostedModel):
@@ -34,21 +36,29 @@ class Busy(HostedModel):
         yield {}, True
 
 
+class Large(HostedModel):
+    """Answers with many numbers."""
+
+    async def _answer(self, _: InferRequest) -> Responses:
+        yield {"x": np.random.default_rng(1).random(1 << 19)}, True
+
+
 class Served:
     """The models of a repository."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[HostedModel], *, decoupled: bool) -> None:
         config = json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig())
-        self.models = {"m": Busy(config, "1")}
+        config.model_transaction_policy.decoupled = decoupled
+        self.models = {"m": kind(config, "1")}
 
 
-def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
-    async def main() -> bytes:
+def with_server(served: Served, check: Callable[[FrontContext[Any], int], Awaitable[None]]) -> None:
+    async def main() -> None:
         (port,) = pick_free_ports("127.0.0.1", 1)
         workers = Workers()
         context = FrontContext[Any](
             OPEN_ACCESS,
-            Served(),
+            served,
             host="127.0.0.1",
             is_ready=lambda: True,
             note_use=lambda: None,
@@ -56,17 +66,39 @@ def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
         )
         answer = KServeHttp(context).answer
         runner = await http_server(OPEN_ACCESS, answer, host="127.0.0.1", port=port)
+        await check(context, port)
+        await runner.cleanup()
+        workers.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
+    async def check(context: FrontContext[Any], port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD + b'{"x"')
+        writer.write(ASKED % (b"generate_stream", 7) + b'{"x"')
         while not context.users():  # a server that ends waits for it
             await asyncio.sleep(0.01)
         writer.write(b":1}")
         head = await reader.readuntil(b"\r\n\r\n")
         writer.close()
-        await runner.cleanup()
-        workers.close()
-        return head
+        assert b" 503 " in head
+        assert b"\r\nRetry-After: 1\r\n" in head
 
-    head = asyncio.run(asyncio.wait_for(main(), 10))
-    assert b" 503 " in head
-    assert b"\r\nRetry-After: 1\r\n" in head
+    with_server(Served(Busy, decoupled=True), check)
+
+
+def test_the_event_loop_goes_on_while_a_large_answer_is_written() -> None:
+    async def check(_: FrontContext[Any], port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASKED % (b"generate", 7) + b'{"x":1}')
+        answering = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+        turns = 0
+        while not answering.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert b" 200 " in answering.result()
+        assert turns > 30
+        writer.transport.abort()
+
+    with_server(Served(Large, decoupled=False), check)
