@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -158,9 +159,13 @@ def traced(handler: _Handler, collector: str | None) -> _Handler:
 
 
 def _status(context: Any) -> tuple[str, bool]:
-    """Return the status of a call of gRPC, and whether it is a failure of the server."""
-    code = context.code() or grpc.StatusCode.OK
+    """Return the status of a call of gRPC that ends, and whether it is a failure of the server."""
+    code, error = context.code() or grpc.StatusCode.OK, sys.exc_info()[1]
     name = getattr(code, "name", str(code))
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        name = "CANCELLED"
+    elif error is not None and name == "OK":  # not by abort
+        name = "UNKNOWN"
     return name, name in _FAILURES
 
 

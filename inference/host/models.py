@@ -143,6 +143,9 @@ class HostedModel:
         except InferError as error:
             reason = _REASONS.get(error.grpc_code, "OTHER")
             raise
+        except Exception:  # of this program
+            reason = "OTHER"
+            raise
         finally:
             statistics.pending -= 1
             taken_ns = time.perf_counter_ns() - began

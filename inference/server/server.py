@@ -234,7 +234,7 @@ class HostLink:
         self._said: list[str] = []
         self._loading: list[str] = []
         self._numbers = itertools.count(1)
-        self._answers: dict[int, str] = {}
+        self._answers: dict[int, str | None] = {}  # of questions that somebody waits for
         self._advanced = 0.0
         self._reader = threading.Thread(target=self._read, name="host", daemon=True)
         self._reader.start()
@@ -268,12 +268,14 @@ class HostLink:
         Raises ConnectionError for silence, RefusalError for an error.
         """
         number = next(self._numbers)
+        self._answers[number] = None
         self.send(Question(number, model))
         with self._changed:
-            answered = self._changed.wait_for(lambda: number in self._answers, timeout_s)
-        if not answered:
+            self._changed.wait_for(lambda: self._answers[number] is not None, timeout_s)
+            answer = self._answers.pop(number)  # one that comes later is not kept
+        if answer is None:
             raise ConnectionError(f"no answer within {timeout_s:g} s")
-        code, _, words = self._answers.pop(number).partition(" ")
+        code, _, words = answer.partition(" ")
         if code and code not in ("UNAVAILABLE", "INVALID_ARGUMENT"):
             raise RefusalError(words)
 
@@ -305,7 +307,9 @@ class HostLink:
             self.used = time.time()
         elif event == "answered":
             number, advanced, answer = about.split(" ", 2)
-            self._answers[int(number)], self._advanced = answer, float(advanced)
+            self._advanced = float(advanced)
+            if int(number) in self._answers:
+                self._answers[int(number)] = answer
         elif event == "failed":
             self.is_crash, *reasons = json.loads(about)
             self.failures = tuple(reasons)

@@ -130,6 +130,15 @@ class _Calls(grpc.GenericRpcHandler):
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such model")
             yield b""
 
+        async def failed(_: bytes, __: Any) -> bytes:
+            raise KeyError("a fault")
+
+        async def left(_: bytes, __: Any) -> bytes:
+            return await asyncio.Future[bytes]()
+
+        others = {"/failed/ModelInfer": failed, "/left/ModelInfer": left}
+        if other := others.get(details.method):
+            return grpc.unary_unary_rpc_method_handler(other)
         if details.method == "/a/ModelInfer":
             return grpc.unary_unary_rpc_method_handler(answered)
         return grpc.stream_stream_rpc_method_handler(refused)
@@ -161,3 +170,27 @@ def test_calls_of_grpc_have_spans(sent: InMemorySpanExporter) -> None:
     assert dict(answered.attributes or {})["rpc.response.status_code"] == "OK"
     assert (refused.name, refused.status.is_ok) == ("a/ModelStreamInfer", True)
     assert dict(refused.attributes or {})["rpc.response.status_code"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("method", "status"), [("/failed/ModelInfer", "UNKNOWN"), ("/left/ModelInfer", "CANCELLED")]
+)
+def test_the_span_of_a_call_without_an_answer_says_so(
+    sent: InMemorySpanExporter, method: str, status: str
+) -> None:
+    async def main() -> None:
+        tracer = tracing.tracer_of(COLLECTOR)
+        assert tracer is not None
+        server = grpc.aio.server(interceptors=[tracing.TracedCalls(tracer)])
+        server.add_generic_rpc_handlers((_Calls(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(method)(b"x", timeout=1)
+        await server.stop(None)
+        await tracing.close_tracer(COLLECTOR)
+
+    asyncio.run(main())
+    (span,) = sent.get_finished_spans()
+    assert dict(span.attributes or {})["rpc.response.status_code"] == status

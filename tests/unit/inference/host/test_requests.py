@@ -152,6 +152,18 @@ def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
         assert output.get("data") == (None if asked else ["b"])
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 1023, 1024, 1025, 3000])
+def test_elements_are_written_in_pieces_as_at_once(model: Echo, count: int) -> None:
+    values = np.arange(count, dtype=np.float32) / 3
+    answer, raw = json_answer(model, read_infer(b"{}", 2), {"y": values.reshape(1, -1)})
+    assert not raw
+    assert json.loads(answer)["outputs"] == [
+        {"name": "y", "datatype": "FP32", "shape": [1, count], "data": values.tolist()}
+    ]
+    row = json.loads(generated(model, InferRequest({}), {}, {"y": values}))["y"]
+    assert row == (values.tolist() if count != 1 else values[0])
+
+
 def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
     ask(model, read(model, {"inputs": [text()]}))
     with pytest.raises(InferError):
@@ -181,6 +193,18 @@ def test_a_canary_that_a_busy_model_refuses_is_no_failure() -> None:
         with pytest.raises(InferError):
             ask(model, InferRequest(tensors, is_canary=is_canary))
         assert model.statistics.failures["REJECTED"] == failures
+
+
+def test_a_fault_of_a_model_is_no_cancellation() -> None:
+    class Faulty(Echo):
+        async def _answer(self, _: InferRequest) -> Responses:
+            raise KeyError("a fault")
+            yield {}, True
+
+    model = Faulty(json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig()), "1")
+    with pytest.raises(KeyError):
+        ask(model, InferRequest({"text": np.array([[b"a"]], object)}))
+    assert {reason for reason, count in model.statistics.failures.items() if count} == {"OTHER"}
 
 
 def test_a_client_that_leaves_while_its_request_is_read_is_noticed() -> None:
