@@ -145,10 +145,10 @@ class TritonRepository:
         """Return the list of the models, all of which are ready. Raises UnservedError."""
         index: list[Any] | None = None
         while index is None or any(each.state != "READY" for each in index):
-            if self._end() is not None:
-                raise UnservedError([], is_crash=self._has_crashed())
-            if self._options.is_nvidias and (fatal := fatal_lines(self._log())):
-                raise UnservedError(fatal)
+            has_ended = self._end() is not None
+            fatal = fatal_lines(self._log()) if self._options.is_nvidias else []
+            if has_ended or fatal:
+                raise UnservedError(fatal, is_crash=self._has_crashed())
             await asyncio.sleep(_POLL_S)
             with contextlib.suppress(grpc.aio.AioRpcError):  # perhaps it does not listen yet
                 reply = await self._server.ask("RepositoryIndex", timeout_s=_CALL_S)
