@@ -197,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(runs) < 2:
             raise ValueError("they are one and the same run; name another one.")
         if options.gate is not None:
-            bounds, problems = parse_bounds(dict(each.split("=", 1) for each in options.bound))
+            bounds, problems = parse_bounds(
+                dict(each.partition("=")[::2] for each in options.bound)
+            )
             if problems:
                 raise ValueError("\n".join(problems))
             text, status = decide(runs, bounds, options.gate)

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.values import name_problem
-from inference.evaluation.bounds import limit_problems, parse_bounds
+from inference.evaluation.bounds import parse_bounds
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.run.checks import check_gate
+from inference.evaluation.tasks import known_tasks
 from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -33,6 +36,7 @@ _OF_ALL = (
     "data_dir",
     "dry_run",
     "run_dir",
+    "deploy.keep",
 )
 _OF_ALL_SECTIONS = ("watch", "upgrade", "runs", "hydra", "export.accuracy")
 # Names in upgrade.output_dir that are not a row's.
@@ -44,14 +48,16 @@ _FEWEST = 2
 def problems_of_upgrade(config: Config) -> list[str]:
     """Return what is wrong with the section `upgrade`."""
     rows = config.upgrade.rows
-    bounds, found = parse_bounds(config.upgrade.gate)
-    found += limit_problems(bounds)
+    options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
+    found = check_gate(config.upgrade.gate, known_tasks(options))
     problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
     if not Path(config.evaluate.output_dir).is_relative_to(config.results_dir):
         problems.append(
             f"evaluate.output_dir={config.evaluate.output_dir} would hold the report of every row; "
             "leave it out: each row has a folder in upgrade.output_dir."
         )
+    if config.deploy.keep:
+        problems.append("deploy.keep=true would keep the first row's server; leave it out.")
     if find_spec("scipy") is None:
         problems.append("action=upgrade needs the package scipy: pip install scipy.")
     if len(rows) < _FEWEST:

@@ -137,21 +137,15 @@ def _limit_problem(name: str, value: Any, known: Sequence[str]) -> str:
 
 def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[str]:
     """Return every bound that can never be applied, in the words of the configuration."""
-    measured = ", ".join(known) or "none"
-    problems = [
-        f"evaluate.gate.{name} bounds a metric that is not measured{did_you_mean(name, known)}; "
-        f"metrics of this run: {measured}."
-        for name in bounds
-        if name not in known
-    ]
-    return problems + limit_problems(bounds)
-
-
-def limit_problems(bounds: Mapping[str, Bound]) -> list[str]:
-    """Return the limits that bound nothing or contradict each other, of any metric."""
     problems = []
     for name, bound in bounds.items():
         key = f"evaluate.gate.{name}"
+        if name not in known:
+            measured = ", ".join(known) or "none"
+            problems.append(
+                f"{key} bounds a metric that is not measured{did_you_mean(name, known)}; metrics "
+                f"of this run: {measured}."
+            )
         if bound.min is None and bound.max is None and not bound.is_relative:
             problems.append(f"{key} has no bound; set min, max, paired, margin or sigmas.")
         if bound.min is not None and bound.max is not None and bound.min > bound.max:

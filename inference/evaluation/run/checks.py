@@ -2,9 +2,10 @@
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from export_scripts.suggest import did_you_mean
 from export_scripts.values import MISSING, WrongValuesError, built, keys_of
@@ -18,9 +19,20 @@ from inference.evaluation.options import (
     parse_shape,
 )
 from inference.evaluation.run.baseline import read_baseline
+from inference.evaluation.task import Task
 from inference.evaluation.tasks import TASKS, known_tasks, make_task
 from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
+
+
+def check_gate(gate: Mapping[str, Any], tasks: Sequence[Task]) -> list[str]:
+    """Return the bounds that are none, or that can never be applied to figures of tasks."""
+    bounds, problems = parse_bounds(gate)
+    known = [name for task in tasks for name in task.metric_names]
+    grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
+    # The groups are seen in the data, so their bounds are checked when that was read.
+    whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
+    return problems + check_bounds(whole, known=known)
 
 
 def check_evaluation(options: EvaluationOptions) -> list[str]:
@@ -58,13 +70,8 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         if name not in options.tasks
     ]
     problems += _check_latency(options)
-    bounds, gate_problems = parse_bounds(options.gate)
-    known = [name for task in tasks for name in task.metric_names]
-    grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
-    # The groups are seen in the data, so their bounds are checked when that was read.
-    whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
-    problems += gate_problems
-    problems += check_bounds(whole, known=known)
+    bounds, _ = parse_bounds(options.gate)
+    problems += check_gate(options.gate, tasks)
     problems += _check_baseline(options, bounds)
     problems += _check_reference(options)
     is_compared = options.reference != "none" or any(

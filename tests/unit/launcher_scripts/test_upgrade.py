@@ -147,12 +147,26 @@ def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> N
 
 
 @pytest.mark.parametrize(
-    "gate", ["lambada_x={}", "lambada_x.min=null", "lambada_x={min:2,max:1}", "lambada_x.margin=-1"]
+    "bound",
+    [
+        "lambada_last_word={}",
+        "lambada_last_word.min=null",
+        "lambada_last_word={min:2,max:1}",
+        "lambada_last_word.margin=-1",
+        "lambada_lastword.min=0.5",
+    ],
 )
-def test_bounds_that_bound_nothing_are_refused(gate: str) -> None:
-    config = config_of("++upgrade.rows={now:{},next:{}}", f"++upgrade.gate.{gate}")
+def test_bounds_that_bound_nothing_are_refused(bound: str) -> None:
+    config = config_of("++upgrade.rows={now:{},next:{}}", f"++upgrade.gate.{bound}")
     (problem,) = problems_of_upgrade(config)
-    assert problem.startswith("upgrade.gate.lambada_x")
+    assert problem.startswith("upgrade.gate.lambada_last")
+
+
+def test_a_server_that_stays_is_refused() -> None:
+    (problem,) = problems_of_upgrade(
+        config_of("++upgrade.rows={now:{},next:{}}", "deploy.keep=true")
+    )
+    assert problem.startswith("deploy.keep=true ")
 
 
 def test_rows_do_not_share_a_report(tmp_path: Path) -> None:
