@@ -1,8 +1,9 @@
 """The texts of `--help`, which fits on a screen, and of `--help all`, with every key."""
 
 import textwrap
+from collections.abc import Iterable, Sequence
 
-from export_scripts.values import shown
+from export_scripts.values import Key, shown
 from launcher_scripts.configuration.diagnosis import files_of_group
 from launcher_scripts.configuration.schema import GROUPS, KEYS
 from launcher_scripts.configuration.settings import PROGRAM
@@ -33,6 +34,7 @@ examples
                                                         two versions on the same samples, judged
 
 options
+  --help KEY ...           what a key means, or every key of a section such as deploy.openai
   --help all               every key, with its meaning, and the files to choose from
   --cfg job [--resolve]    the configuration (--package export: a part of it)
   --multirun key=1,2       one run for each value, compared
@@ -75,8 +77,20 @@ def help_text(*, everything: bool) -> str:
     lines += ["files to choose from (group=file; the first of conf/config.yaml is the default)"]
     lines += [f"  {group:<10}{', '.join(files_of_group(group))}" for group in GROUPS]
     lines += ["", "keys (--cfg job shows their values; a list is written 'key=[a,b]')"]
+    return "\n".join([*lines, *_key_lines(KEYS.values())]) + "\n"
+
+
+def help_of(names: Sequence[str]) -> str:
+    """Return the meaning of keys, and of every key of sections, by their dotted names."""
+    wanted = tuple(f"{name}." for name in names)
+    keys = (key for key in KEYS.values() if f"{key.name}.".startswith(wanted))
+    return "\n".join(_key_lines(keys)) + "\n"
+
+
+def _key_lines(keys: Iterable[Key]) -> list[str]:
+    lines: list[str] = []
     section = None
-    for key in KEYS.values():
+    for key in keys:
         group, _, leaf = key.name.rpartition(".")
         if group != section:
             section = group
@@ -87,4 +101,4 @@ def help_text(*, everything: bool) -> str:
         wrapped = textwrap.wrap(text, 62)
         lines.append(f"    {leaf:<30}{wrapped[0]}")
         lines += [" " * 34 + line for line in wrapped[1:]]
-    return "\n".join(lines) + "\n"
+    return lines

@@ -37,7 +37,7 @@ from launcher_scripts.configuration.arguments import (  # noqa: E402
     read_arguments,
 )
 from launcher_scripts.configuration.compose import compose_config, register  # noqa: E402
-from launcher_scripts.configuration.schema import Config  # noqa: E402
+from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -98,10 +98,7 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_OK
     arguments = read_arguments(words)
     if arguments.wants_help:
-        from launcher_scripts.help import help_text
-
-        console.write(help_text(everything="all" in words))
-        return EXIT_OK
+        return _help(arguments.overrides, console, everything="all" in words)
     if SHELL_COMPLETION in arguments.hydra_flags:
         return _answer_by_hydra(arguments)  # its words, such as install=bash, are not overrides
     if arguments.multirun and not arguments.hydra_flags:
@@ -130,6 +127,18 @@ def _run(words: Sequence[str]) -> int:
     if run is None:
         return _report(problems) if words else _welcome(problems, console)
     return execute([run], functools.partial(run.run_all, wait=run.config.wait))
+
+
+def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> int:
+    """Show the help, or what the keys and sections mean that are named."""
+    from launcher_scripts.configuration.diagnosis import unknown_key
+    from launcher_scripts.help import help_of, help_text
+
+    names = [each for each in overrides if "=" not in each and each not in ("help", "all")]
+    if unknown := [unknown_key(each, each) for each in names if each not in (*KEYS, *SECTIONS)]:
+        return _report(unknown)
+    console.write(help_of(names) if names else help_text(everything=everything))
+    return EXIT_OK
 
 
 def _welcome(problems: Sequence[str], console: Console) -> int:

@@ -15,7 +15,6 @@ from export_scripts.values import name_problem
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.checks import check_gate
-from inference.evaluation.tasks import known_tasks
 from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -49,7 +48,7 @@ def problems_of_upgrade(config: Config) -> list[str]:
     """Return what is wrong with the section `upgrade`."""
     rows = config.upgrade.rows
     options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
-    found = check_gate(config.upgrade.gate, known_tasks(options))
+    found = check_gate(config.upgrade.gate, options)
     problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
     if not Path(config.evaluate.output_dir).is_relative_to(config.results_dir):
         problems.append(

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from inference.evaluation.options import (
     parse_shape,
 )
 from inference.evaluation.run.baseline import read_baseline
-from inference.evaluation.task import Task
 from inference.evaluation.tasks import TASKS, known_tasks, make_task
 from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
 
 
-def check_gate(gate: Mapping[str, Any], tasks: Sequence[Task]) -> list[str]:
-    """Return the bounds that are none, or that can never be applied to figures of tasks."""
+def check_gate(gate: Mapping[str, Any], options: EvaluationOptions) -> list[str]:
+    """Return the bounds that are none, or that can never be applied to what is measured."""
+    tasks = known_tasks(options)
     bounds, problems = parse_bounds(gate)
     known = [name for task in tasks for name in task.metric_names]
     grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
@@ -71,7 +71,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     problems += _check_latency(options)
     bounds, _ = parse_bounds(options.gate)
-    problems += check_gate(options.gate, tasks)
+    problems += check_gate(options.gate, options)
     problems += _check_baseline(options, bounds)
     problems += _check_reference(options)
     is_compared = options.reference != "none" or any(

@@ -566,3 +566,14 @@ def test_other_users_may_not_change_files_of_a_run_whatever_the_umask(tmp_path: 
 def test_the_version_is_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"slipway-serving {__version__}\n"
+
+
+def test_help_of_a_key_is_its_meaning_and_of_another_a_refusal(capsys) -> None:
+    assert main(["--help", "deploy.http_port"]) == 0
+    shown = capsys.readouterr().out
+    assert "http_port" in shown
+    assert "grpc_port" not in shown
+    assert main(["--help", "deploy.openai"]) == 0
+    assert "access_log" in capsys.readouterr().out
+    assert main(["--help", "deploy.htp_port"]) == 2
+    assert "deploy.http_port?" in capsys.readouterr().err
