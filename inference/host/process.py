@@ -52,9 +52,20 @@ LISTENS, SAYS, READY, FAILED, LOST, USED, ANSWERED, KEPT = (
 def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
     """Serve until a signal or the owner's end; the process then ends, with 1 after a failure."""
     end_with_parent()
-    status = asyncio.run(_Host(settings, connection).serve())
+    asyncio.run(_serve_and_exit(_Host(settings, connection)))
+    raise AssertionError("the process has ended")
+
+
+async def _serve_and_exit(host: "_Host") -> NoReturn:
+    """Serve, and end the process without its threads: one may load a model for minutes."""
+    status = await host.serve()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for each in others:
+        each.cancel()
+    if others:
+        await asyncio.wait(others, timeout=_END_S)
     sys.stderr.flush()
-    os._exit(status)  # threads of libraries need not be waited for
+    os._exit(status)
 
 
 class _Host:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from inference.front.guard import RejectedError
 from inference.front.link import Question, Reload
-from inference.host.process import ANSWERED, FAILED, KEPT, READY, _Host
+from inference.host.process import ANSWERED, FAILED, KEPT, READY, _Host, serve_host
 from inference.host.repository import UnservedError
 
 
@@ -129,3 +130,29 @@ def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(host._reply(Question(1, "m")))
     assert uses == [(1, True)]
     assert told == [(ANSWERED, "1 7 ")]
+
+
+def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_ended = threading.Event()
+    waited = list[bool]()
+
+    def load() -> None:
+        waited.append(has_ended.wait(3))
+
+    async def serve(_: object) -> int:
+        loading = asyncio.create_task(asyncio.to_thread(load))
+        await asyncio.sleep(0.1)
+        assert not loading.done()
+        return 3
+
+    def leave(status: int) -> None:
+        has_ended.set()
+        raise SystemExit(status)
+
+    monkeypatch.setattr(_Host, "serve", serve)
+    monkeypatch.setattr("inference.host.process.end_with_parent", lambda: None)
+    monkeypatch.setattr(os, "_exit", leave)
+    nothing: Any = None
+    with pytest.raises(SystemExit, match="3"):
+        serve_host(nothing, nothing)
+    assert waited == [True]
