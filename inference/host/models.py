@@ -80,6 +80,14 @@ class OpenSessions:
             self._open[turn.session_id] = found, time.monotonic()
         return found
 
+    def has(self, session_id: int | str) -> bool:
+        """Return whether a session may go on."""
+        return session_id in self._open
+
+    def forget(self, session_id: int | str) -> None:
+        """Note that a session cannot go on."""
+        self._open.pop(session_id, None)
+
     def count(self) -> int:
         """Return the number of sessions that may go on."""
         begun = time.monotonic() - self._idle_s
@@ -131,6 +139,8 @@ class HostedModel:
         describe_model(self.name)
         began, statistics, reason = time.perf_counter_ns(), self.statistics, "CANCELED"
         statistics.pending += 1
+        turn = request.turn
+        is_new = turn is not None and not self.sessions.has(turn.session_id)
         rows = 0
         try:
             rows = self._checked_rows(request)
@@ -142,6 +152,8 @@ class HostedModel:
                     yield response
         except InferError as error:
             reason = _REASONS.get(error.grpc_code, "OTHER")
+            if turn is not None and is_new:  # a server that ends would wait for its next turn
+                self.sessions.forget(turn.session_id)
             raise
         except Exception:  # of this program
             reason = "OTHER"

@@ -252,6 +252,28 @@ def test_a_session_that_never_started_is_not_open() -> None:
     assert sessions.count() == 1
 
 
+def test_a_session_whose_start_is_refused_is_not_open() -> None:
+    class Refusing(Echo):
+        refuses = False
+
+        async def _answer(self, request: InferRequest) -> Responses:
+            assert request.turn is not None
+            self.sessions.take(request.turn, lambda: None)
+            if self.refuses:
+                raise InferError("too long")
+            yield {}, True
+
+    config = {**CONFIG, "sequence_batching": {"max_sequence_idle_microseconds": 60_000_000}}
+    model = Refusing(json_format.ParseDict(config, model_config_pb2.ModelConfig()), "1")
+    tensors = {"text": np.array([[b"a"]], object)}
+    ask(model, InferRequest(tensors, turn=SessionTurn(1, starts=True)))
+    model.refuses = True
+    for session_id, starts in ((2, True), (1, False)):
+        with pytest.raises(InferError, match="too long"):
+            ask(model, InferRequest(tensors, turn=SessionTurn(session_id, starts=starts)))
+    assert (model.sessions.has(1), model.sessions.has(2)) == (True, False)
+
+
 def sent_message(datatype: str, **contents: Any) -> bytes:
     message = service_pb2.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", datatype=datatype, shape=[1])
