@@ -184,18 +184,22 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         async def read() -> None:
             turn = asyncio.Event()
             turn.set()
-            with contextlib.suppress(asyncio.CancelledError):  # a request is refused
-                async for request in requests:
-                    await places.acquire()
-                    next_turn = asyncio.Event()
-                    task = asyncio.create_task(answer(request, turn, next_turn))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                    turn = next_turn
+            async for request in requests:
+                await places.acquire()
+                next_turn = asyncio.Event()
+                task = asyncio.create_task(answer(request, turn, next_turn))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                turn = next_turn
+
+        reading = asyncio.create_task(read())
+
+        async def end() -> None:
+            await asyncio.wait([reading])  # to the last request, or to one that is refused
             await asyncio.gather(*tasks)
             answers.put_nowait(None)
 
-        reading = asyncio.create_task(read())
+        ending = asyncio.create_task(end())
         refused: Exception | None = None
         try:
             while (reply := await answers.get()) is not None:
@@ -207,9 +211,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             if refused is not None:
                 raise refused
         finally:
-            for task in (reading, *tasks):
+            for task in (reading, ending, *tasks):
                 task.cancel()
-            await asyncio.gather(reading, *tasks, return_exceptions=True)
+            await asyncio.gather(reading, ending, *tasks, return_exceptions=True)
 
     async def _frames(
         self,

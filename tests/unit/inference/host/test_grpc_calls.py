@@ -147,6 +147,18 @@ def test_a_refused_request_ends_its_stream_after_the_answers_before_it() -> None
     with_stream(check)
 
 
+def test_a_request_that_is_refused_after_the_last_was_read_ends_its_stream() -> None:
+    async def check(calls: Calls, _: Gate) -> None:
+        calls.is_leaving = True
+        await calls.ask(QUICK)
+        await calls.call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await calls.call.read()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    with_stream(check)
+
+
 def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
     async def main() -> None:
         def refuse(_: str | None) -> None:
