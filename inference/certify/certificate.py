@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -20,7 +20,6 @@ from inference.certify.findings import (
     NOT_COMPUTED,
     UP_TO,
     Part,
-    Remark,
     Status,
     worst,
 )
@@ -175,8 +174,4 @@ def _page(certificate: Certificate, digest: str) -> str:
     template = environment.from_string(
         (Path(__file__).parent / "certificate.html.jinja").read_text(encoding="utf-8")
     )
-    return template.render(certificate=certificate, digest=digest, version=__version__, table=_rows)
-
-
-def _rows(part: Part) -> Sequence[Remark]:
-    return [each for each in part.findings if each.status != EQUAL]
+    return template.render(certificate=certificate, digest=digest, version=__version__)

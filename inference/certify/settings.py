@@ -1,29 +1,43 @@
 """Compare the settings that decide what a model computes, and where its answers end."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import Region, json_file
+from export_scripts.checkpoints.huggingface import CONFIG_NAME
 from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
+from export_scripts.families.mapping.known_settings import KnownSetting, huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
-from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark
+from export_scripts.numeric.dtypes import SOURCE_TYPES
+from inference.certify.findings import DIFFERS, EQUAL, NOT_COMPUTED, UP_TO, Part, Remark, Status
 from inference.certify.pair import Pair
 
 # Where a head is stored, and how heads lie among ranks: the tensors show both.
 _SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", "vocab_size", "kv_head_num", "separate_qkv")
 _MOST_DIGITS = 1e-11  # what the rounding of a reciprocal leaves
-# Of config.json: what no model computes from.
+# Of config.json: what no model computes from, or what another part compares.
 _WITHOUT_EFFECT = (
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
-    "use_cache", "return_dict", "quantization_config", "bos_token_id", "eos_token_id",
-    "pad_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
+    "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
+    "eos_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
     "id2label", "label2id", "attention_dropout", "hidden_dropout", "initializer_range",
+    "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
+# Classes that a library takes, and code that it may run.
+_CLASSES = ("architectures", "auto_map")
+_TYPES = ("dtype", "torch_dtype")  # that a server computes in by default
+# Two spellings of one setting, of which each library reads one.
+_TWINS = {
+    "rope_theta": "rope_parameters.rope_theta",
+    "partial_rotary_factor": "rope_parameters.partial_rotary_factor",
+    "torch_dtype": "dtype",
+}
 _POSITIONS = "max_position_embeddings"
 _WITHOUT_FUNCTION = ("transformers_version", "_from_model_config", "eos_token_id")
 
@@ -38,7 +52,6 @@ def compare_settings(pair: Pair) -> Part:
         findings += _architectures(pair.config, folder.config)
         compared = "architecture"
     elif both:
-        findings += _written(*_by_library(pair))
         compared = "config.json"
     else:
         reason = "the family of the folder cannot read its configuration"
@@ -49,11 +62,16 @@ def compare_settings(pair: Pair) -> Part:
             findings.append(_setting(_POSITIONS, a, b))
     if pair.config is not None and (tables := _table_rows(pair)):
         findings += tables
-    return Part("settings", compared, tuple(findings))
+    if both:
+        named = {each.where for each in findings}
+        findings += [each for each in _stated(pair) if each.where not in named]
+    names = [each.where for each in findings if each.status == UP_TO]
+    up_to = (f"settings that the comparison does not depend on ({', '.join(names)})",)
+    return Part("settings", compared, tuple(findings), up_to if names else ())
 
 
-def _setting(name: str, source: Any, folder: Any) -> Remark:
-    return Remark(DIFFERS, "setting", name, f"{folder!r:.200}, and {source!r:.200} in the source")
+def _setting(name: str, source: Any, folder: Any, status: Status = DIFFERS) -> Remark:
+    return Remark(status, "setting", name, f"{folder!r:.200}, and {source!r:.200} in the source")
 
 
 def _architectures(source: FTConfig, folder: FTConfig) -> Iterator[Remark]:
@@ -100,22 +118,67 @@ def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return mine.to_dict(), theirs.to_dict()
 
 
-def _written(own: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[Remark]:
-    """Yield the settings of two config.json that differ, whatever they mean."""
-    mine, theirs = _flat(own), _flat(stated)
-    for name in dict.fromkeys((*mine, *theirs)):
-        one, other = mine.get(name), theirs.get(name)
-        if not name.startswith(_WITHOUT_EFFECT) and not _is_same(one, other):
-            yield _setting(name, one, other)
+def _stated(pair: Pair) -> Iterator[Remark]:
+    """Yield every key of config.json that the two sides state otherwise, whatever it changes."""
+    own, stated = (
+        _flat(json_file(Path(each.path, CONFIG_NAME)))
+        for each in (pair.facts.reader, pair.folder.reader)
+    )
+    computed = [_flat(each) for each in _by_library(pair)]
+    for name in dict.fromkeys((*own, *stated)):
+        one, other = own.get(name), stated.get(name)
+        if not _is_same(one, other):
+            # The library passes over a name that it keeps of neither side; others may not.
+            read = [each.get(name) for each in computed]
+            changes = not _is_same(*read) or not any(name in each for each in computed)
+            yield _setting(name, one, other, _weight(pair, name, own, stated, changes=changes))
+
+
+def _weight(
+    pair: Pair, name: str, own: Mapping[str, Any], stated: Mapping[str, Any], *, changes: bool
+) -> Status:
+    """Return what it means that a key of config.json is not the source's own.
+
+    `changes` says whether transformers reads another value, too.
+    """
+    one, other, twin = own.get(name), stated.get(name), stated.get(_TWINS.get(name, name))
+    top, kind = name.partition(".")[0], stated.get("model_type")
+    is_same_kind = pair.facts.config.get("model_type") == kind
+    if twin is not None and other is not None and not _is_same(twin, other):
+        return DIFFERS
+    if top in _CLASSES:
+        is_chosen = other is not None and (one is not None or top == "auto_map")
+        return DIFFERS if is_chosen and is_same_kind else EQUAL
+    if top in _TYPES:
+        usual, found = (next(filter(None, map(each.get, _TYPES)), None) for each in (own, stated))
+        return EQUAL if found in (usual, SOURCE_TYPES[pair.folder.data_type][1]) else UP_TO
+    if top in ("bos_token_id", "pad_token_id"):
+        return UP_TO
+    if top in _WITHOUT_EFFECT or not changes:
+        return EQUAL
+    if pair.config is None:
+        return DIFFERS
+    table = huggingface_table()
+    known = table.get(str(kind), {}).get(top) or table["*"].get(top, KnownSetting("none", ()))
+    is_usual = known.use != "read" and all(
+        each is None or each in known.values for each in (one, other)
+    )
+    if not is_same_kind or is_usual or top.startswith("rope_"):  # the family reads the last
+        return EQUAL
+    return DIFFERS if known.use == "read" and isinstance(other, bool) else UP_TO
 
 
 def _unknown(pair: Pair) -> Iterator[Remark]:
-    """Yield settings of the folder that may change what is computed, and are not the source's."""
-    assert pair.folder.mapping is not None
-    try:
-        found = pair.folder.mapping.obstacles(pair.folder.facts)
-    except ValueError:  # reported as the folder's configuration
-        return
+    """Yield settings of one side that may change what is computed, and are not the other's."""
+    assert pair.plan is not None
+    found: dict[str, str] = {}
+    for mapping, facts in (
+        (pair.plan.mapping, pair.facts),
+        (pair.folder.mapping, pair.folder.facts),
+    ):
+        assert mapping is not None
+        with contextlib.suppress(ValueError):  # reported as the folder's configuration
+            found |= mapping.obstacles(facts)
     for name, why in found.items():
         if pair.facts.config.get(name) != pair.folder.facts.config.get(name):
             yield Remark(DIFFERS, "setting", name, why)
@@ -144,7 +207,7 @@ def compare_generation(pair: Pair) -> Part:
         for name in dict.fromkeys((*mine, *theirs))
         if name not in _WITHOUT_FUNCTION
         and (one := mine.get(name)) != (other := theirs.get(name))
-        and mine
+        and not (not mine and name.endswith("_token_id"))
         and not (name not in mine and other == pair.facts.config.get(name))
     ]
     try:
@@ -170,7 +233,9 @@ def compare_generation(pair: Pair) -> Part:
 
 def _generation(facts: Facts) -> Mapping[str, Any]:
     file = facts.tokenizer.get(GENERATION_FILE)
-    return json_file(file) if file else {}
+    stated = json_file(file) if file else {}
+    # False is the default of each flag, which some releases write; that of use_cache only costs.
+    return {name: value for name, value in stated.items() if value is not False}
 
 
 def _ends(facts: Facts, config: FTConfig | None) -> set[int]:

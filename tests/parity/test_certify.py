@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.certify.__main__ import main
-from inference.certify.certificate import Certificate, certificate_text
+from inference.certify.certificate import Certificate, certificate_text, write_certificate
 from inference.certify.certify import CertifyRequest, certify
 from tests.ft_folders import unpack_case
 from tests.openai_servers import write_tokenizer
@@ -342,6 +342,24 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "another activation": (
         "llama", lambda c: c.setting(hidden_act="relu"), "settings", "activation", "relu",
     ),
+    "another class": (
+        "llama", lambda c: c.setting(architectures=["MistralForCausalLM"]), "settings",
+        "architectures", "MistralForCausalLM",
+    ),
+    "code of its own": (
+        "llama", lambda c: c.setting(auto_map={"AutoModelForCausalLM": "own.Model"}), "settings",
+        "auto_map", "own.Model",
+    ),
+    "another base for transformers 4": (
+        "llama", lambda c: c.setting(rope_theta=5e5), "settings", "rope_theta", "500000.0",
+    ),
+    "biases that are not there": (
+        "llama", lambda c: c.setting(attention_bias=True), "settings", "attention_bias", "True",
+    ),
+    "windows by the flag alone": (
+        "qwen2", lambda c: c.setting(use_sliding_window=True, max_window_layers=0), "settings",
+        "use_sliding_window", "True",
+    ),
     "a shorter longest sequence": (
         "llama", lambda c: c.setting(max_position_embeddings=20), "settings",
         "max_position_embeddings", "20",
@@ -429,6 +447,39 @@ def unknown_quantisation(copy: Copy) -> None:
     copy.setting(quantization_config=settings)
 
 
+def test_a_setting_that_the_folder_lost_is_named(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    copy = Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+    copy.setting(logit_scale=3.0)
+    found = part(made(copy.path, sources("llama")), "settings").of("differs")
+    assert [each.where for each in found] == ["logit_scale"]
+
+
+def test_defaults_of_generation_that_the_source_lacks_are_named(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    source, folder = (
+        shutil.copytree(sources("llama"), tmp_path / name) for name in ("source", "folder")
+    )
+    (source / "generation_config.json").unlink()
+    Copy(folder).setting("generation_config.json", suppress_tokens=[4])
+    found = part(made(source, folder), "generation").of("differs")
+    assert [each.where for each in found] == ["suppress_tokens"]
+
+
+def test_every_key_of_config_json_that_differs_is_on_the_page(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    copy = Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+    copy.setting(use_cache=False, _name_or_path="elsewhere")
+    certificate = made(sources("llama"), copy.path)
+    assert certificate.status == "equal"
+    _, page = write_certificate(certificate, tmp_path / "out", None)
+    for key in ("use_cache", "_name_or_path"):
+        assert f'<td class="where">{key}<td class="equal">' in page.read_text()
+
+
 # fault -> where something is named that nothing here can compare
 UNCOMPARED: Mapping[Callable[[Copy], None], str] = {
     stale_shards: "model-1-of-1.safetensors",
@@ -466,6 +517,7 @@ SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
     "rounded": (in_bf16, "rounding to bf16"),
     "truncated": (truncated_to_bf16, "one unit in the last place of bf16"),
     "padded": (padded(0.0), "padding rows of zeros"),
+    "in another type by default": (lambda c: c.setting(dtype="float16"), "(dtype)"),
     "another normalizer, which no probe shows": (
         tokenizer(normalizer={"type": "Replace", "pattern": {"String": "qz"}, "content": "q"}),
         "tokenizer.json, normalizer",
