@@ -9,6 +9,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import Region, json_file
 from export_scripts.checkpoints.huggingface import CONFIG_NAME
+from export_scripts.checkpoints.quantized import QUANTIZATION
 from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.families.layout.config import FTConfig
@@ -39,7 +40,7 @@ _TWINS = {
     "torch_dtype": "dtype",
 }
 _POSITIONS = "max_position_embeddings"
-_WITHOUT_FUNCTION = ("transformers_version", "_from_model_config", "eos_token_id")
+_WITHOUT_FUNCTION = ("transformers_version", "use_cache", "_from_model_config", "eos_token_id")
 
 
 def compare_settings(pair: Pair) -> Part:
@@ -154,6 +155,12 @@ def _weight(
         return EQUAL if found in (usual, SOURCE_TYPES[pair.folder.data_type][1]) else UP_TO
     if top in ("bos_token_id", "pad_token_id"):
         return UP_TO
+    if (
+        top == QUANTIZATION
+        and any(each.startswith(f"{top}.") for each in own)
+        and other is not None
+    ):
+        return UP_TO
     if top in _WITHOUT_EFFECT or not changes:
         return EQUAL
     if pair.config is None:
@@ -163,7 +170,9 @@ def _weight(
     is_usual = known.use != "read" and all(
         each is None or each in known.values for each in (one, other)
     )
-    if not is_same_kind or is_usual or top.startswith("rope_"):  # the family reads the last
+    # The family reads rotary settings, and knows what an absent one of those that it reads means.
+    is_default = known.use == "read" and None in (one, other) and not isinstance(other, bool)
+    if not is_same_kind or is_usual or is_default or top.startswith("rope_"):
         return EQUAL
     return DIFFERS if known.use == "read" and isinstance(other, bool) else UP_TO
 
@@ -234,7 +243,7 @@ def compare_generation(pair: Pair) -> Part:
 def _generation(facts: Facts) -> Mapping[str, Any]:
     file = facts.tokenizer.get(GENERATION_FILE)
     stated = json_file(file) if file else {}
-    # False is the default of each flag, which some releases write; that of use_cache only costs.
+    # False is the default of each flag that decides an answer; some releases write it.
     return {name: value for name, value in stated.items() if value is not False}
 
 

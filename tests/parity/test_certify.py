@@ -480,6 +480,18 @@ def test_every_key_of_config_json_that_differs_is_on_the_page(
         assert f'<td class="where">{key}<td class="equal">' in page.read_text()
 
 
+def test_another_scheme_of_quantised_activations_is_a_bound(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
+    fp8(source, off=False)
+    source.save()
+    copy = Copy(shutil.copytree(source.path, tmp_path / "folder"))
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}
+    copy.setting(quantization_config=settings)
+    assert "(quantization_config.activation_scheme)" in made(source.path, copy.path).verdict
+
+
 # fault -> where something is named that nothing here can compare
 UNCOMPARED: Mapping[Callable[[Copy], None], str] = {
     stale_shards: "model-1-of-1.safetensors",
