@@ -131,7 +131,7 @@ def open_folder(path: Path) -> Folder:
     elif is_huggingface(path := snapshot_folder(path)):
         reader, found = index_huggingface(path)
         problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
-        problems += [*_ghosts(path, reader), *_beside(path, reader)]
+        problems += [*_ghosts(path, reader), *_uncompared(path, reader)]
     else:
         raise ValueError(f"{path} holds neither config.json nor config.ini: name such a folder")
     quantised, passed = quantization(reader), list[str]()
@@ -174,12 +174,12 @@ def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
                 yield Remark(status, "listed and not stored", key, f"{index.name} names it")
 
 
-def _beside(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
+def _uncompared(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
     """Yield files of weights that a library may load, and that are not those compared here."""
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         for file in sorted(path.glob(pattern)):
             if file not in reader.files:
-                detail = "weights beside those that were compared; some libraries load them"
+                detail = "weights next to those that were compared; some libraries load them"
                 yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
 
 

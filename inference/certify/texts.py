@@ -275,7 +275,7 @@ def _texts_of_templates(folder: Path) -> dict[str, str]:
 
 
 def _others(source: Path, folder: Path, mine: str, theirs: str) -> Iterator[Remark]:
-    """Yield the templates that stand beside the default one, and are not the source's."""
+    """Yield the templates that stand next to the default one, and are not the source's."""
     own, found = map(_texts_of_templates, (source, folder))
     for name in dict.fromkeys((*own, *found)):
         one, other = own.get(name, mine), found.get(name, theirs)

@@ -113,7 +113,7 @@ class HostedExchange(Exchange):
         return self._has_left
 
     def leave(self) -> None:
-        """Note that nobody waits for responses any more."""
+        """Note that no client waits for responses any more."""
         self._has_left = True
 
     def send(self, outputs: Mapping[str, Any], *, final: bool) -> None:

@@ -161,7 +161,7 @@ class HostedModel:
         finally:
             statistics.pending -= 1
             taken_ns = time.perf_counter_ns() - began
-            is_busy = request.is_canary and reason == "REJECTED"  # which is no failure
+            is_busy = request.is_canary and reason == "REJECTED"  # which is not a failure
             if reason and not is_busy:
                 statistics.failed(reason, taken_ns)
             elif not reason:

@@ -234,7 +234,7 @@ class HostLink:
         self._said: list[str] = []
         self._loading: list[str] = []
         self._numbers = itertools.count(1)
-        self._answers: dict[int, str | None] = {}  # of questions that somebody waits for
+        self._answers: dict[int, str | None] = {}  # of questions that a caller waits for
         self._advanced = 0.0
         self._reader = threading.Thread(target=self._read, name="host", daemon=True)
         self._reader.start()

@@ -393,7 +393,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a template for tools": (
         "llama", template_of_tools, "chats", "template tool_use", "some libraries",
     ),
-    "a stale template beside the one that is taken": (
+    "a stale template next to the one that is taken": (
         "llama", lambda c: c.setting("tokenizer_config.json", chat_template="stale"), "chats",
         "template default", "some libraries",
     ),

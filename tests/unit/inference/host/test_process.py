@@ -43,7 +43,7 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
     settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
     connection: Any = None
     host = _Host(settings, connection)
-    told: list[tuple[str, str]] = []
+    events: list[tuple[str, str]] = []
 
     async def load(_: object) -> None:
         """Load nothing."""
@@ -51,7 +51,7 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
     async def run() -> None:
         orders: asyncio.Queue[Question | Reload] = asyncio.Queue()
         link = SimpleNamespace(
-            orders=orders, tell=lambda event, about="": told.append((event, about))
+            orders=orders, tell=lambda event, about="": events.append((event, about))
         )
         monkeypatch.setattr(host, "_link", link, raising=False)
         monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
@@ -59,26 +59,26 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
         monkeypatch.setattr(host, "_repository", object)
         following = asyncio.create_task(host._follow())
         orders.put_nowait(Reload())
-        while told.count((READY, "")) < 2:
+        while events.count((READY, "")) < 2:
             await asyncio.sleep(0)
         orders.put_nowait(Question(1))
-        while told[-1][0] != ANSWERED:
+        while events[-1][0] != ANSWERED:
             await asyncio.sleep(0)
         following.cancel()
 
     asyncio.run(asyncio.wait_for(run(), timeout=10))
-    assert told[-1] == (ANSWERED, "1 8 ")
+    assert events[-1] == (ANSWERED, "1 8 ")
 
 
 def host_that_loads(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
 ) -> tuple[_Host, list[tuple[str, str]]]:
-    """Return a server whose models load by a function, and what it tells its owner."""
+    """Return a server whose models load by a function, and what it reports to its owner."""
     settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
     connection: Any = None
     host = _Host(settings, connection)
-    told: list[tuple[str, str]] = []
-    link = SimpleNamespace(tell=lambda event, about="": told.append((event, about)))
+    events: list[tuple[str, str]] = []
+    link = SimpleNamespace(tell=lambda event, about="": events.append((event, about)))
     monkeypatch.setattr(host, "_link", link, raising=False)
     monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
     monkeypatch.setattr(host, "_load", load)
@@ -87,16 +87,16 @@ def host_that_loads(
         """End nothing."""
 
     monkeypatch.setattr(host, "_repository", lambda: SimpleNamespace(close=close))
-    return host, told
+    return host, events
 
 
-def test_a_repository_that_is_kept_is_told_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def load(_: object) -> None:
         raise UnservedError([], is_crash=True)
 
-    host, told = host_that_loads(monkeypatch, load)
+    host, events = host_that_loads(monkeypatch, load)
     asyncio.run(host._reload())
-    ((event, words),) = told
+    ((event, words),) = events
     assert event == KEPT
     assert words
 
@@ -108,18 +108,18 @@ def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPa
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    host, told = host_that_loads(monkeypatch, load)
+    host, events = host_that_loads(monkeypatch, load)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
         asyncio.run(host._follow())
-    assert [event for event, _ in told] == [FAILED]
+    assert [event for event, _ in events] == [FAILED]
 
 
 def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     async def load(_: object) -> None:
         """Load nothing."""
 
-    host, told = host_that_loads(monkeypatch, load)
+    host, events = host_that_loads(monkeypatch, load)
     uses = []
 
     async def ask(_: object, *, is_canary: bool) -> None:
@@ -129,7 +129,7 @@ def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> No
     context.current = SimpleNamespace(models={"m": None}, ask=ask, advanced=lambda: 7)
     asyncio.run(host._reply(Question(1, "m")))
     assert uses == [(1, True)]
-    assert told == [(ANSWERED, "1 7 ")]
+    assert events == [(ANSWERED, "1 7 ")]
 
 
 def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
