@@ -136,9 +136,12 @@ def check_repository(
         for key in ("tp_size", "pp_size", "max_batch_size", "instance_count")
         if getattr(request, key) < 1
     ]
-    for key, known in (("engine", tuple(ENGINES)), ("data_type", DATA_TYPES)):
+    for key, known, lacks in (
+        ("engine", tuple(ENGINES), "has no Triton model"),
+        ("data_type", DATA_TYPES, "is unknown"),
+    ):
         if getattr(request, key) not in known:
-            found.append(problem(key, f"has no Triton model; use one of {', '.join(known)}."))
+            found.append(problem(key, f"{lacks}; use one of {', '.join(known)}."))
     for key, choices in (("int8_mode", (0, 1, 2)), ("enable_custom_all_reduce", (0, 1))):
         if int(getattr(request, key)) not in choices:
             found.append(problem(key, f"must be one of {', '.join(map(str, choices))}."))
