@@ -182,7 +182,7 @@ class Measured:
             tier=self.tier,
             unit=self.metric.unit,
             higher_is_better=self.metric.higher_is_better,
-            remedy=self.remedy if status == BREACHED else "",
+            remedy=self.remedy,
             **others,
         )
 
@@ -352,6 +352,8 @@ def _with_holm(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
             each = replace(each, p_value=p_value, status=BREACHED if is_breached else each.status)
         if each.status != INSUFFICIENT:
             each = replace(each, needed=None, unseen=None)
+        if each.status != BREACHED:
+            each = replace(each, remedy="")
         found.append(each)
     return tuple(found)
 
