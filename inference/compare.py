@@ -191,9 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(options.runs) < 2:
             raise ValueError("name at least two runs.")
         paths = [find_run(run, history_dir=options.history_dir) for run in options.runs]
-        runs = {path.parent.name: read_run(path) for path in paths}
-        if len(runs) < len(paths):
-            runs = {run[0].run_id: run for run in map(read_run, paths)}
+        found = [(path.parent.name, read_run(path)) for path in paths]
+        runs = dict(found)
+        if len(runs) < len(found):
+            runs = {run[0].run_id: run for _, run in found}
         if len(runs) < 2:
             raise ValueError("they are one and the same run; name another one.")
         if options.gate is not None:
@@ -206,11 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text)  # noqa: T201 - this is the command's output
             return status
         first, *others = runs.values()
-        document = comparison_document(first[0], [compare_runs(first, each) for each in others])
-        print(comparison_text(document))  # noqa: T201 - this is the command's output
+        compared = [compare_runs(first, each) for each in others]
+        draw = partial(comparison_document, first[0], compared)
+        text = comparison_text(draw(most=IN_TERMINAL))
+        print(text)  # noqa: T201 - this is the command's output
         if options.output is not None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(options.output, document.html())
+            replace_file(options.output, draw().html())
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - this is the command's output

@@ -18,7 +18,7 @@ from inference.evaluation.gate import BREACHED, Measured, apply_gates
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import POWER, Pairs, smallest_drop
 from inference.evaluation.record import Prediction, Report
-from inference.evaluation.report.compare import Run, compare_runs, judged
+from inference.evaluation.report.compare import IN_TERMINAL, Run, compare_runs, judged
 from inference.evaluation.report.files import write_report
 from inference.evaluation.task import Metric
 from tests.conftest import present
@@ -213,6 +213,16 @@ def test_the_command_judges_reports(runs, tmp_path: Path, capsys):
     assert "is not a bound" in capsys.readouterr().err
     words[-1] += " at 95 %"
     assert main([*paths, *words]) == 0
+
+
+def test_a_terminal_lists_a_few_changed_samples(runs, tmp_path: Path, capsys):
+    for name in ("now", "fp8"):
+        (tmp_path / name).mkdir()
+        write_report(tmp_path / name, *runs[name])
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path / "now"), str(tmp_path / "fp8"), "--output", str(page)]) == 0
+    assert capsys.readouterr().out.count("now wrong") == IN_TERMINAL
+    assert page.read_text().count("now wrong") > IN_TERMINAL
 
 
 def test_nothing_is_held_that_was_not_compared(runs, tmp_path):
