@@ -7,14 +7,14 @@ A reference is either a past report.json, next to its predictions.jsonl, or a re
      "per_sample": {"lambada_last_token": [1, 0, ...], ...}}      in the order of the data set
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.paired import Values
-from inference.evaluation.record import Prediction, RequestStatistics, TaskReport, from_json
+from inference.evaluation.record import Prediction, RequestStatistics, from_json
 from inference.evaluation.report.files import read_run
 from inference.evaluation.task import Dataset
 
@@ -35,7 +35,6 @@ class Reference:
     Attributes:
         metrics: values over the whole data set, by metric name.
         per_sample: the quantities of each sample by its index.
-        same_samples: whether `metrics` are over exactly the samples of the run, limit and all.
         requests: how long its answers took, where that is known.
     """
 
@@ -43,7 +42,6 @@ class Reference:
     dataset_sha256: str
     metrics: Mapping[str, float]
     per_sample: Mapping[int, Values]
-    same_samples: bool = False
     requests: RequestStatistics | None = None
 
     def mismatch(self, dataset: Dataset) -> str:
@@ -75,9 +73,14 @@ def read_reference(path: Path, *, task: str) -> Reference:
         if task not in names:
             known = ", ".join(names) or "none"
             raise ValueError(f"report {path} has no task {task}; it has {known}.")
-        own = [each for each in predictions if each.task == task]
         found = report.tasks[names.index(task)]
-        return reference_of(found, own, source=f"run {report.run_id}")
+        return Reference(
+            source=f"run {report.run_id}",
+            dataset_sha256=found.dataset.sha256,
+            metrics={metric.name: metric.value for metric in found.metrics},
+            per_sample={each.index: each.values for each in predictions if each.task == task},
+            requests=found.requests,
+        )
     try:
         recorded = from_json(_Recorded, content)
     except ValueError as error:
@@ -91,17 +94,3 @@ def read_reference(path: Path, *, task: str) -> Reference:
         for index, value in enumerate(column):
             rows.setdefault(index, {})[name] = value
     return Reference(recorded.source, recorded.dataset_sha256, recorded.metrics, rows)
-
-
-def reference_of(
-    task: TaskReport, predictions: Sequence[Prediction], *, source: str, same_samples: bool = False
-) -> Reference:
-    """Return a finished task as the reference of others."""
-    return Reference(
-        source=source,
-        dataset_sha256=task.dataset.sha256,
-        metrics={metric.name: metric.value for metric in task.metrics},
-        per_sample={each.index: each.values for each in predictions},
-        same_samples=same_samples,
-        requests=task.requests,
-    )

@@ -89,8 +89,7 @@ class TaskRun:
             if metric.from_samples
             and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
         ]
-        comparable = reference.same_samples or self.report.dataset.limit is None
-        values = dict(reference.metrics) if comparable else {}
+        values = dict(reference.metrics) if self.report.dataset.limit is None else {}
         if known:
             scores = [Score({**each.values, **row}, answer="") for each, row in found]
             again = self.prepared.task.metrics(self.prepared.samples, scores)
