@@ -13,10 +13,11 @@ from typing import Any
 
 from export_scripts.values import name_problem
 from inference.evaluation.bounds import parse_bounds
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.checks import check_gate
 from launcher_scripts.configuration.diagnosis import hydra_text
-from launcher_scripts.configuration.schema import KEYS, Config
+from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
@@ -24,6 +25,7 @@ from launcher_scripts.sweep import Combination, Outcome, run_sweep
 # Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
 _OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
                     "harness.url", "request_timeout_s", "retry_s")  # fmt: skip
+# Keys, and sections, that are the same for all rows.
 _OF_ALL = (
     "action",
     "stages",
@@ -36,12 +38,15 @@ _OF_ALL = (
     "dry_run",
     "run_dir",
     "deploy.keep",
+    "watch",
+    "upgrade",
+    "runs",
+    "hydra",
+    "export.accuracy",
 )
-_OF_ALL_SECTIONS = ("watch", "upgrade", "runs", "hydra", "export.accuracy")
 # Names in upgrade.output_dir that are not a row's.
 _TAKEN = ("jobs", "junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
-_GATED = (3, 5)  # exit statuses with a report
-_FEWEST = 2
+_GATED = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
 def problems_of_upgrade(config: Config) -> list[str]:
@@ -59,7 +64,7 @@ def problems_of_upgrade(config: Config) -> list[str]:
         problems.append("deploy.keep=true would keep the first row's server; leave it out.")
     if find_spec("scipy") is None:
         problems.append("action=upgrade needs the package scipy: pip install scipy.")
-    if len(rows) < _FEWEST:
+    if len(rows) < 2:
         problems.append(
             f"action=upgrade compares rows, and upgrade.rows has {len(rows)}; give what serves "
             "today and what is to replace it, such as 'upgrade.rows={now:{},next:"
@@ -89,8 +94,7 @@ def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     """Yield the keys of a row under their whole names; sections may be nested as in YAML."""
     for key, value in keys.items():
         name = f"{prefix}{key}"
-        is_section = name not in KEYS and any(each.startswith(f"{name}.") for each in KEYS)
-        if is_section and isinstance(value, Mapping):
+        if name in SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
@@ -100,13 +104,12 @@ def _may_differ(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "evaluate":
         return rest in _OWN_OF_EVALUATE
-    sections = (section, ".".join(key.split(".")[:2]))
-    return key not in _OF_ALL and not set(sections) & set(_OF_ALL_SECTIONS)
+    return not any(f"{key}.".startswith(f"{each}.") for each in _OF_ALL)
 
 
 def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combination]:
     """Return the command line of each row, with a results folder of its own."""
-    words = [each for each in overrides if each.lstrip("+").partition("=")[0] not in _OF_ALL[:1]]
+    words = [each for each in overrides if each.lstrip("+").partition("=")[0] != "action"]
     found = []
     for name, keys in config.upgrade.rows.items():
         results = hydra_text(str(Path(config.upgrade.output_dir) / name))
