@@ -310,9 +310,9 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
 
 
 def _end_ids(folder: Path | None, end_id: int | None) -> tuple[int, ...]:
-    if folder is None or end_id is None:
-        return () if end_id is None else (end_id,)
-    return all_end_tokens(folder, end_id)
+    if end_id is None:
+        return ()
+    return (end_id,) if folder is None else all_end_tokens(folder, end_id)
 
 
 def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:

@@ -132,16 +132,16 @@ FORMS: Mapping[str, Callable[..., list[Row]]] = {
 }
 
 
-def _kind(name: str, rows: Mapping[str, Any], **values: Any) -> TextTaskKind:
+def _kind(name: str, rows: dict[str, Any], **values: Any) -> TextTaskKind:
     """Return the definition of a task in text_tasks.yaml."""
-    form, source = FORMS[rows["form"]], values.pop("source", None)
+    source = values.pop("source", None)
     measures = [
         Measure(each, **{**given, "score": SCORES[given["score"]]})
         for each, given in values.pop("measures").items()
     ]
     return TextTaskKind(
         name,
-        partial(form, **{key: value for key, value in rows.items() if key != "form"}),
+        partial(FORMS[rows.pop("form")], **rows),
         tuple(measures),
         corpus={each: CORPUS[each] for each in values.pop("corpus", ())},
         source=source and DataSource(**source),
