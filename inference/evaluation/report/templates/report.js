@@ -3,7 +3,7 @@
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const main = document.getElementById("main");
-  const SVG = new Set(["svg", "line", "rect", "circle", "text", "title", "polyline", "path"]);
+  const SVG = new Set(["svg", "line", "rect", "circle", "text", "title", "polyline"]);
 
   const make = (tag, attributes = {}, ...children) => {
     const element = SVG.has(tag)
@@ -27,9 +27,7 @@
     return `${ms < 100 ? ms.toFixed(1) : ms.toFixed(0)} ms`;
   };
   const valueText = (value, unit) => {
-    if (unit === "fraction") return `${(100 * value).toFixed(2)}%`;
-    if (unit === "points") return `${value > 0 ? "+" : ""}${numberText(value)}`;
-    return unit === "ms" ? timeText(value) : numberText(value);
+    return unit === "fraction" ? `${(100 * value).toFixed(2)}%` : numberText(value);
   };
 
   // Axes: a place is in percent of the plotting area, so that a chart fills whatever width it is given.
@@ -122,7 +120,7 @@
     return [chart, ...(keys.length ? [legend(keys)] : [])];
   };
 
-  // Columns: `points` at x, as bars or marks with a line up to `high`; `line` joins them, `ends` label the sides.
+  // Columns: `points` at x, as bars or marks with a line up to `high`; `line` joins them, `names` label the places.
 
   const columnsChart = (data) => {
     const { points, unit = "", names = null, xName = "", yName = "", series = [], line = "", markers = [] } = data;

@@ -21,7 +21,7 @@ from inference.evaluation.report.document import Table
 from inference.evaluation.report.pages import report_document
 from inference.evaluation.run.timing import distribution
 
-_VOID = {"meta", "input", "br"}
+_VOID = {"meta"}
 
 
 def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
@@ -41,9 +41,6 @@ class Page(HTMLParser):
         self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
         if tag not in _VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, _tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href")]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
