@@ -14,7 +14,6 @@ DEFAULT_PORTS = {**TRITON_PORTS, "openai": 8003}
 FREE_PORTS = dict.fromkeys(TRITON_PORTS, 0)  # chosen at the start
 _HIGHEST = 65535
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
-_CONNECT_S = 1.0
 _LISTEN = "0A"  # state column of /proc/net/tcp
 
 
@@ -68,14 +67,6 @@ def port_problem(host: str, port: int) -> str | None:
                 return "may not be opened by this user (ports below 1024 are reserved)"
             return f"cannot be opened on {host}: {error.strerror}"
     return None
-
-
-def accepts_connections(address: str | tuple[str, int]) -> bool:
-    """Return whether another process listens at a Unix socket or at (host, port)."""
-    family = socket.AF_UNIX if isinstance(address, str) else _family(address[0])
-    with socket.socket(family, socket.SOCK_STREAM) as client:
-        client.settimeout(_CONNECT_S)
-        return client.connect_ex(address) == 0
 
 
 def ports_problems(

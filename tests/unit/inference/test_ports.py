@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.ports import accepts_connections, pick_free_ports, port_problem
+from inference.ports import pick_free_ports, port_problem
 
 
 def test_picked_ports_differ_and_are_free() -> None:
@@ -22,19 +22,6 @@ def test_holder_of_a_taken_port_is_named() -> None:
         problem = port_problem("127.0.0.1", holder.getsockname()[1])
     assert problem is not None
     assert problem.startswith(f"is in use by process {os.getpid()} (")
-
-
-def test_a_connection_is_accepted_only_where_somebody_listens(tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    assert not accepts_connections(path)
-    with socket.socket(socket.AF_UNIX) as unix, socket.create_server(("127.0.0.1", 0)) as tcp:
-        unix.bind(path)
-        assert not accepts_connections(path)
-        unix.listen()
-        address = tcp.getsockname()
-        assert accepts_connections(path)
-        assert accepts_connections(address)
-    assert not accepts_connections(address)
 
 
 def test_foreign_address_is_reported() -> None:
