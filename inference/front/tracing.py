@@ -103,12 +103,13 @@ def tracer_of(collector: str | None) -> Tracer | None:
 
 def outgoing() -> tuple[tuple[str, str], ...]:
     """Return the headers that name the span of the request as a parent (W3C Trace Context)."""
-    if (span := _SPAN.get()) is None:
+    if _SPAN.get() is None:
         return ()
-    own = span.get_span_context()
-    parent = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
-    state = own.trace_state.to_header()
-    return (("traceparent", parent), *((("tracestate", state),) if state else ()))
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers)
+    return tuple(headers.items())
 
 
 async def close_tracer(collector: str | None) -> None:
@@ -124,21 +125,24 @@ def describe_model(name: str) -> None:
     if span is None or not span.is_recording():  # the sampler or the client has left it out
         return
     if "gen_ai.request.model" not in span.attributes:
-        describe_span(f"generate_content {name}", {
-            "gen_ai.operation.name": "generate_content",
-            "gen_ai.provider.name": "slipway",
-            "gen_ai.request.model": name,
-        })  # fmt: skip
+        describe_span("generate_content", name, {})
 
 
-def describe_span(name: str, attributes: Mapping[str, Any]) -> None:
-    """Name the span of the request that is being answered, if it has one, and add attributes.
+def describe_span(operation: str, model: str, attributes: Mapping[str, Any]) -> None:
+    """Describe the span of the request that is being answered, if it has one.
 
-    Those that are None are left out.
+    Names are those of OpenTelemetry's conventions for generative AI. Attributes that are None are
+    left out.
     """
     if (span := _SPAN.get()) is not None:
-        span.update_name(name)
-        span.set_attributes({key: each for key, each in attributes.items() if each is not None})
+        span.update_name(f"{operation} {model}")
+        own = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "slipway",
+            "gen_ai.request.model": model,
+        }
+        given = {key: each for key, each in attributes.items() if each is not None}
+        span.set_attributes(own | given)
 
 
 def traced(handler: _Handler, collector: str | None) -> _Handler:

@@ -254,14 +254,8 @@ def request_id(request: web.BaseRequest) -> str:
 def _describe(
     request: web.BaseRequest, operation: str, model: str, attributes: Mapping[str, Any]
 ) -> None:
-    """Describe the span of a request by OpenTelemetry's conventions for generative AI."""
-    own = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "slipway",
-        "gen_ai.request.model": model,
-        "slipway.request_id": request_id(request),
-    }
-    describe_span(f"{operation} {model}", {**own, **attributes})
+    own = {"slipway.request_id": request_id(request)}
+    describe_span(operation, model, {**own, **attributes})
 
 
 def _record(request: web.BaseRequest, status: int, seconds: float) -> dict[str, Any]:
