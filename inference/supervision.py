@@ -12,7 +12,7 @@ RESTARTS_VARIABLE = "SLIPWAY_RESTARTS"
 # A parameter of canary requests. A busy model that makes progress answers one at once with BUSY
 # instead of queueing it.
 CANARY_PARAMETER, BUSY = "slipway_canary", "busy"
-# The beginning of the names of all such parameters; the front takes none from clients.
+# The beginning of the names of all such parameters; a server takes none from clients.
 OWN_PREFIX = "slipway_"
 _LONGEST = 32 * 1024  # bytes of a report
 

@@ -49,9 +49,8 @@ class Exchangeable(Generic[_T]):
 class FrontContext(Exchangeable[_T]):
     """The models behind the ports of one server, and the parts that its protocols share.
 
-    `is_ready` returns whether it would answer; `limit` has the bytes of the largest
-    request. `guard_of` makes a guard that lets in web pages of `origins`, and calls `note_use` for
-    each request for a model.
+    `is_ready` returns whether it would answer. `guard_of` makes a guard that lets in web pages of
+    `origins`, and calls `note_use` for each request for a model.
     """
 
     def __init__(

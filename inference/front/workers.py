@@ -126,7 +126,7 @@ class _Worker:
             return False, RejectedError("the request takes too much memory to read")
 
     def end(self) -> None:
-        # At the front's end, also by the thread whose call that end breaks off: a descriptor that
+        # At the server's end, also by the thread whose call that end breaks off: a descriptor that
         # is closed twice may be another's by then.
         with self._ending:
             if self._process is not None:
@@ -143,7 +143,7 @@ def _nothing() -> None:
 
 def _work(pipe: Connection) -> None:
     """Answer calls until the other end of the pipe is closed."""
-    end_with_parent()  # also if the front is killed
+    end_with_parent()  # also if the server is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     while True:

@@ -1,4 +1,4 @@
-"""A loaded repository behind the front of its own process."""
+"""A loaded repository behind the ports of its own process."""
 
 from __future__ import annotations
 
