@@ -33,7 +33,7 @@ from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
-from export_scripts.files.json_content import Fields, Table
+from export_scripts.files.json_content import Fields, json_bytes
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 
 WEIGHTS_NAME = "model.safetensors"
@@ -73,10 +73,10 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     if len(shards) > 1:
         places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
         size = sum(shard.size_bytes - len(shard.header) for shard in shards)
-        files[INDEX_NAME] = _json({"metadata": {"total_size": size}, "weight_map": places})
+        files[INDEX_NAME] = json_bytes({"metadata": {"total_size": size}, "weight_map": places})
     for folder, settings, written in peft_adapters(source):
         shards = (*shards, _shard(f"{folder}/adapter_model.safetensors", written, kind))
-        files[f"{folder}/adapter_config.json"] = _json(settings)
+        files[f"{folder}/adapter_config.json"] = json_bytes(settings)
         remarks = (*remarks, f"{folder} is a PEFT adapter")
     return dataclasses.replace(
         source,
@@ -286,10 +286,6 @@ def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFil
     return WrittenFile(name, tuple(tensors), kind, len(header) + end, header)
 
 
-def _json(table: Table) -> bytes:
-    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 def _other_files(
     source: ConversionPlan, mapping: SourceMapping, config: Fields
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -312,8 +308,8 @@ def _other_files(
             f"transformers 4 {_NOT_IN_4[kind]} the rope_scaling of this {kind}: load the folder "
             "with transformers 5"
         )
-    files = {"config.json": _json(config), **source.extra_files}
+    files = {"config.json": json_bytes(config), **source.extra_files}
     tokens = {name: config[name] for name in _TOKENS if name in config}
     if tokens and _GENERATION not in files:
-        files[_GENERATION] = _json({"_from_model_config": True, **tokens})
+        files[_GENERATION] = json_bytes({"_from_model_config": True, **tokens})
     return files, tuple(remarks)

@@ -5,7 +5,6 @@ tokenizer.json, whose ids and decoded texts are compared with those of the sourc
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 from export_scripts.families import SOURCE_MAPPINGS
-from export_scripts.files.json_content import Fields, Table
+from export_scripts.files.json_content import Fields, Table, json_bytes
 from export_scripts.ft import fast_tokenizers
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
 
@@ -101,7 +100,7 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
         return _made_files(plan, files, settings)
     remarks = _check_rows(plan, json_table(files[_WHOLE], _WHOLE)) if _WHOLE in files else ()
     if _WHOLE in files and (is_given or "tokenizer_class" not in settings):
-        files[SETTINGS_FILE] = _json({**settings, "tokenizer_class": _CLASS})
+        files[SETTINGS_FILE] = json_bytes({**settings, "tokenizer_class": _CLASS})
     return {_own_name(plan, name): data for name, data in files.items()}, remarks
 
 
@@ -125,10 +124,6 @@ def _check_class(plan: ConversionPlan, settings: Table) -> None:
 
 def _settings(files: Mapping[str, bytes]) -> Fields:
     return json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
-
-
-def _json(table: Table) -> bytes:
-    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _is_huggingface(plan: ConversionPlan) -> bool:
@@ -240,7 +235,7 @@ def _made_files(
         **names,
     }
     whole = backend.to_str(pretty=True).encode()
-    return {**kept, _WHOLE: whole, SETTINGS_FILE: _json(table)}, ()
+    return {**kept, _WHOLE: whole, SETTINGS_FILE: json_bytes(table)}, ()
 
 
 def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:

@@ -44,6 +44,11 @@ def json_object(
     raise ValueError(f"{source} is not a JSON object: {reason}; {remedy}")
 
 
+def json_bytes(table: Table) -> bytes:
+    """Return the content of a JSON file that people read, too."""
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):

@@ -109,7 +109,7 @@ def _one_by_one(value: Any) -> Any:
 
 _TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 _StopIds = Annotated[
-    list[Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=_INT32)]],
+    list[Annotated[_TokenId, BeforeValidator(_whole_number)]],
     Field(max_length=MOST_STOP_IDS, description=f"a list of at most {MOST_STOP_IDS} token ids"),
 ]
 _Text = Annotated[str, AfterValidator(_check_length)]
