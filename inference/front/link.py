@@ -6,6 +6,7 @@ sends could run in its owner.
 
 import asyncio
 import contextlib
+import enum
 import signal
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,18 @@ class Reload:
     """Serve the repository as it is now in the place of what was loaded."""
 
 
+class Event(enum.StrEnum):
+    """The first word of what a server sends its owner; a text follows it."""
+
+    SAYS = "says"  # a line on the progress of the start
+    READY = "ready"  # the names of the models
+    FAILED = "failed"  # JSON: whether a signal ended another server, and the reasons
+    LOST = "lost"  # why it is about to end
+    USED = "used"  # a client has asked
+    ANSWERED = "answered"  # a question's number, what is finished, and the error if there is one
+    KEPT = "kept"  # why the repository that was served is served on
+
+
 class Stop:
     """The end of the process, by SIGTERM or Ctrl-C: `stopped` is set.
 
@@ -115,7 +128,7 @@ class OwnerLink(Stop):
         else:
             self.orders.put_nowait(order)
 
-    def tell(self, event: str, about: object = "") -> None:
-        """Send an event to the owner, if there still is one: a word, and what it is about."""
+    def tell(self, event: Event, about: object = "") -> None:
+        """Send an event to the owner, if there still is one."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(f"{event} {about}".encode(errors="replace"))

@@ -23,7 +23,7 @@ from inference.front.context import FrontContext
 from inference.front.grpc_server import grpc_server
 from inference.front.guard import RejectedError
 from inference.front.http_server import Handler, http_server
-from inference.front.link import HostSettings, OwnerLink, Question
+from inference.front.link import Event, HostSettings, OwnerLink, Question
 from inference.front.tracing import close_tracer
 from inference.front.workers import Workers
 from inference.host.calls import InferError, Mailbox
@@ -43,10 +43,6 @@ _TRY_S = 120.0  # for the text models of a new repository to load
 _LEAVING = "the server is ending; send the request to another, or again later"
 _ENDED = "what serves the new repository ended while it loaded; the log says why"
 _STARTING = "the server is starting; send the request again later"
-# Events for the owner.
-LISTENS, SAYS, READY, FAILED, LOST, USED, ANSWERED, KEPT = (
-    "listens", "says", "ready", "failed", "lost", "used", "answered", "kept",
-)  # fmt: skip
 
 
 def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
@@ -111,7 +107,6 @@ class _Host:
         await self._listen(http.answer, settings.ports["http"])
         await self._listen(http.answer_metrics, settings.ports["metrics"])
         await server.start()
-        link.tell(LISTENS)
         following = asyncio.ensure_future(self._follow())
         stopping = asyncio.ensure_future(link.stopped.wait())
         await asyncio.wait([following, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +135,7 @@ class _Host:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
-        self._link.tell(READY, " ".join(hosted.models))
+        self._link.tell(Event.READY, " ".join(hosted.models))
         tasks: set[asyncio.Task[None]] = set()
         while True:
             order = await self._link.orders.get()
@@ -152,7 +147,7 @@ class _Host:
             task.add_done_callback(tasks.discard)
 
     async def _load(self, hosted: Hosted) -> None:
-        await hosted.load(self._mailbox, partial(self._link.tell, SAYS))
+        await hosted.load(self._mailbox, partial(self._link.tell, Event.SAYS))
         if self._settings.openai is None:
             return
         from inference.host.openai import open_endpoint  # takes time to import
@@ -170,7 +165,7 @@ class _Host:
                 return
             leaving = asyncio.create_task(self._context.exchange(new))
             await asyncio.sleep(0)  # it has begun: requests go to the new one
-        self._link.tell(READY, " ".join(new.models))
+        self._link.tell(Event.READY, " ".join(new.models))
         await (await leaving).close()
 
     async def _reloaded(self) -> Hosted | None:
@@ -185,7 +180,7 @@ class _Host:
             new = Hosted(self._repository(), hidden=self._settings.hidden)
             await self._load(new)
         except Exception as error:  # whatever it was, the one that is there goes on
-            self._link.tell(KEPT, str(error) or _ENDED)
+            self._link.tell(Event.KEPT, str(error) or _ENDED)
             if new is not None:
                 await new.close()
             return None
@@ -208,7 +203,7 @@ class _Host:
                     await hosted.ask(hosted.models[question.model], is_canary=True)
             except InferError as error:
                 problem = f"{error.grpc_code} {error}"
-        self._link.tell(ANSWERED, f"{question.number} {hosted.advanced()} {problem}")
+        self._link.tell(Event.ANSWERED, f"{question.number} {hosted.advanced()} {problem}")
 
     def _is_ready(self) -> bool:
         hosted = self._context.current
@@ -218,7 +213,7 @@ class _Host:
     def _note_use(self) -> None:
         if (now := time.monotonic()) - self._noted_s > _USED_S:
             self._noted_s = now
-            self._link.tell(USED)
+            self._link.tell(Event.USED)
         if self._link.stopped.is_set() and not self._context.current.open_sessions():
             raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
         if not self._context.current.models:
@@ -243,7 +238,7 @@ class _Host:
         """End the process once what the failed engine has answered is sent."""
         self._link.is_healthy = False
         sys.stderr.write(f"error: {reason}\n")
-        self._link.tell(LOST, reason)
+        self._link.tell(Event.LOST, reason)
         sys.stderr.flush()
         asyncio.get_running_loop().call_later(_SEND_S, os._exit, 1)
 
@@ -251,5 +246,5 @@ class _Host:
         sys.stderr.write(f"error: {error}\n")
         reasons = error.problems if isinstance(error, UnservedError) else (f"{error}",)
         is_crash = isinstance(error, UnservedError) and error.is_crash
-        self._link.tell(FAILED, json.dumps([is_crash, *reasons]))
+        self._link.tell(Event.FAILED, json.dumps([is_crash, *reasons]))
         return 1

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import HostSettings, Question, Readiness, Reload, TritonOptions
+from inference.front.link import Event, HostSettings, Question, Readiness, Reload, TritonOptions
 from inference.process_memory import memory_variables
 from inference.server.health import Health, RefusalError, Target
 from inference.server.process import ServedProcess
@@ -294,27 +294,27 @@ class HostLink:
                     self._changed.notify_all()
 
     def _take(self, event: str, about: str) -> None:
-        if event == "says":
+        if event == Event.SAYS:
             self._said.append(about)
             does, _, model = about.partition(" ")
             if does == "loading":
                 self._loading.append(model)
             elif model in self._loading:
                 self._loading.remove(model)
-        elif event == "ready":
+        elif event == Event.READY:
             self.models = tuple(sorted(about.split(" ")))
-        elif event == "used":
+        elif event == Event.USED:
             self.used = time.time()
-        elif event == "answered":
+        elif event == Event.ANSWERED:
             number, advanced, answer = about.split(" ", 2)
             self._advanced = float(advanced)
             if int(number) in self._answers:
                 self._answers[int(number)] = answer
-        elif event == "failed":
+        elif event == Event.FAILED:
             self.is_crash, *reasons = json.loads(about)
             self.failures = tuple(reasons)
             self.has_failed = True
-        elif event == "lost":
+        elif event == Event.LOST:
             self.lost = about
-        elif event == "kept":
+        elif event == Event.KEPT:
             self.kept = about

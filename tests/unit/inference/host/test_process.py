@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inference.front.guard import RejectedError
-from inference.front.link import Question, Reload
-from inference.host.process import ANSWERED, FAILED, KEPT, READY, _Host, serve_host
+from inference.front.link import Event, Question, Reload
+from inference.host.process import _Host, serve_host
 from inference.host.repository import UnservedError
 
 
@@ -59,15 +59,15 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
         monkeypatch.setattr(host, "_repository", object)
         following = asyncio.create_task(host._follow())
         orders.put_nowait(Reload())
-        while events.count((READY, "")) < 2:
+        while events.count((Event.READY, "")) < 2:
             await asyncio.sleep(0)
         orders.put_nowait(Question(1))
-        while events[-1][0] != ANSWERED:
+        while events[-1][0] != Event.ANSWERED:
             await asyncio.sleep(0)
         following.cancel()
 
     asyncio.run(asyncio.wait_for(run(), timeout=10))
-    assert events[-1] == (ANSWERED, "1 8 ")
+    assert events[-1] == (Event.ANSWERED, "1 8 ")
 
 
 def host_that_loads(
@@ -97,7 +97,7 @@ def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.Mo
     host, events = host_that_loads(monkeypatch, load)
     asyncio.run(host._reload())
     ((event, words),) = events
-    assert event == KEPT
+    assert event == Event.KEPT
     assert words
 
 
@@ -112,7 +112,7 @@ def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
         asyncio.run(host._follow())
-    assert [event for event, _ in events] == [FAILED]
+    assert [event for event, _ in events] == [Event.FAILED]
 
 
 def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> No
     context.current = SimpleNamespace(models={"m": None}, ask=ask, advanced=lambda: 7)
     asyncio.run(host._reply(Question(1, "m")))
     assert uses == [(1, True)]
-    assert events == [(ANSWERED, "1 7 ")]
+    assert events == [(Event.ANSWERED, "1 7 ")]
 
 
 def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
