@@ -211,7 +211,7 @@ class _Comparison:
         if not {kind, *types} <= FLOATING_TYPES and types != {kind}:
             return record("not comparable", detail=f"{kind} of {', '.join(sorted(types))}")
         try:
-            return self._compared(unit, record, rows)
+            return self._compared(unit, record, rows, types)
         except CheckpointMismatchError as error:
             return record("not comparable", detail=str(error))
 
@@ -225,14 +225,15 @@ class _Comparison:
         }
 
     def _compared(
-        self, unit: _Unit, record: Callable[..., TensorRecord], rows: int
+        self, unit: _Unit, record: Callable[..., TensorRecord], rows: int, types: set[str]
     ) -> TensorRecord:
-        kind, types = unit.stored.dtype, self._types(unit)
+        kind = unit.stored.dtype
         computed = any(isinstance(each.source, (Adjusted, Compute)) for each in unit.written.items)
         quantised = self._quantised(unit)
         is_exact = types == {kind} and not (computed or quantised)
         width = max(1, math.prod(unit.stored.shape[1:]))
         tally, checksum, at = _Tally(width), 0, 0
+        bound = _bound(kind, is_exact, computed, quantised, width)
         values = self._values(unit.stored)[: rows * width]
         for wide in self._chunks(unit, kind if is_exact else "fp32"):
             wide = wide[: len(values) - at]
@@ -241,7 +242,6 @@ class _Comparison:
                 expected = np.empty(wide.shape, DTYPES[kind])
                 store(expected, wide)
             checksum = crc32(expected.tobytes(), checksum)
-            bound = _bound(kind, is_exact, computed, quantised, width)
             tally.add(wide, expected, values[at : at + len(wide)], bound, at)
             at += len(wide)
         rest = self._values(unit.stored)[len(values) :]
@@ -255,8 +255,8 @@ class _Comparison:
                 state, detail = "changed", f"padding rows are not zero, but up to {padding:.3g}"
                 places = np.flatnonzero(to_float32(rest))
                 rows_found = {rows + row for row in np.unique(places // width).tolist()}
-        elif rows < unit.shape[0] if unit.shape else False:
-            state, detail = self._cut(unit, rows, state, detail)
+        elif unit.shape and rows < unit.shape[0] and state != "changed":
+            state, detail = self._cut(unit, rows)
         return record(
             state,
             values=at,
@@ -268,9 +268,8 @@ class _Comparison:
             detail=detail,
         )
 
-    def _cut(self, unit: _Unit, rows: int, state: str, detail: str) -> tuple[str, str]:
-        if state == "changed":
-            return state, detail
+    def _cut(self, unit: _Unit, rows: int) -> tuple[str, str]:
+        """Return what it means that the folder lacks the source's last rows."""
         gone = f"the source's rows from {rows} to {unit.shape[0]} are left out"
         if self.tokens is None or self.tokens > rows:
             return "changed", f"{gone}, and the tokenizer is not known to do without them"

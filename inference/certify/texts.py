@@ -98,7 +98,9 @@ def _load(folder: Path) -> _Encoder:
             pass
         else:
             try:
-                own = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                own = transformers.AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
             except Exception as error:  # files can hold anything
                 raise ValueError(f"transformers cannot load the tokenizer: {error}") from error
             known = own.get_vocab()
