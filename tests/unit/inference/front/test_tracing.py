@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,23 +145,30 @@ class _Calls(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(refused)
 
 
+@contextlib.asynccontextmanager
+async def traced_channel() -> AsyncIterator[grpc.aio.Channel]:
+    """Yield a channel to a server whose calls have spans; they are sent when it ends."""
+    tracer = tracing.tracer_of(COLLECTOR)
+    assert tracer is not None
+    server = grpc.aio.server(interceptors=[tracing.TracedCalls(tracer)])
+    server.add_generic_rpc_handlers((_Calls(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+    await tracing.close_tracer(COLLECTOR)
+
+
 def test_calls_of_grpc_have_spans(sent: InMemorySpanExporter) -> None:
     async def main() -> None:
-        tracer = tracing.tracer_of(COLLECTOR)
-        assert tracer is not None
-        server = grpc.aio.server(interceptors=[tracing.TracedCalls(tracer)])
-        server.add_generic_rpc_handlers((_Calls(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with traced_channel() as channel:
             metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
             assert await channel.unary_unary("/a/ModelInfer")(b"x", metadata=metadata) == b"x"
             unsampled = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
             assert await channel.unary_unary("/a/ModelInfer")(b"x", metadata=unsampled) == b"x"
             with pytest.raises(grpc.aio.AioRpcError):
                 await anext(aiter(channel.stream_stream("/a/ModelStreamInfer")([b"x"])))
-        await server.stop(None)
-        await tracing.close_tracer(COLLECTOR)
 
     asyncio.run(main())
     answered, refused = sent.get_finished_spans()
@@ -179,17 +187,9 @@ def test_the_span_of_a_call_without_an_answer_says_so(
     sent: InMemorySpanExporter, method: str, status: str
 ) -> None:
     async def main() -> None:
-        tracer = tracing.tracer_of(COLLECTOR)
-        assert tracer is not None
-        server = grpc.aio.server(interceptors=[tracing.TracedCalls(tracer)])
-        server.add_generic_rpc_handlers((_Calls(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with traced_channel() as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await channel.unary_unary(method)(b"x", timeout=1)
-        await server.stop(None)
-        await tracing.close_tracer(COLLECTOR)
 
     asyncio.run(main())
     (span,) = sent.get_finished_spans()
