@@ -169,14 +169,14 @@ def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:
     return out
 
 
-def import_transformers(source: str = "a Hugging Face checkpoint") -> Any:
+def import_transformers() -> Any:
     """Return the library, silenced. Raises NoLibraryError where it is not installed."""
     try:
         import transformers
     except ImportError as error:
         raise NoLibraryError(
-            f"{source} is computed by transformers, which is not installed (pip install "
-            "transformers)"
+            "a Hugging Face checkpoint is computed by transformers, which is not installed (pip "
+            "install transformers)"
         ) from error
     # Its report of keys is checked.
     transformers.logging.set_verbosity_error()
@@ -184,17 +184,19 @@ def import_transformers(source: str = "a Hugging Face checkpoint") -> Any:
     return transformers
 
 
-def load_transformers_model(
-    kind: Any, path: Path, *, dtype: torch.dtype = torch.float32, **options: Any
-) -> Any:
-    """Load a checkpoint folder by a class of transformers.
+def load_transformers_model(kind: Any, path: Path, **options: Any) -> Any:
+    """Load a checkpoint folder by a class of transformers, in fp32.
 
     Raises:
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
     try:
         model, info = kind.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ValueError(f"transformers cannot load {path}: {error}") from error

@@ -18,6 +18,7 @@ from export_scripts.families.mapping.known_settings import KnownSetting, hugging
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 from inference.certify.findings import DIFFERS, EQUAL, NOT_COMPUTED, UP_TO, Part, Remark, Status
+from inference.certify.huggingface import import_transformers
 from inference.certify.pair import Pair
 
 # Where a head is stored, and how heads lie among ranks: the tensors show both.
@@ -108,13 +109,12 @@ def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """
     readers = (pair.facts.reader, pair.folder.reader)
     try:
-        from transformers import AutoConfig
-
+        kind = import_transformers().AutoConfig
         mine, theirs = (
-            AutoConfig.from_pretrained(each.path, local_files_only=True, trust_remote_code=False)
+            kind.from_pretrained(each.path, local_files_only=True, trust_remote_code=False)
             for each in readers
         )
-    except (ImportError, OSError, ValueError, KeyError):  # a model that it does not know, too
+    except (OSError, ValueError, KeyError):  # a model that it does not know, too
         return readers[0].config, readers[1].config
     return mine.to_dict(), theirs.to_dict()
 

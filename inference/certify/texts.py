@@ -1,5 +1,6 @@
 """Compare tokenizers by the ids of probe texts, and chat templates by what they render."""
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ from export_scripts.checkpoints.base import Region, json_table, read_small
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
 from inference.backend.tokenizer import load_tokenizer
+from inference.certify.activations import NoLibraryError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark
+from inference.certify.huggingface import import_transformers
 from inference.certify.pair import Pair
 from inference.front.guard import RejectedError
 from inference.front.openai.codec import ChatTemplate, load_chat_template
@@ -92,26 +95,8 @@ def _load(folder: Path) -> _Encoder:
         ValueError: it cannot be loaded.
     """
     if (folder / SETTINGS_FILE).is_file():
-        try:
-            import transformers
-        except ImportError:
-            pass
-        else:
-            try:
-                own = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
-                )
-            except Exception as error:  # files can hold anything
-                raise ValueError(f"transformers cannot load the tokenizer: {error}") from error
-            known = own.get_vocab()
-            return _Encoder(
-                f"transformers {transformers.__version__}",
-                lambda text, special: list(own.encode(text, add_special_tokens=special)),
-                max(known.values(), default=-1) + 1,
-                known,
-                lambda ids, special: own.decode(ids, skip_special_tokens=not special),
-                own.special_tokens_map,
-            )
+        with contextlib.suppress(NoLibraryError):
+            return _load_by_transformers(folder)
     found = load_tokenizer(folder)
     return _Encoder(
         "Slipway",
@@ -120,6 +105,25 @@ def _load(folder: Path) -> _Encoder:
         {},
         lambda ids, _: found.decode(ids),
         {},
+    )
+
+
+def _load_by_transformers(folder: Path) -> _Encoder:
+    transformers = import_transformers()
+    try:
+        own = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # files can hold anything
+        raise ValueError(f"transformers cannot load the tokenizer: {error}") from error
+    known = own.get_vocab()
+    return _Encoder(
+        f"transformers {transformers.__version__}",
+        lambda text, special: list(own.encode(text, add_special_tokens=special)),
+        max(known.values(), default=-1) + 1,
+        known,
+        lambda ids, special: own.decode(ids, skip_special_tokens=not special),
+        own.special_tokens_map,
     )
 
 
