@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from export_scripts.ft.identity import served_identity
-from export_scripts.triton.model_config import parse_config
+from export_scripts.triton.model_config import parameters_of, parse_config
 from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_MODELS
 from inference.server.installation import mpi_start
 from inference.server.kinds import TRITONSERVER
@@ -180,9 +180,9 @@ def served_by(config: DeployConfig, model: str) -> dict[str, str]:
     """Return what a server serves, as far as this machine can read its repository."""
     try:
         parsed = parse_config((Path(config.folder) / model / CONFIG_FILE).read_text())
+        parameters = parameters_of(parsed)
     except (OSError, ValueError):
-        return served_identity(config.weights_dir, {})
-    parameters = {key: value.string_value for key, value in parsed.parameters.items()}
+        parameters = {}
     return served_identity(config.weights_dir, parameters)
 
 

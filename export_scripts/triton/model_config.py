@@ -146,6 +146,11 @@ def parse_config(text: str) -> Any:
         raise ValueError(f"not a Triton model configuration: {error}") from error
 
 
+def parameters_of(config: Any) -> dict[str, str]:
+    """Return the parameters in the message of a config.pbtxt."""
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """The facts about an exported model that decide the resources of its server."""

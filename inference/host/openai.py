@@ -16,6 +16,7 @@ import numpy as np
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.ft.identity import served_identity
+from export_scripts.triton.model_config import parameters_of
 from inference.backend.exchange import Array
 from inference.backend.text_models import pad_rows
 from inference.front.access import OpenAIOptions
@@ -53,7 +54,7 @@ async def open_endpoint(
             "the repository has no model that completes or encodes token ids without sessions"
         )
     texts_model = next((name for name in _TEXT_MODELS if name in hosted.models), None)
-    parameters = {} if texts_model is None else _parameters(hosted.models[texts_model])
+    parameters = {} if texts_model is None else parameters_of(hosted.models[texts_model].config)
     tokenizer = options.tokenizer
     if tokenizer is None and repository is not None and texts_model is not None:
         tokenizer = repository / texts_model / "1" / parameters.get("tokenizer_path", ".")
@@ -92,10 +93,6 @@ def _token_ids(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in text.split(",") if each.strip())
 
 
-def _parameters(model: HostedModel) -> dict[str, str]:
-    return {key: value.string_value for key, value in model.config.parameters.items()}
-
-
 def _takes_tokens(model: HostedModel) -> bool:
     """Return whether a model completes or encodes token ids, without sessions."""
     answers = {"request_output_len", "max_output_len"} & model.inputs.keys()
@@ -105,7 +102,7 @@ def _takes_tokens(model: HostedModel) -> bool:
 
 def model_facts_of(model: HostedModel, repository: Path | None) -> ModelFacts:
     """Return what the endpoint has to know of a model, from its parameters and its config.ini."""
-    parameters = _parameters(model)
+    parameters = parameters_of(model.config)
     named, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
     folder = None if named is None else Path(named)
     if folder is None and repository is not None and tp_size is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
-from export_scripts.triton.model_config import parse_config
+from export_scripts.triton.model_config import parameters_of, parse_config
 from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
@@ -350,8 +350,7 @@ def _is_engine(folder: Path, config: Any) -> bool:
 def _kind(folder: Path, config: Any) -> EngineModel | TensorModel:
     """Return a new model of the kind that a folder holds. Raises ValueError for another's."""
     if config.backend == _NVIDIA:
-        parameters = {key: value.string_value for key, value in config.parameters.items()}
-        return fastertransformer_model(parameters)
+        return fastertransformer_model(parameters_of(config))
     if config.backend != "python":
         raise ValueError(
             f"backend {config.backend or config.platform!r} is not one of this server; {_ELSEWHERE}"
