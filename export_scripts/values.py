@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from export_scripts.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-    from pydantic_core import ErrorDetails
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema, ErrorDetails
 
 MISSING: Any = "???"  # OmegaConf's value of a key without one
 
@@ -53,6 +53,22 @@ class WrongValuesError(ValueError):
     def __init__(self, problems: Mapping[str, str]) -> None:
         super().__init__("\n".join(problems.values()))
         self.problems = problems
+
+
+@dataclass(frozen=True)
+class Within:
+    """The range of each number of a list, as in `list[Annotated[int, Within(1, 8)]]`.
+
+    pydantic asks it; what only declares options does without that package.
+    """
+
+    low: float
+    high: float
+
+    def __get_pydantic_core_schema__(
+        self, kind: Any, handler: "GetCoreSchemaHandler"
+    ) -> "CoreSchema":
+        return {**handler(kind), "ge": self.low, "le": self.high}
 
 
 def option(

@@ -5,10 +5,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, option
+from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Within, option
 
 
 @dataclass
@@ -37,9 +35,7 @@ class CertifySection:
         "a running server of the folder, such as http://node1:8003/v1; null: none is asked", None
     )
     model: str | None = option("its model; null: the only one", None)
-    batch_sizes: list[Annotated[int, Field(ge=1, le=2048)]] = option(
-        "rows of a request to it", [1, 8]
-    )
+    batch_sizes: list[Annotated[int, Within(1, 2048)]] = option("rows of a request to it", [1, 8])
     log_prob_tolerance: float = option(
         "largest difference of a token's log probability, in nats", 0.1, within=(1e-9, 1e9)
     )

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
-from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, option
+from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, Within, option
 from inference.front.access import Credentials
 
 REFERENCES = ("none",)  # or a file
@@ -66,9 +64,7 @@ class PromptOptions:
     table_path: str | None = option(
         "prompt table to send with every request, little-endian fp32", None, path=True
     )
-    append_ids: list[Annotated[int, Field(ge=0, le=INT32)]] = option(
-        "token ids after every prompt", []
-    )
+    append_ids: list[Annotated[int, Within(0, INT32)]] = option("token ids after every prompt", [])
 
 
 @dataclass
@@ -142,8 +138,8 @@ class LatencyOptions:
         "translation",
         ["32+8", "32+32"],
     )
-    batch_sizes: list[Annotated[int, Field(ge=1, le=INT32)]] = option("rows of a request", [1])
-    concurrencies: list[Annotated[int, Field(ge=1, le=_IN_FLIGHT)]] = option(
+    batch_sizes: list[Annotated[int, Within(1, INT32)]] = option("rows of a request", [1])
+    concurrencies: list[Annotated[int, Within(1, _IN_FLIGHT)]] = option(
         "requests in flight", [1, 4]
     )
     requests: int = option("timed requests of a point", 16, within=(1, INT32))

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionOptions
 from export_scripts.values import (
     INT32,
@@ -23,6 +21,7 @@ from export_scripts.values import (
     SECONDS,
     TOKENS,
     Key,
+    Within,
     keys_of,
     option,
 )
@@ -195,7 +194,7 @@ class BenchmarkSection:
 
     input_len: int = _accepted(60, "see evaluate.latency.shapes", within=(1, TOKENS))
     output_len: int = _accepted(20, "see evaluate.latency.shapes", within=(1, TOKENS))
-    batch_sizes: list[Annotated[int, Field(ge=1, le=INT32)]] = _accepted(
+    batch_sizes: list[Annotated[int, Within(1, INT32)]] = _accepted(
         [1, 2, 4, 8, 16, 32, 64, 128, 256], "see evaluate.latency.batch_sizes"
     )
     triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, SECONDS))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -148,6 +150,20 @@ def test_packages_come_in_the_pinned_versions(name: str) -> None:
     assert f"\nuv=={version} " in pins
     constraint = re.compile(r"--(build-)?constraint \S*(constraints|triton)\.txt")
     assert all(constraint.search(each) for each in runs)
+
+
+def test_the_image_of_nvidias_backend_has_what_it_imports(tmp_path: Path) -> None:
+    runs = " ".join(rest for word, rest in final("Dockerfile.fastertransformer") if word == "RUN")
+    (listed,) = re.findall(r"--constraint /tmp/triton\.txt ([^&]*)", runs)
+    (imports,) = re.findall(r'python3 -c "([^"]*)"', runs)
+    names = {each.partition("==")[0] for each in listed.split()}
+    names.remove("async-timeout")  # of Python 3.10
+    for each in map(importlib.metadata.distribution, sorted(names)):
+        for top in {file.parts[0] for file in each.files or ()} - {"..", "__pycache__"}:
+            if not (tmp_path / top).exists():
+                (tmp_path / top).symlink_to(str(each.locate_file(top)))
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": os.environ["PATH"]}
+    subprocess.run([sys.executable, "-S", "-c", imports], env=environment, check=True)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
