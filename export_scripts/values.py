@@ -120,14 +120,9 @@ class Key:
         return typing.get_origin(self.type) in (list, tuple)
 
     @property
-    def holds_names(self) -> bool:
-        """Return whether the value is a mapping with names of the user's."""
-        return typing.get_origin(self.type) is dict
-
-    @property
-    def is_number(self) -> bool:
-        """Return whether the value is a number, or a list of numbers."""
-        return bool({int, float} & {self.type, *typing.get_args(self.type)})
+    def kinds(self) -> set[Any]:
+        """The types of which a value, or an entry of a list, has one."""
+        return {self.type, *typing.get_args(self.type)}
 
     def read(self, value: Any) -> Any:
         """Return a value with its paths absolute.
@@ -135,8 +130,8 @@ class Key:
         Raises:
             ValueError: a text, path or choice is refused; the message is a whole sentence.
         """
-        may_be_null = type(None) in typing.get_args(self.type)
-        if self.choices and value not in self.choices and not (value is None and may_be_null):
+        is_null = value is None and type(None) in self.kinds
+        if self.choices and value not in self.choices and not is_null:
             hint = did_you_mean(str(value), map(shown, self.choices))
             known = ", ".join(dict.fromkeys(map(shown, self.choices)))
             raise ValueError(self.refusal(value, f"expected one of {known}", hint))
@@ -145,7 +140,7 @@ class Key:
         return self._read_entry(value, value)
 
     def _read_entry(self, entry: Any, value: Any) -> Any:
-        if self.is_number and isinstance(entry, bool):
+        if isinstance(entry, bool) and {int, float} & self.kinds:
             raise ValueError(self.refusal(value, "expected a number"))
         if not isinstance(entry, str):
             return entry
@@ -249,9 +244,8 @@ def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
     """Return pydantic's objection to a value as a sentence with its key."""
     problem = _EXPECTED.get(error["type"], error["msg"].removeprefix("Input "))
     if key.ge is not None:
-        kinds = {key.type, *typing.get_args(key.type)}
-        kind = "a whole number" if int in kinds else "a number"
-        null = " or null" * (type(None) in kinds)
+        kind = "a whole number" if int in key.kinds else "a number"
+        null = " or null" * (type(None) in key.kinds)
         problem = f"expected {kind} from {key.ge} to {key.le}{null}"
     elif error["type"] in ("list_type", "tuple_type") and isinstance(value, (str, int, float)):
         problem = f"expected a list; write '{key.name}=[{shortened(shown(value)).strip('[]')}]'"
