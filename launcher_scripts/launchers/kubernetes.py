@@ -135,12 +135,6 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
             "deploy.engine=fastertransformer needs MPI over several nodes, which pods do not have; "
             "use deploy.engine=pytorch, or sizes that fit one node."
         )
-    if server.engine == FASTERTRANSFORMER and _secrets(config):
-        yield (
-            "cluster.kubernetes.token_secret and tls_secret have no effect with "
-            "deploy.engine=fastertransformer, whose server listens itself; set them to null, and "
-            "put a proxy in front of it."
-        )
     files = (
         ("token_file", server.token_file, "token_secret"),
         ("tls_cert", server.tls_cert, "tls_secret"),
@@ -169,9 +163,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
         f"--engine={server.engine}",
         f"--ready-timeout-s={server.ready_timeout_s:g}",
         f"--drain-s={server.drain_s:g}",
+        f"--max-request-mb={server.max_request_mb}",
     ]
-    if server.engine != FASTERTRANSFORMER:
-        options.append(f"--max-request-mb={server.max_request_mb}")
     if server.otlp_collector is not None:
         options.append(f"--otlp-collector={server.otlp_collector}")
     if server.server != DEFAULT_SERVER:

@@ -145,9 +145,11 @@ def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
     assert "export WORLD_SIZE=4 LOCAL_WORLD_SIZE=2" in leader["spec"]["containers"][0]["args"][0]
 
 
-def test_secrets_are_named_and_never_written(render: Render) -> None:
+@pytest.mark.parametrize("engine", ["pytorch", "fastertransformer"])
+def test_secrets_are_named_and_never_written(render: Render, engine: str) -> None:
+    secrets = ("cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert")
     deployment, service = render(
-        *CLAIM, "cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert"
+        *CLAIM, *secrets, f"deploy.engine={engine}", "deploy.max_request_mb=7"
     )
     for each in (deployment, service):
         valid(each)
@@ -158,7 +160,7 @@ def test_secrets_are_named_and_never_written(render: Render) -> None:
         {"secret": {"name": "cert"}},
     ]
     (container,) = spec["containers"]
-    assert "--token-file=/run/slipway/tokens" in container["args"]
+    assert {"--token-file=/run/slipway/tokens", "--max-request-mb=7"} <= {*container["args"]}
     assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 
 
