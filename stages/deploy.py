@@ -1,4 +1,4 @@
-"""Stage `deploy`: a tritonserver that serves the repository until it is stopped."""
+"""Stage `deploy`: a server of the repository, or of another engine, until it is stopped."""
 
 import contextlib
 import math

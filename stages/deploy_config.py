@@ -156,7 +156,7 @@ class DeployConfig(DeploySection):
         folder: of the Triton repository, or the Hugging Face folder of another engine.
         model_name: the model that takes token ids.
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
-        data_type: type of computation; the tuning and other engines read it.
+        data_type: type of computation, for vLLM.
         gpus_per_node: those that the job requests; None where the cluster does not count them.
         max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
         uptime_s: how long a chain of jobs serves; None for one job.
@@ -198,7 +198,7 @@ class DeployConfig(DeploySection):
 
     @property
     def access(self) -> Access:
-        """Limits of clients, which the pytorch engine has."""
+        """Limits and credentials of clients."""
         return access_of(vars(self))
 
     @property
