@@ -69,7 +69,7 @@ class Reload:
     """Serve the repository as it is now in the place of what was loaded."""
 
 
-class Event(enum.StrEnum):
+class Event(enum.Enum):
     """The first word of what a server sends its owner; a text follows it."""
 
     SAYS = "says"  # a line on the progress of the start
@@ -131,4 +131,4 @@ class OwnerLink(Stop):
     def tell(self, event: Event, about: object = "") -> None:
         """Send an event to the owner, if there still is one."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(f"{event} {about}".encode(errors="replace"))
+            self._connection.send_bytes(f"{event.value} {about}".encode(errors="replace"))

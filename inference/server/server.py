@@ -288,33 +288,33 @@ class HostLink:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                event, _, about = self._connection.recv_bytes().decode().partition(" ")
+                word, _, about = self._connection.recv_bytes().decode().partition(" ")
                 with self._changed:
-                    self._take(event, about)
+                    self._take(Event(word), about)
                     self._changed.notify_all()
 
-    def _take(self, event: str, about: str) -> None:
-        if event == Event.SAYS:
+    def _take(self, event: Event, about: str) -> None:
+        if event is Event.SAYS:
             self._said.append(about)
             does, _, model = about.partition(" ")
             if does == "loading":
                 self._loading.append(model)
             elif model in self._loading:
                 self._loading.remove(model)
-        elif event == Event.READY:
+        elif event is Event.READY:
             self.models = tuple(sorted(about.split(" ")))
-        elif event == Event.USED:
+        elif event is Event.USED:
             self.used = time.time()
-        elif event == Event.ANSWERED:
+        elif event is Event.ANSWERED:
             number, advanced, answer = about.split(" ", 2)
             self._advanced = float(advanced)
             if int(number) in self._answers:
                 self._answers[int(number)] = answer
-        elif event == Event.FAILED:
+        elif event is Event.FAILED:
             self.is_crash, *reasons = json.loads(about)
             self.failures = tuple(reasons)
             self.has_failed = True
-        elif event == Event.LOST:
+        elif event is Event.LOST:
             self.lost = about
-        elif event == Event.KEPT:
+        elif event is Event.KEPT:
             self.kept = about

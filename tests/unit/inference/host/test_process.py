@@ -43,7 +43,7 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
     settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
     connection: Any = None
     host = _Host(settings, connection)
-    events: list[tuple[str, str]] = []
+    events: list[tuple[Event, str]] = []
 
     async def load(_: object) -> None:
         """Load nothing."""
@@ -72,12 +72,12 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
 
 def host_that_loads(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
-) -> tuple[_Host, list[tuple[str, str]]]:
+) -> tuple[_Host, list[tuple[Event, str]]]:
     """Return a server whose models load by a function, and what it reports to its owner."""
     settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
     connection: Any = None
     host = _Host(settings, connection)
-    events: list[tuple[str, str]] = []
+    events: list[tuple[Event, str]] = []
     link = SimpleNamespace(tell=lambda event, about="": events.append((event, about)))
     monkeypatch.setattr(host, "_link", link, raising=False)
     monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
