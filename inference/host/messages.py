@@ -24,8 +24,8 @@ from inference.host.models import HostedModel
 from inference.host.tensors import (
     DATATYPES,
     array_of,
+    compact_json,
     datatype_of,
-    json_bytes,
     json_elements,
     raw_of,
 )
@@ -267,15 +267,15 @@ def json_answer(
         if sent.outputs.get(name, sent.is_binary) or entry["datatype"] in ("FP16", "BF16"):
             raw.append(raw_of(value))
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
-            described.append(json_bytes(entry))
+            described.append(compact_json(entry))
         else:
-            start = json_bytes({**entry, "data": []}).removesuffix(b"]}")
+            start = compact_json({**entry, "data": []}).removesuffix(b"]}")
             described.append(b"".join((start, json_elements(value), b"]}")))
     about: dict[str, Any] = {"id": sent.id} if sent.id else {}
     about |= {"model_name": model.name, "model_version": model.version}
     if parameters := session_parameters(model, sent.parameters):
         about["parameters"] = parameters
-    start = json_bytes({**about, "outputs": []}).removesuffix(b"]}")
+    start = compact_json({**about, "outputs": []}).removesuffix(b"]}")
     return b"".join((start, b",".join(described), b"]}")), raw
 
 
@@ -286,11 +286,11 @@ def generated(
     answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
     answer |= session_parameters(model, values)
     answer |= {"id": request.id} if request.id else {}
-    fields = {name: json_bytes(each) for name, each in answer.items()}
+    fields = {name: compact_json(each) for name, each in answer.items()}
     for name, value in outputs.items():
         row = json_elements(value)
         fields[name] = row if math.prod(value.shape) == 1 else b"[%b]" % row
-    named = (json_bytes(name) + b":" + fields[name] for name in sorted(fields))
+    named = (compact_json(name) + b":" + fields[name] for name in sorted(fields))
     return b"{%b}" % b",".join(named)
 
 

@@ -117,10 +117,10 @@ def json_elements(value: Any) -> bytes:
     """
     flat = as_array(value).reshape(-1)
     pieces = (flat[at : at + _AT_ONCE] for at in range(0, len(flat), _AT_ONCE))
-    return b",".join(json_bytes(_values(piece))[1:-1] for piece in pieces)
+    return b",".join(compact_json(_values(piece))[1:-1] for piece in pieces)
 
 
-def json_bytes(value: Any) -> bytes:
+def compact_json(value: Any) -> bytes:
     """Return a value in JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
