@@ -39,8 +39,8 @@ from benchmarks.throughput import Request, Slipway
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
-from inference.process_memory import memory_variables
 from inference.ranks.device import compute_dtype, matrix_dtype
+from inference.system.process_memory import memory_variables
 
 _DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}

@@ -29,9 +29,9 @@ from benchmarks.models import SIZES, Model, huggingface_folder, sized_model
 from benchmarks.program import Cell, percentile, rows_of_process, run
 from benchmarks.served import OURS, Served, build
 from inference.front.access import OpenAIOptions
-from inference.ports import FREE_PORTS
 from inference.server.openai_server import MODEL_FIELD, PORT_FIELD, OpenAIServer
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 from stages.engines import VLLM_TYPES
 
 _MODEL = "decoder"

@@ -11,10 +11,10 @@ import numpy as np
 from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.log import ServerStartError
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 Answer = Tensors | str  # the outputs, or the reason for their absence

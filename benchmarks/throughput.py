@@ -78,8 +78,8 @@ class Slipway:
         """Start the engine; `given` are fields of its placement and of its options."""
         from inference.engine.engine import Engine
         from inference.engine.options import EngineOptions
-        from inference.process_memory import keep_loaded
         from inference.ranks.settings import Placement
+        from inference.system.process_memory import keep_loaded
 
         names = {each.name for each in fields(EngineOptions)}
         options = EngineOptions(**{key: given.pop(key) for key in names & given.keys()})

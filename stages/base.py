@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from submitit.helpers import Checkpointable
 
 from export_scripts.files.tree import files_below
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from stages.progress import PROGRESS_NAME, Progress, read_as, write_json
 from stages.record import now
 

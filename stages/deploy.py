@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
-from inference.launch_environment import LaunchEnvironment
-from inference.ports import port_problem
 from inference.server.openai_server import MODEL_FIELD
+from inference.system.launch_environment import LaunchEnvironment
+from inference.system.ports import port_problem
 from stages.base import Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log

@@ -23,9 +23,9 @@ from export_scripts.values import (
     option,
 )
 from inference.front.access import Access, OpenAIOptions, access_of
-from inference.ports import DEFAULT_PORTS, ports_problems
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD
+from inference.system.ports import DEFAULT_PORTS, ports_problems
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, several_nodes, vllm_command
 
 PORT_KEYS = {

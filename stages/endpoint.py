@@ -5,7 +5,7 @@ import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from inference.ports import host_and_port
+from inference.system.ports import host_and_port
 from stages.progress import DamagedFileError, read_as, write_json
 from stages.record import locked, read_record
 

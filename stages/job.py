@@ -17,9 +17,9 @@ from submitit.helpers import Checkpointable
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.lock import folder_lock
-from inference.launch_environment import LaunchEnvironment, read_launch_environment
-from inference.parent_process import stop_signals
 from inference.server.log import ServerStartError
+from inference.system.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.system.parent_process import stop_signals
 from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from export_scripts.files.disk import full_disk
-from inference.launch_environment import LaunchEnvironment
-from inference.parent_process import StopRequested, stop_signals
 from inference.server.processes import process_state
+from inference.system.launch_environment import LaunchEnvironment
+from inference.system.parent_process import StopRequested, stop_signals
 from stages.base import Stage, Summary
 
 # The id of the job, for every process that it starts; the launcher sets it.

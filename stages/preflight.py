@@ -7,7 +7,7 @@ their rendezvous.
 import os
 import subprocess
 
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from stages.base import StageError
 from stages.job_process import node_name
 

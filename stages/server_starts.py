@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
-from inference.launch_environment import (
+from inference.system.launch_environment import (
     KEY_FILE_VARIABLE,
     RENDEZVOUS_VARIABLE,
     read_launch_environment,
 )
-from inference.parent_process import end_process, signal_name
-from inference.ports import host_and_port, pick_free_ports
+from inference.system.parent_process import end_process, signal_name
+from inference.system.ports import host_and_port, pick_free_ports
 from stages.base import StageError
 from stages.engines import HEAD_FIELD, HEAD_PORT_FIELD
 from stages.job_process import node_address, node_name

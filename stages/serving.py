@@ -16,7 +16,7 @@ from inference.server.kinds import TRITONSERVER
 from inference.server.log import put_aside
 from inference.server.openai_server import OpenAIServer
 from inference.server.server import ModelServer
-from inference.supervision import RESTARTS_VARIABLE
+from inference.system.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import (
     FASTERTRANSFORMER,

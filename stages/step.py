@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
-from inference.parent_process import end_process, stop_signals
+from inference.system.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
+from inference.system.parent_process import end_process, stop_signals
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (
     STOP_SIGNALS,

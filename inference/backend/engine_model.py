@@ -29,11 +29,11 @@ from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import read_settings
 from inference.backend.triton_model import TritonEngineModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.launch_environment import RENDEZVOUS_VARIABLE
-from inference.process_memory import keep_loaded
 from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
-from inference.supervision import BUSY
+from inference.system.launch_environment import RENDEZVOUS_VARIABLE
+from inference.system.process_memory import keep_loaded
+from inference.system.supervision import BUSY
 
 if TYPE_CHECKING:
     from inference.engine.base import EngineBase

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.launch_environment import visible_gpus
+from inference.system.launch_environment import visible_gpus
 
 _CPUS = Path("/sys/devices/system/cpu")
 

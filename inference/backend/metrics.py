@@ -14,7 +14,7 @@ from typing import Any
 
 from inference.backend.instances import Instance
 from inference.engine.load import EngineLoad, RequestTimes
-from inference.supervision import RESTARTS_VARIABLE
+from inference.system.supervision import RESTARTS_VARIABLE
 
 _INTERVAL_S = 0.5
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

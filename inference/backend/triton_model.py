@@ -20,7 +20,7 @@ import numpy as np
 from inference.backend.arguments import ModelArguments
 from inference.backend.exchange import INVALID, Array, Exchange, ModelHost
 from inference.decoding.rows import SessionTurn
-from inference.supervision import CANARY_PARAMETER, report_end
+from inference.system.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server

@@ -26,7 +26,6 @@ from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
 from inference.engine.queued_request import PlannedStep, RequestT, StepScheduler
-from inference.process_memory import give_back_memory
 from inference.ranks.base import StepResult
 from inference.ranks.checks import check_ranks
 from inference.ranks.plan import StepPlan
@@ -34,6 +33,7 @@ from inference.ranks.processes import threads_per_rank
 from inference.ranks.rank_group import RankError, RankGroup
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement, RankSettings
+from inference.system.process_memory import give_back_memory
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
-from inference.control_groups import memory_room
 from inference.decoding.rows import GenerationRequest, ModelLimits
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
 from inference.ranks.base import MOST_PROMPT_TOKENS, cache_shape
 from inference.ranks.settings import RankSettings
+from inference.system.control_groups import memory_room
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import read_file
 from export_scripts.values import PORT, option
-from inference.ports import DEFAULT_PORTS
+from inference.system.ports import DEFAULT_PORTS
 
 MOST_REQUEST_MB = 1024
 # 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.

@@ -6,7 +6,7 @@ from inference.front.access import Access
 from inference.front.guard import IDLE_S
 from inference.front.http_server import most_connections
 from inference.front.tracing import TracedCalls, tracer_of
-from inference.ports import host_and_port
+from inference.system.ports import host_and_port
 
 # Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.
 MOST_METADATA_BYTES = 8 << 10

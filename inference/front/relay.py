@@ -30,7 +30,7 @@ from inference.front.grpc_server import CHANNEL_OPTIONS, grpc_server
 from inference.front.guard import Guard, RejectedError, ask_for_body, refusal
 from inference.front.http_server import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
-from inference.ports import DEFAULT_PORTS, host_and_port
+from inference.system.ports import DEFAULT_PORTS, host_and_port
 
 _POLL_S = 0.2
 # Headers of one connection (RFC 9110, 7.6.1), and the host, which is another one behind the relay.

@@ -11,7 +11,7 @@ from typing import Any
 
 from inference.front.guard import RejectedError
 from inference.front.strict_json import parse_json
-from inference.supervision import OWN_PREFIX
+from inference.system.supervision import OWN_PREFIX
 
 MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_DIMENSIONS = 16

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from inference.front.guard import RejectedError
-from inference.parent_process import end_with_parent
+from inference.system.parent_process import end_with_parent
 
 _T = TypeVar("_T")
 

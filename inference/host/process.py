@@ -32,7 +32,7 @@ from inference.host.hosted import Hosted
 from inference.host.http import KServeHttp
 from inference.host.repository import Repository, UnservedError, try_texts
 from inference.host.triton import TritonRepository
-from inference.parent_process import end_with_parent
+from inference.system.parent_process import end_with_parent
 
 _POLL_S = 0.02
 _END_S = 0.5  # for the last answers to be sent, and for engines to stop

@@ -18,7 +18,7 @@ from inference.host.calls import InferError, InferRequest, Outputs, Responses
 from inference.host.messages import EMPTY_PARAMETER, FINAL_PARAMETER
 from inference.host.models import HostedModel, TensorFacts
 from inference.host.tensors import RawTensor, raw_of
-from inference.supervision import CANARY_PARAMETER
+from inference.system.supervision import CANARY_PARAMETER
 
 # The beginning of an error on a stream, which carries no status; without it the request is wrong.
 _ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")

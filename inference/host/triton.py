@@ -24,14 +24,14 @@ from inference.host.calls import Mailbox
 from inference.host.models import HostedModel
 from inference.host.remote import TritonConnection, remote_models
 from inference.host.repository import UnservedError
-from inference.parent_process import LinkedProcess
-from inference.private_folder import PrivateFolder, is_plain, plain_folder
 from inference.server import supervisor
 from inference.server.installation import find_triton, nvidias_options, server_options
 from inference.server.log import fatal_lines, short_reason
 from inference.server.processes import ServerWatch, model_of
 from inference.server.segments import user_prefix
-from inference.supervision import REPORTS_VARIABLE
+from inference.system.parent_process import LinkedProcess
+from inference.system.private_folder import PrivateFolder, is_plain, plain_folder
+from inference.system.supervision import REPORTS_VARIABLE
 
 _POLL_S = 0.1
 _REPORT_S = 0.2  # for the supervisor to report an end

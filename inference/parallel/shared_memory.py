@@ -24,7 +24,7 @@ from time import monotonic
 import torch
 from torch.distributed.distributed_c10d import Store, Work
 
-from inference.control_groups import usable_cores
+from inference.system.control_groups import usable_cores
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "slipway-"

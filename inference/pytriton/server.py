@@ -16,17 +16,6 @@ from pathlib import Path
 
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.control_groups import usable_cores
-from inference.launch_environment import (
-    DEFAULT_PORT,
-    KEY_FILE_VARIABLE,
-    LAUNCHER_VARIABLE,
-    RENDEZVOUS_VARIABLE,
-    LaunchEnvironment,
-    read_launch_environment,
-    rendezvous_address,
-)
-from inference.private_folder import PrivateFolder
 from inference.pytriton.model_source import parse_model_name, prepare_weights
 from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
 from inference.ranks.launched_rank import main as serve_rank
@@ -36,6 +25,17 @@ from inference.server.__main__ import (
     server_of,
 )
 from inference.server.kinds import AUTO, chosen_server
+from inference.system.control_groups import usable_cores
+from inference.system.launch_environment import (
+    DEFAULT_PORT,
+    KEY_FILE_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    LaunchEnvironment,
+    read_launch_environment,
+    rendezvous_address,
+)
+from inference.system.private_folder import PrivateFolder
 
 _EPILOG = f"""
 On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);

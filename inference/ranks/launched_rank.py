@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.launch_environment import (
+from inference.system.launch_environment import (
     KEY_FILE_VARIABLE,
     RENDEZVOUS_VARIABLE,
     LaunchEnvironment,

@@ -10,10 +10,10 @@ from time import monotonic, sleep
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 
-from inference.private_folder import PrivateFolder
 from inference.ranks.processes import Worker, start_worker
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import failure_of
+from inference.system.private_folder import PrivateFolder
 
 _KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
 _POLL_S = 0.02

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING
 
-from inference.control_groups import usable_cores
-from inference.parent_process import signal_name
-from inference.process_memory import memory_variables
+from inference.system.control_groups import usable_cores
+from inference.system.parent_process import signal_name
+from inference.system.process_memory import memory_variables
 
 if TYPE_CHECKING:
     from inference.ranks.settings import RankSettings

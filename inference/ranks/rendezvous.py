@@ -21,8 +21,6 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from export_scripts import __version__
-from inference.launch_environment import LaunchEnvironment
-from inference.ports import port_problem
 from inference.ranks.keyed_store import (
     KeyedStore,
     KeyRefusedError,
@@ -33,6 +31,8 @@ from inference.ranks.keyed_store import (
 )
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import failure_of, report_failure
+from inference.system.launch_environment import LaunchEnvironment
+from inference.system.ports import port_problem
 
 logger = logging.getLogger(__name__)
 

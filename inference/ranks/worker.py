@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from inference.launch_environment import LaunchEnvironment
-from inference.parent_process import end_with_parent
-from inference.process_memory import keep_loaded
 from inference.ranks.node_ranks import join_node_store
 from inference.ranks.plan import Command, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import make_rank, reach, report_failure
+from inference.system.launch_environment import LaunchEnvironment
+from inference.system.parent_process import end_with_parent
+from inference.system.process_memory import keep_loaded
 
 logger = logging.getLogger(__name__)
 

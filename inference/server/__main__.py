@@ -22,12 +22,12 @@ from inference.front.access import (
     add_openai_options,
     openai_of,
 )
-from inference.parent_process import StopRequested, stop_signals
-from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.installation import mpi_start
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.log import ServerStartError, forwarded_log
 from inference.server.server import ModelServer
+from inference.system.parent_process import StopRequested, stop_signals
+from inference.system.ports import DEFAULT_PORTS, TRITON_PORTS
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0

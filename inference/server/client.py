@@ -20,8 +20,8 @@ import numpy as np
 
 from inference.decoding.rows import SessionTurn
 from inference.front.access import PLAIN, Credentials
-from inference.ports import TRITON_PORTS
 from inference.server.tensors import as_tensor, as_texts, typed_tensor
+from inference.system.ports import TRITON_PORTS
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Outputs = dict[str, "np.ndarray[Any, Any]"]

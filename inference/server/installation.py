@@ -16,9 +16,9 @@ from typing import Any
 
 from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.signature import ENCODERS
-from inference.private_folder import is_plain, plain_temporary_folder
-from inference.process_memory import memory_variables
 from inference.server.kinds import SERVER_VARIABLE, TRITONSERVER
+from inference.system.private_folder import is_plain, plain_temporary_folder
+from inference.system.process_memory import memory_variables
 
 # Python-based backends of this project, each a folder that a backend directory can hold.
 _ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
-from inference.parent_process import LinkedProcess
-from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 from inference.server.log import ServerStartError, last_lines
 from inference.server.processes import descendants, process_state
+from inference.system.parent_process import LinkedProcess
+from inference.system.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 
 _END_S = 5.0  # for processes that were killed to go
 _POLL_S = 0.02

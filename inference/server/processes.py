@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.parent_process import signal_name
+from inference.system.parent_process import signal_name
 
 STOPPED_LIMIT_S = 1.0  # how long a process may stay stopped by SIGSTOP
 _SCAN_S = 2.0  # between searches for new ones, which read all of /proc

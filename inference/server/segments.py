@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from inference.private_folder import abandoned_paths, held_path
+from inference.system.private_folder import abandoned_paths, held_path
 
 SHM_FOLDER = Path("/dev/shm")
 _LOCK_SUFFIX = ".lock"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from inference.front.access import OpenAIOptions
 from inference.front.link import Event, HostSettings, Question, Readiness, Reload, TritonOptions
-from inference.process_memory import memory_variables
 from inference.server.health import Health, RefusalError, Target
 from inference.server.process import ServedProcess
 from inference.server.processes import ServerWatch, descendants
+from inference.system.process_memory import memory_variables
 
 _PROGRAM = (sys.executable, "-m", "inference.host")
 _CHECKOUT = Path(__file__).resolve().parents[2]

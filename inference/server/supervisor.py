@@ -15,9 +15,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from inference.parent_process import adopt_orphans, end_with_parent
 from inference.server.processes import descendants
 from inference.server.segments import close_segments, shared_memory_of
+from inference.system.parent_process import adopt_orphans, end_with_parent
 
 # This checkout's, whatever the folder and the variables of the owner.
 PROGRAM = (

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from export_scripts.triton.model_config import ModelSizes, served_model_of
-from inference.launch_environment import visible_gpus
+from inference.system.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request, planned_model
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.time_limit import minutes

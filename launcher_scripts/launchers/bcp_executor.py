@@ -25,8 +25,8 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LocalJob
 
-from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
-from inference.parent_process import end_with_parent
+from inference.system.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
+from inference.system.parent_process import end_with_parent
 from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.launchers.base import fill
 

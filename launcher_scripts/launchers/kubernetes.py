@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
-from inference.ports import DEFAULT_PORTS
+from inference.system.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
+from inference.system.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import SLURM_ALONE, Job, Launcher, fill
 from stages.base import Stage

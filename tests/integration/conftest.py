@@ -15,8 +15,8 @@ import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.ports import pick_free_ports
 from inference.server.kinds import SLIPWAY, TRITONSERVER
+from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.waiting import until
 

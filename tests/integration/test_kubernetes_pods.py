@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from inference.ports import pick_free_ports
 from inference.server.client import TritonClient
+from inference.system.ports import pick_free_ports
 from launcher_scripts.main import main
 from tests.integration.command import ROOT
 from tests.waiting import until

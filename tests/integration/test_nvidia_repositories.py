@@ -15,9 +15,9 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.decoding.rows import SessionTurn
-from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 from tests.ft_folders import unpack_case
 from tests.nvidia_repositories import add_nvidia_model, add_text_models
 

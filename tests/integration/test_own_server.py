@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from inference.ports import pick_free_ports
 from inference.server.kinds import SLIPWAY
 from inference.server.log import ServerStartError
 from inference.server.server import ModelServer
+from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, hosted, processes
 from tests.waiting import lives, until

@@ -26,12 +26,12 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine
-from inference.ports import pick_free_ports
-from inference.private_folder import PrivateFolder
 from inference.ranks.settings import Placement
 from inference.server.client import TritonClient
 from inference.server.processes import descendants
 from inference.server.tensors import as_tensor
+from inference.system.ports import pick_free_ports
+from inference.system.private_folder import PrivateFolder
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, processes_of, served
 from tests.text_requests import infer, text_model

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from inference.control_groups import usable_cores
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.engine import Engine
@@ -22,6 +21,7 @@ from inference.engine.errors import EngineFailedError
 from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.processes import descendants
+from inference.system.control_groups import usable_cores
 from tests.conftest import ROOT
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
-from inference.ports import pick_free_ports
+from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.waiting import until
 

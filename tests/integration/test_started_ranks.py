@@ -23,11 +23,11 @@ from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.engine.options import EngineOptions
-from inference.launch_environment import LaunchEnvironment
-from inference.ports import pick_free_ports
 from inference.ranks.keyed_store import KeyRefusedError, connect_store, write_key
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
+from inference.system.launch_environment import LaunchEnvironment
+from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_bert, write_gpt
@@ -36,7 +36,7 @@ from tests.waiting import until
 PROGRAM = """
 import logging, os, sys
 from pathlib import Path
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from inference.ranks.worker import serve_started_rank
 rank, size, port = map(int, sys.argv[1:4])
 logging.basicConfig(level=logging.INFO)

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.log import ServerStartError
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 from tests.integration.triton_process import (
     DOUBLE,
     add_model,

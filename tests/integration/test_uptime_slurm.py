@@ -21,8 +21,8 @@ from typing import Any
 import openai
 import pytest
 
-from inference.ports import pick_free_ports
 from inference.server.client import TritonClient
+from inference.system.ports import pick_free_ports
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.launchers import slurm_chain
 from launcher_scripts.launchers.base import Job

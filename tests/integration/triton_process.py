@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from inference.ports import FREE_PORTS
 from inference.server.kinds import TRITONSERVER
 from inference.server.processes import descendants
 from inference.server.segments import SHM_FOLDER
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 
 CONFIG = """
 name: "{name}" backend: "python" max_batch_size: 8

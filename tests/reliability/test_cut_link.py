@@ -21,7 +21,7 @@ PORT = 29577
 RANK_0 = """
 import sys, time
 from pathlib import Path
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from inference.ranks.rendezvous import Rendezvous
 host, port, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 key_file = Path(sys.argv[4])
@@ -38,7 +38,7 @@ print(problems[1], flush=True)
 RANK_1 = """
 import logging, sys
 from pathlib import Path
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from inference.ranks.worker import serve_started_rank
 host, port, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 key_file = Path(sys.argv[4])

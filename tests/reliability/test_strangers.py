@@ -31,9 +31,9 @@ from tritonclient.grpc import service_pb2
 
 from inference.decoding.rows import SessionTurn
 from inference.front.access import Access, Credentials
-from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 from tests.integration.triton_process import (
     DOUBLE,
     add_model,

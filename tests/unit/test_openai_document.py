@@ -17,7 +17,7 @@ from inference.front.openai.requests import (
     EmbeddingRequest,
     read_request,
 )
-from inference.ports import DEFAULT_PORTS
+from inference.system.ports import DEFAULT_PORTS
 from tests.conftest import ROOT
 from tests.documents import commands, run
 

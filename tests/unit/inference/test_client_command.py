@@ -15,10 +15,10 @@ import pytest
 
 from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
 from inference.client import main, merged
-from inference.ports import pick_free_ports
 from inference.pytriton.client import main as ask_text_model
 from inference.server.client import TritonClient
 from inference.server.tensors import as_tensor, as_texts, file_tensors
+from inference.system.ports import pick_free_ports
 
 
 def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
 from stages.convert import ConvertStage
 from stages.endpoint import ServerEndpoint

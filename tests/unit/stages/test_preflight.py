@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.launch_environment import LaunchEnvironment
+from inference.system.launch_environment import LaunchEnvironment
 from stages.base import StageError
 from stages.preflight import check_place
 

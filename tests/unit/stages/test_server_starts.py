@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.launch_environment import RENDEZVOUS_VARIABLE
+from inference.system.launch_environment import RENDEZVOUS_VARIABLE
 from stages.base import StageError
 from stages.server_starts import ServerStart, announce_start, losses, read_start, take_part
 from tests.waiting import LIMIT_S, until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.backend.instances import Instance, by_socket, occupy
-from inference.launch_environment import VISIBLE_VARIABLE
+from inference.system.launch_environment import VISIBLE_VARIABLE
 
 
 def test_an_instance_is_known_by_its_name() -> None:

@@ -20,8 +20,8 @@ from inference.decoding.request import parse_request
 from inference.decoding.rows import SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
-from inference.process_memory import keep_loaded, memory_variables
 from inference.ranks.settings import Placement
+from inference.system.process_memory import keep_loaded, memory_variables
 from tests.ft_folders import write_gpt
 from tests.waiting import until
 

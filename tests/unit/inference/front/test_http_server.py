@@ -9,7 +9,7 @@ from aiohttp import web
 
 from inference.front.access import OPEN_ACCESS
 from inference.front.http_server import http_server
-from inference.ports import pick_free_ports
+from inference.system.ports import pick_free_ports
 
 
 async def _answers(_: web.BaseRequest) -> web.StreamResponse:

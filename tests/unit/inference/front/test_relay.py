@@ -21,7 +21,7 @@ from inference.front.access import OPEN_ACCESS
 from inference.front.grpc_server import grpc_server
 from inference.front.guard import ask_for_body
 from inference.front.relay import MovingServer, Relay, main
-from inference.ports import pick_free_ports
+from inference.system.ports import pick_free_ports
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

@@ -24,7 +24,7 @@ from inference.front.validation import (
     length_of_json,
 )
 from inference.host.messages import read_infer, read_message
-from inference.supervision import CANARY_PARAMETER
+from inference.system.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
 MODEL = {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}

@@ -17,7 +17,7 @@ from inference.front.workers import Workers
 from inference.host.calls import InferError, InferRequest, Responses
 from inference.host.http import KServeHttp
 from inference.host.models import HostedModel
-from inference.ports import pick_free_ports
+from inference.system.ports import pick_free_ports
 
 CONFIG = {
     "name": "m",

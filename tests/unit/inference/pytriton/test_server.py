@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from inference.launch_environment import LAUNCHER_VARIABLE
 from inference.pytriton.server import main
+from inference.system.launch_environment import LAUNCHER_VARIABLE
 from tests.conftest import ROOT
 
 

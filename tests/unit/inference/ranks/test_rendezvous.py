@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from inference.launch_environment import LaunchEnvironment
 from inference.ranks.keyed_store import StoreServer
 from inference.ranks.rendezvous import Follower, Rendezvous, RendezvousError
+from inference.system.launch_environment import LaunchEnvironment
 
 PLACES = [LaunchEnvironment(rank, 2, rank, 2, "test", "a") for rank in range(2)]
 

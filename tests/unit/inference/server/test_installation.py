@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.private_folder import plain_temporary_folder
 from inference.server.installation import find_triton, nvidias_options, server_options
+from inference.system.private_folder import plain_temporary_folder
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from inference.ports import FREE_PORTS
 from inference.server.__main__ import main, serve_until_signal
 from inference.server.log import ServerStartError
 from inference.server.server import ModelServer
+from inference.system.ports import FREE_PORTS
 from tests.integration.triton_process import DOUBLE, add_model
 
 THROWN = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference.parallel.gemm_cpu import has_onednn
-from inference.process_memory import memory_variables
+from inference.system.process_memory import memory_variables
 
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 # Prints how many MiB products of 300 shapes leave in memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.launch_environment import (
+from inference.system.launch_environment import (
     LaunchEnvironment,
     read_launch_environment,
     rendezvous_address,

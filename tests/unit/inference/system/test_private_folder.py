@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inference.private_folder import PrivateFolder
+from inference.system.private_folder import PrivateFolder
 from tests.conftest import ROOT
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from inference.private_folder import PrivateFolder
+from inference.system.private_folder import PrivateFolder
 print(PrivateFolder("test", place=Path(sys.argv[1])).path, flush=True)
 time.sleep(600)
 """

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from inference import control_groups
-from inference.control_groups import memory_room, usable_cores
+from inference.system import control_groups
+from inference.system.control_groups import memory_room, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.ports import pick_free_ports, port_problem
+from inference.system.ports import pick_free_ports, port_problem
 
 
 def test_picked_ports_differ_and_are_free() -> None:
