@@ -16,10 +16,10 @@ usage: PROGRAM [group=file ...] [key=value ...] [options]
 stages (in this order; missing prerequisites run first, finished work is skipped)
   convert     checkpoint -> FasterTransformer shards        <triton_model_dir>/1/<TP>-gpu
               (convert.format=huggingface: for others)      <triton_model_dir>/1/huggingface
+  certify     checkpoint and folder -> proof or difference  results/certify/certificate.html
   export      shards -> Triton repository                   config.pbtxt of every model
   deploy      repository -> running server, until Ctrl-C    deploy/endpoint.json
   evaluate    server -> accuracy, latency, report           results/evaluate/report.html
-  certify     checkpoint and folder -> proof or difference  results/certify/certificate.html
 
 examples
   PROGRAM export=gpt3/sample                            everything, with the bundled model

@@ -78,6 +78,11 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
             f"evaluate.server={config.evaluate.server} names a server, and stages starts another "
             "with deploy; leave deploy out of stages, or set evaluate.server=null."
         )
+    if {"deploy", "certify"} <= set(requested) and config.certify.endpoint is not None:
+        problems.append(
+            f"certify.endpoint={config.certify.endpoint} is asked before deploy starts a server; "
+            "run stages=[certify] once the server is up, or set certify.endpoint=null."
+        )
     planned: dict[str, PlannedStage] = {}
 
     def build(name: str) -> Stage | None:
@@ -158,7 +163,9 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
     """Decide whether a stage runs: unless it is finished and nothing before it runs again."""
     finding = stage.finding()
     is_fresh = not any(
-        each.runs for each in before.values() if each.stage.marker_path() is not None
+        each.runs
+        for each in before.values()
+        if each.stage.marker_path() is not None and each.name != "certify"  # which changes nothing
     )
     if stage.job.overwrite:
         finding = Finding()

@@ -70,6 +70,7 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
         conversion_request(config, exports=context.exports),
         planned=planned_model(config) if config.is_dry_run else None,
     ),
+    "certify": certify_stage,
     "export": lambda config, job, _: ExportStage(
         job,
         repository_request(config),
@@ -78,5 +79,4 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     ),
     "deploy": lambda config, job, _: DeployStage(job, server_config(config)),
     "evaluate": evaluation_stage,
-    "certify": certify_stage,
 }

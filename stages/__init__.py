@@ -9,5 +9,5 @@ from stages.export import ExportStage
 
 STAGES: dict[str, type[Stage]] = {
     each.name: each
-    for each in (ConvertStage, ExportStage, DeployStage, EvaluateStage, CertifyStage)
+    for each in (ConvertStage, CertifyStage, ExportStage, DeployStage, EvaluateStage)
 }

@@ -1,11 +1,11 @@
 """Stage `certify`: compare a folder with its source, and write the certificate."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inference.certify.options import CertifySection
+from inference.certify.options import JOB_OPTIONS, CertifySection, endpoint_problems
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.options import OPENAI
 from inference.front.access import Credentials
@@ -13,9 +13,6 @@ from stages.base import Stage, StageError, Summary, as_json
 from stages.convert import find_checkpoint
 from stages.evaluate import is_address
 from stages.progress import Progress
-
-# Options that do not change the certificate.
-_NOT_IDENTITY = ("name", "time_limit", "cpus_per_task", "mem_gb")
 
 
 @dataclass(eq=False)
@@ -39,11 +36,6 @@ class CertifyStage(Stage):
     follows: bool
     given: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def _token_file(self) -> Path | None:
-        text = self.options.token_file
-        return None if text is None else Path(text)
-
     def check(self) -> list[str]:
         """Return what is not there, and options that need another one."""
         options = self.options
@@ -57,12 +49,8 @@ class CertifyStage(Stage):
             for name, path in (("training", options.training), ("key", options.key))
             if path is not None and not Path(path).is_file()
         ]
+        problems += endpoint_problems(options, "certify.")
         if options.endpoint is None:
-            problems += [
-                f"certify.{name} is for a server: set certify.endpoint to its URL."
-                for name in ("training", "model", "token_file")
-                if getattr(options, name) is not None
-            ]
             return problems
         if not is_address(options.endpoint, OPENAI):
             problems.append(
@@ -71,9 +59,8 @@ class CertifyStage(Stage):
             )
         if not options.batch_sizes:
             problems.append("certify.batch_sizes is empty; name at least one, such as [1].")
-        return problems + Credentials(token_file=self._token_file).problems(
-            prefix="certify.", joiner="_"
-        )
+        token_file = None if options.token_file is None else Path(options.token_file)
+        return problems + Credentials(token_file=token_file).problems(prefix="certify.", joiner="_")
 
     def outputs(self) -> list[Path]:
         """Return the certificate and its page."""
@@ -90,7 +77,7 @@ class CertifyStage(Stage):
         return {
             f"certify.{name}": as_json(value)
             for name, value in {**values, "given": dict(self.given)}.items()
-            if name not in _NOT_IDENTITY
+            if name not in JOB_OPTIONS
         }
 
     def inputs(self) -> list[Path]:
@@ -105,35 +92,14 @@ class CertifyStage(Stage):
             StageError: the two cannot be compared, differ, or something was not computed.
         """
         from inference.certify.certificate import EXIT_STATUS, write_certificate
-        from inference.certify.certify import CertifyRequest, certify
-        from inference.certify.served import Endpoint
+        from inference.certify.certify import certify
 
-        options = self.options
-        endpoint = None
-        if options.endpoint is not None:
-            endpoint = Endpoint(
-                url=options.endpoint,
-                model=options.model,
-                batch_sizes=tuple(options.batch_sizes),
-                tolerance=options.log_prob_tolerance,
-                token_file=self._token_file,
-            )
-        request = CertifyRequest(
-            source=find_checkpoint(self.source).absolute(),
-            folder=self.folder.absolute(),
-            output=Path(options.output_dir),
-            given=self.given,
-            data_type=options.data_type,
-            tolerance=options.tolerance,
-            computes=options.layers,
-            endpoint=endpoint,
-            training=Path(options.training) if options.training else None,
-        )
+        source, folder = find_checkpoint(self.source).absolute(), self.folder.absolute()
+        options = replace(self.options, source=str(source), folder=str(folder))
         try:
-            certificate = certify(request, partial(progress.update, "comparing", unit="bytes"))
-            files = write_certificate(
-                certificate, request.output, Path(options.key) if options.key else None
-            )
+            shown = partial(progress.update, "comparing", unit="bytes")
+            certificate = certify(options, self.given, shown)
+            files = write_certificate(certificate, options)
         except ValueError as error:
             raise StageError(str(error), exit_code=EXIT_NOT_EVALUATED) from error
         summary: Summary = {"verdict": certificate.verdict, "page": str(files[1])}

@@ -1,19 +1,17 @@
 """The command: python -m inference.certify."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from export_scripts.commands import ProgressLine, accept_any_text, complain, parse_pair, say
-from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.values import built, keys_of
+from inference.certify.options import JOB_OPTIONS, CertifySection
 
-if TYPE_CHECKING:
-    from inference.certify.certify import CertifyRequest
+_PLACES = ("source", "folder", "output_dir")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,97 +43,54 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", nargs="?",
+    add("source", metavar="SOURCE", nargs="?",
         help="the checkpoint: a .nemo archive, or a folder of any converted format")  # fmt: skip
-    add("folder", type=Path, metavar="FOLDER", nargs="?",
+    add("folder", metavar="FOLDER", nargs="?",
         help="a Hugging Face folder, or one of shards such as out/1/2-gpu")  # fmt: skip
-    add("--output", type=Path, metavar="DIR",
+    add("--output", metavar="DIR", dest="output_dir",
         help="where the certificate goes (default: FOLDER.certificate)")  # fmt: skip
-    add("--no-layers", action="store_true", help="do not compute the two models")
-    add("--data-type", choices=WEIGHT_DATA_TYPES, default="fp32",
-        help="what a folder of shards is computed in (default fp32)")  # fmt: skip
-    add("--tolerance", type=float, metavar="X",
-        help="largest error of a layer, of its largest value (default by type: fp32 1e-4, "
-        "fp16 1e-2, bf16 8e-2)")  # fmt: skip
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt-ids", type=_ids, default=(), metavar="ID,ID,...",
-        help="token ids to compute (default: 16 from all over the vocabulary)")  # fmt: skip
-    prompt.add_argument("--text", help="text to compute, encoded by the folder's tokenizer")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
         help="a config.ini value the source does not state, as for the conversion")  # fmt: skip
-    add("--endpoint", metavar="URL", help="a running server, such as http://127.0.0.1:8000/v1")
-    add("--model", help="its model (default: the only one)")
-    add("--batch-sizes", type=_ids, default=(1, 8), metavar="N,N,...",
-        help="rows of a request (default 1,8)")  # fmt: skip
-    add("--log-prob-tolerance", type=float, default=0.1, metavar="X",
-        help="largest difference of a token's log probability, in nats (default 0.1)")  # fmt: skip
-    add("--token-file", type=Path, help="token for the server, in a file of mode 600")
-    add("--training", type=Path, metavar="FILE",
-        help="rows of token ids and log probabilities: JSON Lines, or a .pt of slime")  # fmt: skip
-    add("--sign", type=Path, metavar="KEY",
-        help="sign certificate.json with this key of OpenSSH (ssh-keygen -Y sign)")  # fmt: skip
+    for key in keys_of(CertifySection):
+        flag, words = f"--{key.name.replace('_', '-')}", f"{key.text} (default {key.default})"
+        if bool in key.kinds:
+            add(flag, action=argparse.BooleanOptionalAction, help=words)
+        elif key.name not in (*JOB_OPTIONS, *_PLACES):
+            kind = _numbers if key.is_list else float if float in key.kinds else str
+            add(flag, type=kind, metavar="X", help=words)
     return parser
 
 
-def _ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write token ids with commas, such as 5,9,2"
-        ) from None
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
-def _request(options: argparse.Namespace) -> CertifyRequest:
-    """Return what the options ask for. Raises ValueError."""
-    from inference.certify.certify import CertifyRequest
-    from inference.certify.served import Endpoint
-
-    source, folder, url = options.source, options.folder, options.endpoint
-    if (folder is None) and (source is not None or options.training is None):
+def _options(given: dict[str, Any]) -> CertifySection:
+    """Return what the options of the command ask for. Raises ValueError."""
+    folder, training = given.get("folder"), given.get("training")
+    if folder is None and ("source" in given or training is None):
         raise ValueError("name SOURCE and FOLDER, or --training FILE with --endpoint URL")
-    if options.training is not None and url is None:
-        raise ValueError("--training is compared with a server: name it by --endpoint URL")
-    sibling = options.training if folder is None else folder
-    ids = options.prompt_ids
-    if options.text:
-        from inference.backend.tokenizer import load_tokenizer
-
-        ids = tuple(load_tokenizer(folder).encode(options.text))
-    endpoint = url and Endpoint(
-        url=url,
-        model=options.model,
-        batch_sizes=options.batch_sizes,
-        tolerance=options.log_prob_tolerance,
-        token_file=options.token_file,
-    )
-    return CertifyRequest(
-        source=source and source.absolute(),
-        folder=folder and folder.absolute(),
-        output=options.output or sibling.absolute().with_name(f"{sibling.name}.certificate"),
-        given=tuple(parse_pair(text, "--set") for text in options.given),
-        data_type=options.data_type,
-        tolerance=options.tolerance,
-        prompt_ids=ids,
-        computes=not options.no_layers,
-        endpoint=endpoint,
-        training=options.training,
+    sibling = Path(str(folder or training)).absolute()
+    return built(
+        CertifySection,
+        {"output_dir": str(sibling.with_name(f"{sibling.name}.certificate")), **given},
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Certify, print the certificate and return the exit status."""
-    options = _parser().parse_args(arguments)
+    values = vars(_parser().parse_args(arguments))
     accept_any_text()
     from inference.certify.certificate import EXIT_STATUS, certificate_text, write_certificate
     from inference.certify.certify import certify
 
     line = ProgressLine()
     try:
-        request = _request(options)
-        certificate = certify(request, line)
+        given = tuple(parse_pair(text, "--set") for text in values.pop("given"))
+        options = _options({name: each for name, each in values.items() if each is not None})
+        certificate = certify(options, given, line)
         line.close()
-        files = write_certificate(certificate, request.output, options.sign)
+        files = write_certificate(certificate, options)
     except (ValueError, OSError) as error:
         for each in str(error).split("\n"):
             complain(f"error: {each}")

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from export_scripts import __version__
+from export_scripts.files.replace import replace_file
 from inference.certify.findings import (
     DIFFERS,
     EQUAL,
@@ -23,6 +24,7 @@ from inference.certify.findings import (
     Status,
     worst,
 )
+from inference.certify.options import JOB_OPTIONS, CertifySection
 
 JSON_NAME, PAGE_NAME = "certificate.json", "certificate.html"
 _NAMESPACE = "slipway-certificate"  # of the signature
@@ -32,33 +34,20 @@ EXIT_STATUS = {EQUAL: 0, UP_TO: 0, DIFFERS: 1, NOT_COMPUTED: 3}
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side: its path, format and files."""
-
-    path: str
-    format: str
-    files: dict[str, str]  # name -> SHA-256
-
-    @property
-    def sha256(self) -> str:
-        """One digest of all files."""
-        return sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
 class Certificate:
     """Findings about a folder.
 
     Attributes:
-        asked: what was left out, and how it is asked for.
-        options: those that decide what was compared.
+        sides: of `source` and `folder`, where there are both: path, format, sha256 and files.
+        left_out: what was not asked for, and how it is.
+        given: what a user states of the source.
     """
 
-    source: Side | None
-    folder: Side | None
+    sides: Mapping[str, Mapping[str, Any]]
     parts: tuple[Part, ...]
-    asked: tuple[str, ...]
-    options: dict[str, Any]
+    left_out: tuple[str, ...]
+    options: CertifySection
+    given: Sequence[tuple[str, str]]
     made_at: str = dataclasses.field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
@@ -71,48 +60,46 @@ class Certificate:
     @property
     def verdict(self) -> str:
         """The first line: what holds for the whole, and what could not be computed."""
-        status = self.status
+        differing = [str(each) for part in self.parts for each in part.of(DIFFERS)]
+        bounds = dict.fromkeys(word for part in self.parts for word in part.up_to)
+        missing = [part.name for part in self.parts if part.of(NOT_COMPUTED)]
+        if missing and not differing and not any(part.compared for part in self.parts):
+            return NOT_COMPUTED
         words = str(EQUAL)
-        differing = [each for part in self.parts for each in part.of(DIFFERS)]
-        bounds = list(dict.fromkeys(word for part in self.parts for word in part.up_to))
         if differing:
             more = len(differing) - _MOST_LISTED
-            words = f"{DIFFERS}: " + "; ".join(map(str, differing[:_MOST_LISTED]))
+            words = f"{DIFFERS}: " + "; ".join(differing[:_MOST_LISTED])
             words += f"; and {more} more" if more > 0 else ""
-        elif bounds:
-            words = f"{UP_TO} {', '.join(bounds)}"
-        elif status == UP_TO:
-            words = f"{UP_TO} what is listed"
-        missing = [part.name for part in self.parts if part.of(NOT_COMPUTED)]
-        if status == NOT_COMPUTED and not any(part.compared for part in self.parts):
-            words = NOT_COMPUTED
-        elif missing:
-            words += f"; not computed: {', '.join(missing)}"
-        return words
+        elif bounds or self.status == UP_TO:
+            words = f"{UP_TO} {', '.join(bounds) or 'what is listed'}"
+        return words + (f"; not computed: {', '.join(missing)}" if missing else "")
 
     @property
     def card(self) -> str:
         """A line for a model card, in Markdown."""
-        sides = [
-            f"{name} `sha256:{side.sha256[:16]}`"
-            for name, side in (("source", self.source), ("weights", self.folder))
-            if side is not None
-        ]
+        sides = (f"{name} `sha256:{side['sha256'][:16]}`" for name, side in self.sides.items())
         head = f"**Certificate** ({self.made_at[:10]}, Slipway {__version__}): {self.verdict}"
-        return ". ".join([head, *filter(None, [", ".join(sides)])])
+        return ". ".join(filter(None, [head, ", ".join(sides)]))
 
     def table(self) -> dict[str, Any]:
         """Return everything as JSON, the verdict first."""
-        values = dataclasses.asdict(self)
-        for part, row in zip(self.parts, values["parts"], strict=True):
-            row["status"] = part.status
-        for name, side in (("source", self.source), ("folder", self.folder)):
-            if side is not None:
-                values[name]["sha256"] = side.sha256
-        head = {"verdict": self.verdict, "status": self.status, "version": __version__}
-        plain = _plain({**head, "card": self.card, **values})
-        assert isinstance(plain, dict)
-        return plain
+        parts = [{**dataclasses.asdict(part), "status": part.status} for part in self.parts]
+        options = dataclasses.asdict(self.options)
+        found: dict[str, Any] = _plain({
+            "verdict": self.verdict,
+            "status": self.status,
+            "version": __version__,
+            "made_at": self.made_at,
+            "card": self.card,
+            "source": None,
+            "folder": None,
+            **self.sides,
+            "parts": parts,
+            "left_out": self.left_out,
+            "options": {name: options[name] for name in options if name not in JOB_OPTIONS},
+            "given": dict(self.given),
+        })  # fmt: skip
+        return found
 
 
 def _plain(value: Any) -> Any:
@@ -126,40 +113,42 @@ def _plain(value: Any) -> Any:
 
 def certificate_text(certificate: Certificate) -> str:
     """Return the certificate for a terminal, the verdict first."""
-    return "\n".join(_lines(certificate))
-
-
-def _lines(certificate: Certificate) -> Iterator[str]:
-    yield certificate.verdict
+    lines = [certificate.verdict]
     for part in certificate.parts:
-        yield f"{part.name:<12}{part.status:<14}{part.compared}"
+        lines.append(f"{part.name:<12}{part.status:<14}{part.compared}")
         shown = [each for each in part.findings if each.status != EQUAL]
-        yield from (f"            {each}" for each in shown[:20])
+        lines += [f"{'':<12}{each}" for each in shown[:20]]
         if len(shown) > 20:
-            yield f"            ... and {len(shown) - 20} more, in {JSON_NAME}"
-    yield from (f"{'not asked':<12}{each}" for each in certificate.asked)
-    yield ""
-    yield certificate.card
+            lines.append(f"{'':<12}... and {len(shown) - 20} more, in {JSON_NAME}")
+    lines += [f"{'not asked':<12}{each}" for each in certificate.left_out]
+    return "\n".join([*lines, "", certificate.card])
 
 
-def write_certificate(certificate: Certificate, output: Path, key: Path | None) -> list[Path]:
+def write_certificate(certificate: Certificate, options: CertifySection) -> list[Path]:
     """Write the certificate as JSON and as a page, signed where a key is given.
 
     Raises:
         ValueError: ssh-keygen does not sign.
     """
+    output = Path(options.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     path, page = output / JSON_NAME, output / PAGE_NAME
     text = json.dumps(certificate.table(), indent=1, allow_nan=False) + "\n"
-    path.write_text(text, encoding="utf-8")
-    page.write_text(_page(certificate, sha256(text.encode()).hexdigest()), encoding="utf-8")
-    return [path, page, *([_signature(path, key)] if key is not None else [])]
+    replace_file(path, text)
+    template = jinja2.Template(
+        Path(__file__).with_name("certificate.html.jinja").read_text(encoding="utf-8"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    digest = sha256(text.encode()).hexdigest()
+    replace_file(page, template.render(json.loads(text), digest=digest))
+    return [path, page, *([_signature(path, options.key)] if options.key is not None else [])]
 
 
-def _signature(path: Path, key: Path) -> Path:
+def _signature(path: Path, key: str) -> Path:
     signature = path.with_name(path.name + ".sig")
     signature.unlink(missing_ok=True)
-    command = ["ssh-keygen", "-Y", "sign", "-f", str(key), "-n", _NAMESPACE, str(path)]
+    command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", _NAMESPACE, str(path)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except FileNotFoundError:
@@ -167,11 +156,3 @@ def _signature(path: Path, key: Path) -> Path:
     if done.returncode:
         raise ValueError(f"ssh-keygen does not sign with {key}: {done.stderr.decode().strip()}")
     return signature
-
-
-def _page(certificate: Certificate, digest: str) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(
-        (Path(__file__).parent / "certificate.html.jinja").read_text(encoding="utf-8")
-    )
-    return template.render(certificate=certificate, digest=digest, version=__version__)

@@ -1,7 +1,8 @@
 """The vocabulary of a certificate: what was found, part by part."""
 
 import enum
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ class Status(enum.StrEnum):
 
 
 EQUAL, UP_TO, NOT_COMPUTED, DIFFERS = Status
+_MOST_DIGITS = 1e-11  # what the rounding of a reciprocal leaves
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Remark:
     """One thing that is not simply equal.
 
     Attributes:
-        kind: in one or two words, such as "changed", "missing" or "rotary.base".
+        kind: in one or two words, such as "changed" or "missing".
         where: the tensor, setting, text or layer.
     """
 
@@ -71,3 +73,34 @@ def worst(statuses: Iterable[Status]) -> Status:
 def not_computed(name: str, reason: str, where: str = "") -> Part:
     """Return a part that could not be computed."""
     return Part(name, "", (Remark(NOT_COMPUTED, "not computed", where or name, reason),))
+
+
+def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted names."""
+    out: dict[str, Any] = {}
+    for name, value in table.items():
+        inner = dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
+        out |= inner or {f"{prefix}{name}": value}
+    return out
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two settings are the same, up to the rounding of a reciprocal."""
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=_MOST_DIGITS)
+    return bool(one == other)
+
+
+def differing(
+    source: Mapping[str, Any], folder: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted names of settings that are not the same, each with both values."""
+    mine, theirs = dotted(source), dotted(folder)
+    for name in dict.fromkeys((*mine, *theirs)):
+        if not is_same(one := mine.get(name), other := theirs.get(name)):
+            yield name, one, other
+
+
+def setting(name: str, source: Any, folder: Any, status: Status = DIFFERS) -> Remark:
+    """Return a setting that differs."""
+    return Remark(status, "setting", name, f"{folder!r:.200}, and {source!r:.200} in the source")

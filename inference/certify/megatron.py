@@ -5,11 +5,10 @@ The model is put together of all training ranks first, so that one process compu
 
 # Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
 
-import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,13 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.numeric.arrays import to_float32
-from inference.certify.activations import ModelInputs, Place, Source, watch_layers
+from inference.certify.activations import (
+    LOGITS,
+    Activations,
+    ModelInputs,
+    Source,
+    watch_layers,
+)
 
 # Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
 _UNFUSED = {
@@ -31,57 +36,52 @@ _UNFUSED = {
 }
 # low and high frequency factor and length before the scaling, which GPTModel does not ask for.
 _LLAMA31 = [1.0, 4.0, 8192]
-_PARTS = {"attention": "self_attention.linear_proj", "mlp": "mlp.linear_fc2"}
 
 
-@dataclass(frozen=True)
-class MegatronSource(Source):
-    """A loaded checkpoint.
+def _compute(
+    title: str,
+    config: Mapping[str, Any],
+    model: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    inputs: ModelInputs,
+) -> Activations:
+    """Compute by GPTModel with its arguments, those of its TransformerConfig, and its tensors."""
+    noted: Activations = {}
+    count = len(inputs.ids)
+    with _one_rank():
+        network = _network(title, config, model, state)
+        watch_layers(network.decoder.layers, noted)
+        later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
+        logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], later)
+    noted[LOGITS] = logits[0].float()
+    return noted
 
-    Attributes:
-        config: arguments of TransformerConfig.
-        model: further arguments of GPTModel.
-        state: every tensor, whole, by GPTModel's names.
-    """
 
-    config: Mapping[str, Any]
-    model: Mapping[str, Any]
-    state: Mapping[str, torch.Tensor]
-
-    def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
-        """Note what every layer computes."""
-        count = len(inputs.ids)
-        with _one_rank(), torch.no_grad():
-            network = self._network()
-            layers = [
-                (layer, {part: layer.get_submodule(name) for part, name in _PARTS.items()})
-                for layer in network.decoder.layers
-            ]
-            watch_layers(layers, network.decoder.final_layernorm, noted)
-            later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
-            logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], later)
-        noted[Place("logits")] = logits[0].float()
-
-    def _network(self) -> Any:
-        gpt = importlib.import_module("megatron.core.models.gpt")
-        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-        configs = importlib.import_module("megatron.core.transformer.transformer_config")
-        try:
-            config = configs.TransformerConfig(**self.config)
-            layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
-            network = gpt.GPTModel(config, layer, **self.model).eval()
-        except TypeError as error:
-            raise ValueError(
-                f"{self.title} has another interface than versions 0.12 to 0.16: {error}"
-            ) from error
-        found = network.load_state_dict(dict(self.state), strict=False)
-        missing = [key for key in found.missing_keys if not key.endswith("_extra_state")]
-        if missing or found.unexpected_keys:
-            raise ValueError(
-                f"{self.title}: GPTModel has tensors {missing} that the checkpoint lacks, and "
-                f"none called {found.unexpected_keys}"
-            )
-        return network
+def _network(
+    title: str,
+    options: Mapping[str, Any],
+    model: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+) -> Any:
+    gpt = importlib.import_module("megatron.core.models.gpt")
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    configs = importlib.import_module("megatron.core.transformer.transformer_config")
+    try:
+        config = configs.TransformerConfig(**options)
+        layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        network = gpt.GPTModel(config, layer, **model).eval()
+    except TypeError as error:
+        raise ValueError(
+            f"{title} has another interface than versions 0.12 to 0.19: {error}"
+        ) from error
+    found = network.load_state_dict(dict(state), strict=False)
+    missing = [key for key in found.missing_keys if not key.endswith("_extra_state")]
+    if missing or found.unexpected_keys:
+        raise ValueError(
+            f"{title}: GPTModel has tensors {missing} that the checkpoint lacks, and "
+            f"none called {found.unexpected_keys}"
+        )
+    return network
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _one_rank() -> Iterator[None]:
         cuda.current_device = current_device
 
 
-def load_megatron(plan: ConversionPlan) -> MegatronSource:
+def load_megatron(plan: ConversionPlan) -> Source:
     """Gather a checkpoint of megatron-core's layout; `plan` is how it becomes a folder.
 
     Raises:
@@ -118,15 +118,9 @@ def load_megatron(plan: ConversionPlan) -> MegatronSource:
     if getattr(plan.config, "rotary_scaling_type", None) == "llama3" and scaling != _LLAMA31:
         raise ValueError(f"megatron-core scales rotary positions by {_LLAMA31}, not by {scaling}")
     state, model = _state(plan, traits), _model(plan, traits)
-    version = importlib.import_module("megatron.core").__version__
-    return MegatronSource(
-        title=f"megatron-core {version}, GPTModel",
-        vocab_size=model["vocab_size"],
-        positions=model["max_sequence_length"],
-        config=_config(traits, state),
-        model=model,
-        state=state,
-    )
+    title = f"megatron-core {importlib.import_module('megatron.core').__version__}, GPTModel"
+    compute = partial(_compute, title, _config(traits, state), model, state)
+    return Source(title, model["vocab_size"], model["max_sequence_length"], compute, None)
 
 
 def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tensor]:
@@ -157,7 +151,7 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
     layer = "decoder.layers.0."
     # megatron-core knows by functional.gelu itself that it has a fused kernel.
     is_plain = traits.fused_gelu or traits.exact_gelu
-    gelu = functional.gelu if is_plain else functools.partial(functional.gelu, approximate="tanh")
+    gelu = functional.gelu if is_plain else partial(functional.gelu, approximate="tanh")
     activations = {"gelu": gelu, "silu": functional.silu, "relu": functional.relu}
     return {
         "num_layers": traits.num_layer,

@@ -2,11 +2,13 @@
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Within, option
+
+JOB_OPTIONS = ("name", "time_limit", "cpus_per_task", "mem_gb")
 
 
 @dataclass
@@ -25,7 +27,6 @@ class CertifySection:
     )
     output_dir: str = option("where the certificate goes", path=True)
     layers: bool = option("compute both sides and compare every layer", True)
-    data_type: str = option("type in which shards are computed", "fp32", choices=WEIGHT_DATA_TYPES)
     tolerance: float | None = option(
         "largest error of a layer, of its largest value; null: fp32 1e-4, fp16 1e-2, bf16 8e-2",
         None,
@@ -44,3 +45,11 @@ class CertifySection:
         "log probabilities of a training step, to be compared with the server's", None, path=True
     )
     key: str | None = option("key of OpenSSH to sign with", None, path=True)
+
+
+def endpoint_problems(options: CertifySection, prefix: str) -> Iterator[str]:
+    """Yield the options that are given for a server, of which there is none."""
+    for name in ("training", "model", "token_file"):
+        if options.endpoint is None and getattr(options, name) is not None:
+            key = f"{prefix}{name}"
+            yield f"{key} is for a server: set {prefix}endpoint to its URL."

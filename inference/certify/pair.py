@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, FileMaps, Piece
+from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, FileMaps
 from export_scripts.checkpoints.huggingface import (
     TIED_TABLES,
     index_huggingface,
@@ -306,9 +306,3 @@ def _by_name(source: Path, folder: Folder) -> Pair:
         if key in folder.reader.tensors or not (tied and key.endswith(TIED_TABLES))
     )
     return Pair(source, folder, None, facts, tensors, ())
-
-
-def piece_of(reader: CheckpointReader, facts: Facts, key: str) -> Piece | None:
-    """Return the one piece of a Hugging Face folder's tensor; None if it does not hold it."""
-    name = facts.resolve(key)
-    return None if name is None else reader.tensors[name][0]

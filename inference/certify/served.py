@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.certify.findings import DIFFERS, NOT_COMPUTED, Part, Remark
+from inference.certify.findings import DIFFERS, Part, Remark, not_computed
+from inference.certify.options import CertifySection
 from inference.evaluation.openai_client import OpenAIClient, listed_model
 from inference.evaluation.task import EvaluationError
 from inference.front.access import Credentials
@@ -26,25 +27,7 @@ _LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "genera
 _MASKS = ("token_loss_mask", "loss_mask", "response_mask")
 _ROWS = ("samples", "rollout_data")  # of a .pt file
 _SAME = 1e-6
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A running server of OpenAI's protocol.
-
-    Attributes:
-        url: its base URL, such as http://127.0.0.1:8000/v1.
-        model: its name there; None for the only one.
-        batch_sizes: how many rows go into a request.
-        tolerance: largest difference of a log probability, in nats.
-    """
-
-    url: str
-    model: str | None = None
-    batch_sizes: tuple[int, ...] = (1, 8)
-    tolerance: float = 0.1
-    timeout_s: float = 600.0
-    token_file: Path | None = None
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -55,43 +38,39 @@ class ScoredRow:
     log_probs: tuple[float, ...]
 
 
-def compare_served(name: str, rows: Sequence[ScoredRow], of: str, endpoint: Endpoint) -> Part:
-    """Compare the log probabilities of rows with an endpoint's for the same tokens.
+def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: CertifySection) -> Part:
+    """Compare the log probabilities of rows with the endpoint's for the same tokens.
 
     `of` says whose the rows' are.
     """
+    url, tolerance = str(options.endpoint), options.log_prob_tolerance
+    tokens = None if options.token_file is None else Path(options.token_file)
     client = OpenAIClient(
-        endpoint.url,
-        Credentials(token_file=endpoint.token_file),
-        timeout_s=endpoint.timeout_s,
-        retry_s=endpoint.timeout_s,
+        url, Credentials(token_file=tokens), timeout_s=_TIMEOUT_S, retry_s=_TIMEOUT_S
     )
     table, findings = [], []
     try:
-        model = str(listed_model(client, endpoint.model)["id"])
-        for size in endpoint.batch_sizes:
+        model = str(listed_model(client, options.model)["id"])
+        for size in options.batch_sizes:
             found = [
                 each
                 for first in range(0, len(rows), size)
                 for each in _asked(client, model, rows[first : first + size])
             ]
-            row = _difference(rows, found, endpoint.tolerance)
+            row = _difference(rows, found, tolerance)
             table.append({"batch_size": size, **row})
             if row["beyond"]:
-                words = f"{row['beyond']} of {row['tokens']} tokens beyond {endpoint.tolerance}"
+                words = f"{row['beyond']} of {row['tokens']} tokens beyond {tolerance}"
                 where = f"batch size {size}, {row['first']}"
                 findings.append(Remark(DIFFERS, "log probability", where, words))
     except EvaluationError as error:
-        return Part(name, "", (Remark(NOT_COMPUTED, "not computed", endpoint.url, str(error)),))
+        return not_computed(name, str(error), url)
+    if not table or not table[0]["tokens"]:
+        return not_computed(name, "no token has a log probability")
     largest = max(row["largest"] for row in table)
-    sizes = ", ".join(str(size) for size in endpoint.batch_sizes)
-    compared = (
-        f"{table[0]['tokens']} tokens of {len(rows)} rows, {of} and {endpoint.url} ({model}), "
-        f"batch sizes {sizes}"
-    )
-    if not table[0]["tokens"]:
-        empty = Remark(NOT_COMPUTED, "not computed", name, "no token has a log probability")
-        return Part(name, "", (empty,))
+    sizes = ", ".join(map(str, options.batch_sizes))
+    tokens_of = f"{table[0]['tokens']} tokens of {len(rows)} rows"
+    compared = f"{tokens_of}, {of} and {url} ({model}), batch sizes {sizes}"
     bound = f"log probabilities within {largest:.2g} (mean {table[0]['mean']:.2g})"
     return Part(name, compared, tuple(findings), (bound,) if largest > _SAME else (), table)
 

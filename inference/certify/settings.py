@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import Region, json_file
+from export_scripts.checkpoints.base import json_file
 from export_scripts.checkpoints.huggingface import CONFIG_NAME
 from export_scripts.checkpoints.quantized import QUANTIZATION
 from export_scripts.checkpoints.tokenizers import special_ids
@@ -17,14 +16,26 @@ from export_scripts.families.layout.generation import GENERATION_FILE, end_token
 from export_scripts.families.mapping.known_settings import KnownSetting, huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.numeric.dtypes import SOURCE_TYPES
-from inference.certify.findings import DIFFERS, EQUAL, NOT_COMPUTED, UP_TO, Part, Remark, Status
+from inference.certify.findings import (
+    DIFFERS,
+    EQUAL,
+    NOT_COMPUTED,
+    UP_TO,
+    Part,
+    Remark,
+    Status,
+    differing,
+    dotted,
+    is_same,
+    not_computed,
+    setting,
+)
 from inference.certify.huggingface import import_transformers
 from inference.certify.pair import Pair
 
 # Where a head is stored, and how heads lie among ranks: the tensors show both.
 _SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", "vocab_size", "kv_head_num", "separate_qkv")
-_MOST_DIGITS = 1e-11  # what the rounding of a reciprocal leaves
-# Of config.json: what no model computes from, or what another part compares.
+# Keys of config.json from which no model computes, or that another part compares.
 _WITHOUT_EFFECT = (
     "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
     "eos_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
@@ -45,25 +56,20 @@ _WITHOUT_FUNCTION = ("transformers_version", "use_cache", "_from_model_config", 
 
 
 def compare_settings(pair: Pair) -> Part:
-    """Compare the settings of both sides, as the family reads them, or as they are written."""
-    folder = pair.folder
+    """Compare the settings of both sides, as the family reads them, and as they are written."""
+    folder, findings, compared = pair.folder, list[Remark](), "config.json"
     own, stated = pair.facts.config, folder.facts.config
     both = pair.facts.reader.format == folder.reader.format == "huggingface"
-    findings: list[Remark] = []
     if pair.config is not None and folder.config is not None:
-        findings += _architectures(pair.config, folder.config)
-        compared = "architecture"
-    elif both:
-        compared = "config.json"
-    else:
+        findings, compared = [*_architectures(pair.config, folder.config)], "architecture"
+    elif not both:
         reason = "the family of the folder cannot read its configuration"
-        return Part("settings", "", (Remark(NOT_COMPUTED, "not read", "config.json", reason),))
+        return not_computed("settings", reason, "config.json")
     if both and pair.config is not None:
         findings += _unknown(pair)
         if (a := own.get(_POSITIONS)) != (b := stated.get(_POSITIONS)):
-            findings.append(_setting(_POSITIONS, a, b))
-    if pair.config is not None and (tables := _table_rows(pair)):
-        findings += tables
+            findings.append(setting(_POSITIONS, a, b))
+    findings += _table_rows(pair)
     if both:
         named = {each.where for each in findings}
         findings += [each for each in _stated(pair) if each.where not in named]
@@ -72,34 +78,15 @@ def compare_settings(pair: Pair) -> Part:
     return Part("settings", compared, tuple(findings), up_to if names else ())
 
 
-def _setting(name: str, source: Any, folder: Any, status: Status = DIFFERS) -> Remark:
-    return Remark(status, "setting", name, f"{folder!r:.200}, and {source!r:.200} in the source")
-
-
 def _architectures(source: FTConfig, folder: FTConfig) -> Iterator[Remark]:
     try:
-        mine, theirs = (_flat(dataclasses.asdict(c.architecture())) for c in (source, folder))
+        mine, theirs = (dataclasses.asdict(each.architecture()) for each in (source, folder))
     except ValueError as error:
         yield Remark(DIFFERS, "setting", "architecture", str(error))
         return
-    for name in dict.fromkeys((*mine, *theirs)):
-        one, other = mine.get(name), theirs.get(name)
-        if name.partition(".")[0] not in _SHOWN_BY_TENSORS and not _is_same(one, other):
-            yield _setting(name, one, other)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in table.items():
-        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
-        out |= inner or {f"{prefix}{name}": value}
-    return out
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=_MOST_DIGITS)
-    return bool(one == other)
+    for name, one, other in differing(mine, theirs):
+        if name.partition(".")[0] not in _SHOWN_BY_TENSORS:
+            yield setting(name, one, other)
 
 
 def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -122,17 +109,15 @@ def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 def _stated(pair: Pair) -> Iterator[Remark]:
     """Yield every key of config.json that the two sides state otherwise, whatever it changes."""
     own, stated = (
-        _flat(json_file(Path(each.path, CONFIG_NAME)))
-        for each in (pair.facts.reader, pair.folder.reader)
+        json_file(Path(each.path, CONFIG_NAME)) for each in (pair.facts.reader, pair.folder.reader)
     )
-    computed = [_flat(each) for each in _by_library(pair)]
-    for name in dict.fromkeys((*own, *stated)):
-        one, other = own.get(name), stated.get(name)
-        if not _is_same(one, other):
-            # The library passes over a name that it keeps of neither side; others may not.
-            read = [each.get(name) for each in computed]
-            changes = not _is_same(*read) or not any(name in each for each in computed)
-            yield _setting(name, one, other, _weight(pair, name, own, stated, changes=changes))
+    computed = [dotted(each) for each in _by_library(pair)]
+    for name, one, other in differing(own, stated):
+        # The library passes over a name that it keeps of neither side; others may not.
+        read = [each.get(name) for each in computed]
+        changes = not is_same(*read) or not any(name in each for each in computed)
+        status = _weight(pair, name, dotted(own), dotted(stated), changes=changes)
+        yield setting(name, one, other, status)
 
 
 def _weight(
@@ -145,7 +130,7 @@ def _weight(
     one, other, twin = own.get(name), stated.get(name), stated.get(_TWINS.get(name, name))
     top, kind = name.partition(".")[0], stated.get("model_type")
     is_same_kind = pair.facts.config.get("model_type") == kind
-    if twin is not None and other is not None and not _is_same(twin, other):
+    if twin is not None and other is not None and not is_same(twin, other):
         return DIFFERS
     if top in _CLASSES:
         is_chosen = other is not None and (one is not None or top == "auto_map")
@@ -155,11 +140,7 @@ def _weight(
         return EQUAL if found in (usual, SOURCE_TYPES[pair.folder.data_type][1]) else UP_TO
     if top in ("bos_token_id", "pad_token_id"):
         return UP_TO
-    if (
-        top == QUANTIZATION
-        and any(each.startswith(f"{top}.") for each in own)
-        and other is not None
-    ):
+    if top == QUANTIZATION and other is not None and any(key.startswith(f"{top}.") for key in own):
         return UP_TO
     if top in _WITHOUT_EFFECT or not changes:
         return EQUAL
@@ -212,31 +193,22 @@ def compare_generation(pair: Pair) -> Part:
         return Part("generation", "an encoder, which generates nothing")
     mine, theirs = (_generation(facts) for facts in (pair.facts, pair.folder.facts))
     findings = [
-        Remark(DIFFERS, "generation_config.json", name, f"{other!r}, and {one!r} in the source")
-        for name in dict.fromkeys((*mine, *theirs))
+        setting(name, one, other)
+        for name, one, other in differing(mine, theirs)
         if name not in _WITHOUT_FUNCTION
-        and (one := mine.get(name)) != (other := theirs.get(name))
         and not (not mine and name.endswith("_token_id"))
         and not (name not in mine and other == pair.facts.config.get(name))
     ]
     try:
-        ends = _ends(pair.facts, pair.config)
-        found = _ends(pair.folder.facts, pair.folder.config)
+        ends, found = _ends(pair.facts, pair.config), _ends(pair.folder.facts, pair.folder.config)
     except ValueError as error:
         return Part("generation", "", (Remark(DIFFERS, "end tokens", "folder", str(error)),))
-    if not ends:
-        findings.append(
-            Remark(NOT_COMPUTED, "end tokens", "source", "neither it nor its tokenizer names some")
-            if found
-            else Remark(UP_TO, "end tokens", "both", "neither side names some")
-        )
-    elif not ends <= found:
-        lost = sorted(ends - found)
-        detail = f"{lost} end an answer of the source, and not of the folder ({sorted(found)})"
-        findings.append(Remark(DIFFERS, "end tokens", "folder", detail))
-    elif found - ends:
-        detail = f"{sorted(found - ends)} end an answer of the folder alone"
-        findings.append(Remark(DIFFERS, "end tokens", "folder", detail))
+    if ends != found:
+        status = DIFFERS if ends else NOT_COMPUTED
+        detail = f"{sorted(found)}, and {sorted(ends) or 'none'} in the source"
+        findings.append(Remark(status, "end tokens", "folder", detail))
+    elif not ends:
+        findings.append(Remark(UP_TO, "end tokens", "both", "neither side names some"))
     return Part("generation", f"end tokens {sorted(ends)}", tuple(findings))
 
 
@@ -249,9 +221,7 @@ def _generation(facts: Facts) -> Mapping[str, Any]:
 
 def _ends(facts: Facts, config: FTConfig | None) -> set[int]:
     """Return the ids of every token that a server takes for the end of an answer."""
-    files: Mapping[str, Region] = {
-        name: file for name, file in facts.tokenizer.items() if name != GENERATION_FILE
-    }
+    files = {name: file for name, file in facts.tokenizer.items() if name != GENERATION_FILE}
     found = {*end_tokens(_generation(facts)), *end_tokens(facts.config, "config.json")}
     if isinstance(facts.reader, FTFolder):  # its settings are in config.ini
         found |= {vars(config)[name] for name in ("end_id", "eos_token_id") if name in vars(config)}

@@ -1,16 +1,13 @@
 """Activations of an FT folder's shards, computed by the ranks that serve it, without a server.
 
 All ranks run as threads of this process, on the CPU. Layers of the runtime are wrapped, so that the
-output of each part is noted. A part adds the residual itself when it serves; here it is called
-without one, which is added once it is noted.
+output of each is noted.
 """
 
-# Shapes: N tokens, E hidden, V vocabulary, W width of a part
+# Shapes: N tokens, E hidden
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +19,16 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
-from inference.certify.activations import Activations, ModelInputs, Place
+from inference.certify.activations import (
+    EMBEDDING,
+    LOGITS,
+    OUTPUT,
+    Activations,
+    ModelInputs,
+)
 from inference.model.encoder_decoder import EncoderDecoder
-from inference.model.layers import Sublayer
 from inference.model.rotary import position_shift
-from inference.model.stage import GeneratorModel
-from inference.model.step import Segment, Step, Tokens
+from inference.model.step import Segment
 from inference.ranks.base import RankBase
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.processes import threads_per_rank
@@ -38,11 +39,10 @@ _TIMEOUT_S = 600.0  # of a rank's wait for another
 
 
 def run_shards(
-    reader: FTReader, inputs: ModelInputs, *, data_type: str, states: torch.Tensor | None = None
+    reader: FTReader, inputs: ModelInputs, *, states: torch.Tensor | None = None
 ) -> Activations:
-    """Return what the folder's model computes, each place (N, E) or (N, V) fp32.
+    """Return what the folder's model computes, all its ranks in fp32.
 
-    All its ranks run, and compute in `data_type`: fp32, fp16 or bf16, as the runtime does on a CPU.
     `states` are the first layer's input (N, E), for a model whose embeddings run outside.
 
     Raises:
@@ -51,7 +51,7 @@ def run_shards(
     """
     settings = RankSettings(
         tp_size=reader.tp_size,
-        data_type=data_type,
+        data_type="fp32",
         device="cpu",
         ft_dir=str(reader.path),
         rank=0,
@@ -65,14 +65,17 @@ def run_shards(
     plan = _plan(architecture, inputs, states)
     store = HashStore()
 
-    def run(rank: RankBase, own: RankSettings) -> _Notes:
-        notes = _Notes(own.rank)
-        _tap(rank.model, notes)
+    noted: Activations = {}
+
+    def run(rank: RankBase, own: RankSettings) -> None:
+        if own.rank == 0:  # a layer's output is the same on every rank
+            _tap(rank.model, noted)
         result = rank.run(plan, states if own.rank == 0 else None)
-        if result is not None and plan.output_rows:
+        if result is not None and result.hidden is not None:
+            noted[OUTPUT] = result.hidden.float()
+        elif result is not None:
             assert not isinstance(architecture, EncoderArchitecture)
-            notes.add(Place("logits"), result.logits[:, : architecture.vocab_size])
-        return notes
+            noted[LOGITS] = result.logits[:, : architecture.vocab_size]
 
     with ThreadPoolExecutor(
         len(every), "rank", torch.set_num_threads, (settings.threads,)
@@ -87,13 +90,9 @@ def run_shards(
             for group in groups:
                 group.abort()
             running = list(done)
-        notes = [each.result() for each in running]
-    found = {} if states is None else {Place("embedding"): states}
-    for place, x in notes[0].tensors.items():
-        if place in notes[0].summands:
-            x = torch.stack([each.tensors[place] for each in notes]).sum(0)
-        found[place] = x
-    return found
+        for each in running:
+            each.result()
+    return noted
 
 
 def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor | None) -> StepPlan:
@@ -116,96 +115,28 @@ def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor 
     )
 
 
-@dataclass
-class _Notes:
-    """The activations of one rank by place; at `summands` those of all ranks add up."""
-
-    rank: int
-    tensors: dict[Place, torch.Tensor] = field(default_factory=dict)
-    summands: set[Place] = field(default_factory=set)
-
-    def add(self, place: Place, x: torch.Tensor) -> None:
-        """Keep a copy of x (N, W)."""
-        self.tensors[place] = x.to(torch.float32, copy=True)
-
-
-def _tap(model: Any, notes: _Notes) -> None:
-    """Let a rank's model note what it computes."""
-
-    def note(run: Callable[..., torch.Tensor], where: str) -> _Noted:
-        return _Noted(run, partial(notes.add, Place(where)))
-
-    def tapped(layers: Sequence[Any], where: str) -> list[Any]:
-        parts = [_with_parts(each, f"{where} {i}", notes) for i, each in enumerate(layers)]
-        return [note(each, f"{where} {i}") for i, each in enumerate(parts)]
-
-    has_encoder, generates = isinstance(model, EncoderDecoder), isinstance(model, GeneratorModel)
-    stack = "decoder " if has_encoder else ""
-    if has_encoder:
-        model.encoder = tapped(model.encoder, "encoder layer")
-        model.decoder = tapped(model.decoder, "decoder layer")
-        model.finish_encoder = note(model.finish_encoder, "encoder final norm")
-    else:
-        model.layers = tapped(model.layers, "layer")
-    if generates:
-        embed = model.embed
-
-        def embedded(tokens: Tokens) -> torch.Tensor:
-            is_step = isinstance(tokens, Step)
-            return note(embed, f"{stack if is_step else 'encoder '}embedding")(tokens)
-
-        model.embed = embedded
-        if model.head is not None and model.head.norm is not None:
-            model.head.norm = note(model.head.norm, f"{stack}final norm")
-
-
-# Parts of a layer: name, field of the layer, and the linear in it whose output is the part's.
-_PARTS = (
-    ("attention", "attention", "out"),
-    ("cross attention", "cross", "out"),
-    ("mlp", "mlp", "down"),
-)
-
-
-def _with_parts(layer: Any, where: str, notes: _Notes) -> Any:
-    """Return a layer that notes its parts."""
-    # Parallel halves share one sum over the ranks, after which their biases are added.
-    is_shared = getattr(layer, "reduce", None) is not None
-
-    def note(name: str, y: torch.Tensor) -> None:
-        if is_shared and name == "mlp" and notes.rank == 0 and layer.bias is not None:
-            y = y + layer.bias
-        notes.add(Place(where, name), y)
-        if is_shared:
-            notes.summands.add(Place(where, name))
-
-    def tapped(linear: Callable[[torch.Tensor], torch.Tensor], name: str) -> Any:
-        def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-            y = linear(x)
-            note(name, y)
-            return y if residual is None else y + residual
-
-        return run
-
-    parts = {}
-    for name, attribute, end in _PARTS:
-        if (part := getattr(layer, attribute, None)) is not None:
-            inner = part.part if isinstance(part, Sublayer) else part
-            inner = replace(inner, **{end: tapped(getattr(inner, end), name)})
-            parts[attribute] = replace(part, part=inner) if isinstance(part, Sublayer) else inner
-    return replace(layer, **parts)
+def _tap(model: Any, noted: Activations) -> None:
+    """Let a rank's model note its first layer's input, and every layer's output."""
+    stacks = {"encoder": "encoder ", "decoder": "decoder "}
+    for name, stack in (stacks if isinstance(model, EncoderDecoder) else {"layers": ""}).items():
+        layers = enumerate(getattr(model, name))
+        setattr(model, name, [_Watched(each, noted, stack, number) for number, each in layers])
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A part of a model whose output is noted."""
+class _Watched:
+    """A layer of a model, whose output is noted."""
 
     inner: Any
-    note: Callable[[torch.Tensor], None]
+    noted: Activations
+    stack: str
+    number: int
 
-    def __call__(self, *inputs: Any, **more: Any) -> torch.Tensor:
-        y: torch.Tensor = self.inner(*inputs, **more)
-        self.note(y)
+    def __call__(self, x: torch.Tensor, *inputs: Any, **more: Any) -> torch.Tensor:
+        if self.number == 0:
+            self.noted[self.stack + EMBEDDING] = x.to(torch.float32, copy=True)
+        y: torch.Tensor = self.inner(x, *inputs, **more)
+        self.noted[f"{self.stack}layer {self.number}"] = y.to(torch.float32, copy=True)
         return y
 
     def __getattr__(self, name: str) -> Any:

@@ -4,10 +4,10 @@ Shapes: flat values in C order; a row is what follows one index of the first axi
 """
 
 import concurrent.futures
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, ta
 from export_scripts.files.checksum import crc32
 from export_scripts.numeric.arrays import DTYPES, Array, store, to_float32
 from export_scripts.numeric.dtypes import item_size
-from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark
-from inference.certify.pair import Pair, piece_of
+from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
+from inference.certify.pair import Pair
 
 # One unit in the last place, of a value; fp16 has no smaller steps than the second.
 _STEPS = {"fp32": (2.0**-23, 0.0), "fp16": (2.0**-10, 2.0**-24), "bf16": (2.0**-7, 0.0)}
@@ -30,7 +30,10 @@ _SUMS = 1e-6  # sums of products may round differently on another machine: of th
 # e4m3 keeps 3 bits: half a step of a value, with the rounding of what is rounded, and below its
 # normal numbers half a step of 2^-9 of 1/448 of the largest.
 _FP8 = (2.0**-4 * 1.08, 2.0**-18)
-_CALIBRATED_STEPS = 2.0  # methods that move errors from one value to another: awq, gptq
+# Methods that move errors from one value to another (awq, gptq): steps of a value, and how far from
+# 1 the factor of a group of values is. Rounding to 4 bits alone leaves a factor within 0.03.
+_CALIBRATED_STEPS, _MOST_FACTOR, _GROUP = 2.0, 0.2, 128
+_CALIBRATED = ("awq", "gptq")
 _FLOAT_METHODS = ("fp8", "float-quantized", "naive-quantized")
 _WORKERS = 2
 _MOST_MOVED_VALUES = 1 << 26  # columns are looked for in tensors up to this size
@@ -38,14 +41,24 @@ _RANGES_SHOWN = 4
 
 Progress = Callable[[int, int], None]
 
+# State of a tensor that is not equal -> its status, and the words of the verdict.
+_STATES: Mapping[str, tuple[Status, str]] = {
+    "rounded": (UP_TO, "rounding to {}"),
+    "one step": (UP_TO, "one unit in the last place of {}"),
+    "dequantised": (UP_TO, "the rounding of quantised weights"),
+    "padded": (UP_TO, "padding rows of zeros"),
+    "cut": (UP_TO, "padding rows left out"),
+    **dict.fromkeys(("changed", "missing", "extra"), (DIFFERS, "")),
+    "not comparable": (NOT_COMPUTED, ""),
+}
+
 
 @dataclass(frozen=True)
 class TensorRecord:
     """The comparison of one stored tensor, or one rank's file of it.
 
     Attributes:
-        state: equal, rounded, one step (of the last place), dequantised, padded, cut, ignored,
-            changed, missing, extra.
+        state: equal, ignored (no part of the model), or one of `_STATES`.
         tensor: its name in the family's layout.
         largest_error: from the source's value.
         checksum: CRC-32 of the bytes that it should hold.
@@ -66,13 +79,6 @@ class TensorRecord:
     detail: str = ""
 
 
-_STATUS: Mapping[str, Any] = {
-    **dict.fromkeys(("rounded", "one step", "dequantised", "padded", "cut"), UP_TO),
-    **dict.fromkeys(("changed", "missing", "extra"), DIFFERS),
-    "not comparable": NOT_COMPUTED,
-}
-
-
 @dataclass(frozen=True)
 class _Unit:
     """One stored tensor, or a rank's file of one."""
@@ -81,25 +87,34 @@ class _Unit:
     written: WrittenTensor
     stored: Piece
     shape: tuple[int, ...]  # that it should have
-    rank: int | None  # of a folder of shards
+    rank: int = 0  # of a folder of shards
+
+    @property
+    def tensor(self) -> str:
+        """Its name in the family's layout."""
+        return self.written.items[0].tensor.name
 
 
 @dataclass
 class _Tally:
-    """Differences seen so far."""
+    """Differences seen so far.
+
+    Attributes:
+        bound: returns the error of each of some of the source's values that rounding explains.
+        factors: whether groups of values have to be the source's times 1, too.
+    """
 
     width: int
+    bound: Callable[[Array], Any]
+    factors: bool
     differing: int = 0
     bad: int = 0
-    largest_error: float = 0.0
-    largest_bad: float = 0.0
+    error: float = 0.0
     overflows: int = 0
     rows: set[int] = field(default_factory=set)
     columns: tuple[int, int] = (1 << 62, 0)
 
-    def add(
-        self, wide: Array, expected: Array, found: Array, bound: Callable[[Array], Any], at: int
-    ) -> None:
+    def add(self, wide: Array, expected: Array, found: Array, at: int) -> None:
         """Count the differences of flat values that begin at an index.
 
         `wide` are the values before they were rounded to those `expected`.
@@ -107,23 +122,35 @@ class _Tally:
         wrong = _bits(expected) != _bits(found)
         if wide is expected and not wrong.any():
             return
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             source, value = to_float32(wide), to_float32(found)
             error = np.abs(value - source)
             error[np.isnan(source) & np.isnan(value) | (source == value)] = 0
-            error = np.nan_to_num(error, nan=np.inf, posinf=np.inf)
+            error[np.isnan(error)] = np.inf
             self.overflows += int((np.isfinite(source) & ~np.isfinite(to_float32(expected))).sum())
-            self.largest_error = max(self.largest_error, float(error.max(initial=0)))
-            bad = wrong & (error > bound(source))
+            bad = wrong & (error > self.bound(source))
+            if self.factors:
+                bad |= _off_factors(source, value)
+        self.error = max(self.error, float(error.max(initial=0)))
         self.differing += int(wrong.sum())
         if bad.any():
             self.bad += int(bad.sum())
-            self.largest_bad = max(self.largest_bad, float(error[bad].max()))
-            places = np.flatnonzero(bad) + at
-            self.rows.update((places // self.width).tolist())
-            columns = places % self.width
+            rows, columns = np.divmod(np.flatnonzero(bad) + at, self.width)
+            self.rows.update(np.unique(rows).tolist())
             low, high = self.columns
             self.columns = (min(low, int(columns.min())), max(high, int(columns.max()) + 1))
+
+
+def _off_factors(source: Array, value: Array) -> Array:
+    """Return which values are in a group that is the source's times another number than 1.
+
+    A method that moves errors from one value to another keeps the size of the values together.
+    """
+    count = len(source) // _GROUP * _GROUP
+    mine, theirs = (each[:count].reshape(-1, _GROUP) for each in (source, value))
+    factors = (mine * theirs).sum(1) / (mine * mine).sum(1)
+    off = np.repeat(np.abs(factors - 1) > _MOST_FACTOR, _GROUP)
+    return np.append(off, np.zeros(len(source) - count, bool))
 
 
 def _bits(values: Array) -> Array:
@@ -131,13 +158,10 @@ def _bits(values: Array) -> Array:
 
 
 def _ranges(rows: set[int]) -> tuple[tuple[int, int], ...]:
-    out: list[list[int]] = []
-    for row in sorted(rows):
-        if out and out[-1][1] == row:
-            out[-1][1] += 1
-        else:
-            out.append([row, row + 1])
-    return tuple((low, high) for low, high in out)
+    ordered = sorted(rows)
+    starts = [row for row in ordered if row - 1 not in rows]
+    ends = [row + 1 for row in ordered if row + 1 not in rows]
+    return tuple(zip(starts, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -149,121 +173,104 @@ class _Comparison:
 
     def units(self) -> Iterator[_Unit | TensorRecord]:
         """Yield what is to be compared, and what cannot be."""
-        folder, reader = self.pair.folder, self.pair.folder.reader
+        folder, stored = self.pair.folder, self.pair.folder.reader.tensors
         seen: set[str | None] = set()
         for written in self.pair.tensors:
-            name = written.items[0].tensor.name
-            if folder.is_shards:
-                tensor = written.items[0].tensor
-                seen.add(name)
-                if name not in reader.tensors and not tensor.optional:
-                    yield TensorRecord(name, "missing", name)
-                for rank, piece in enumerate(reader.tensors.get(name, ())):
-                    file = tensor.file_name(rank)
-                    yield _Unit(file, written, piece, piece.shape, rank)
-                continue
-            seen.add(folder.facts.resolve(written.key))
-            if (found := piece_of(reader, folder.facts, written.key)) is None:
-                yield TensorRecord(written.key, "missing", name, shape=written.shape)
-            else:
-                yield _Unit(written.key, written, found, written.shape, None)
-        for key in reader.tensors:
+            tensor = written.items[0].tensor
+            key = written.key if folder.is_shards else folder.facts.resolve(written.key)
+            seen.add(key)
+            if key not in stored and not (folder.is_shards and tensor.optional):
+                yield TensorRecord(written.key, "missing", tensor.name)
+            for rank, piece in enumerate(stored.get(key or "", ())):
+                if folder.is_shards:
+                    yield _Unit(tensor.file_name(rank), written, piece, piece.shape, rank)
+                else:
+                    yield _Unit(written.key, written, piece, written.shape)
+        for key in stored:
             if key not in seen:
-                yield from self._unexpected(key)
+                yield self._unexpected(key)
 
-    def _unexpected(self, key: str) -> Iterator[_Unit | TensorRecord]:
-        """Yield a stored tensor that has no counterpart: a copy, nothing of the model, or more."""
+    def _unexpected(self, key: str) -> _Unit | TensorRecord:
+        """Return a stored tensor that has no counterpart: a copy, nothing of the model, or more."""
         folder, config = self.pair.folder, self.pair.config
-        mapping = folder.mapping
-        shape = folder.reader.tensors[key][0].shape
-        if mapping is not None and config is not None:
-            copies = {folder.facts.resolve(name) for name in mapping.copies(folder.facts, config)}
-            tables = [
-                each
-                for each in self.pair.tensors
-                if each.key.endswith(TIED_TABLES) and each.shape[1:] == shape[1:]
-            ]
-            if key in copies and tables and not folder.is_shards:
-                piece = folder.reader.tensors[key][0]
-                yield _Unit(key, tables[0], piece, tables[0].shape, None)
-                return
-            if mapping.is_ignored(key):
-                yield TensorRecord(key, "ignored", shape=shape, detail="no part of the model")
-                return
+        mapping, piece = folder.mapping, folder.reader.tensors[key][0]
         if folder.is_shards:
             detail = "added to the folder; this source does not hold it"
-            yield TensorRecord(key, "not comparable", key, shape=shape, detail=detail)
-        else:
-            yield TensorRecord(key, "extra", shape=shape, detail="the source makes no such tensor")
+            return TensorRecord(key, "not comparable", key, shape=piece.shape, detail=detail)
+        if mapping is not None and config is not None:
+            copies = {folder.facts.resolve(name) for name in mapping.copies(folder.facts, config)}
+            for each in self.pair.tensors if key in copies else ():
+                if each.key.endswith(TIED_TABLES) and each.shape[1:] == piece.shape[1:]:
+                    return _Unit(key, each, piece, each.shape)
+            if mapping.is_ignored(key):
+                return TensorRecord(key, "ignored", shape=piece.shape)
+        detail = "the source makes no such tensor"
+        return TensorRecord(key, "extra", shape=piece.shape, detail=detail)
 
     def record(self, unit: _Unit) -> TensorRecord:
         """Compare one unit."""
-        kind, name = unit.stored.dtype, unit.written.items[0].tensor.name
-        record = partial(
-            TensorRecord, unit.key, tensor=name, data_type=kind, shape=unit.stored.shape
-        )
-        rows = _common_rows(unit)
+        kind, shape = unit.stored.dtype, unit.stored.shape
+        rows, types = _common_rows(unit), {each.dtype for each in self._sources(unit)}
+        state, problem = "changed", ""
         if rows is None:
-            return record(
-                "changed", detail=f"its shape is {list(unit.stored.shape)}, not {list(unit.shape)}"
-            )
-        types = self._types(unit)
-        if not {kind, *types} <= FLOATING_TYPES and types != {kind}:
-            return record("not comparable", detail=f"{kind} of {', '.join(sorted(types))}")
-        try:
-            return self._compared(unit, record, rows, types)
-        except CheckpointMismatchError as error:
-            return record("not comparable", detail=str(error))
+            problem = f"its shape is {list(shape)}, not {list(unit.shape)}"
+        elif not {kind, *types} <= FLOATING_TYPES and types != {kind}:
+            state, problem = "not comparable", f"{kind} of {', '.join(sorted(types))}"
+        else:
+            try:
+                return self._compared(unit, rows, types)
+            except CheckpointMismatchError as error:
+                state, problem = "not comparable", str(error)
+        return TensorRecord(unit.key, state, unit.tensor, kind, shape, detail=problem)
 
-    def _types(self, unit: _Unit) -> set[str]:
-        facts = self.pair.facts
-        return {
-            piece.dtype
-            for item in unit.written.items
-            for key, _ in item.reads
-            for piece in facts.pieces(key)
-        }
+    def _sources(self, unit: _Unit) -> Iterator[Piece]:
+        """Yield the pieces of the source that a unit is made of."""
+        for item in unit.written.items:
+            for key, _ in item.reads:
+                yield from self.pair.facts.pieces(key)
 
-    def _compared(
-        self, unit: _Unit, record: Callable[..., TensorRecord], rows: int, types: set[str]
-    ) -> TensorRecord:
-        kind = unit.stored.dtype
+    def _compared(self, unit: _Unit, rows: int, types: set[str]) -> TensorRecord:
+        kind, shape = unit.stored.dtype, unit.stored.shape
         computed = any(isinstance(each.source, (Adjusted, Compute)) for each in unit.written.items)
         quantised = self._quantised(unit)
         is_exact = types == {kind} and not (computed or quantised)
-        width = max(1, math.prod(unit.stored.shape[1:]))
-        tally, checksum, at = _Tally(width), 0, 0
+        width = max(1, math.prod(shape[1:]))
         bound = _bound(kind, is_exact, computed, quantised, width)
-        values = self._values(unit.stored)[: rows * width]
-        for wide in self._chunks(unit, kind if is_exact else "fp32"):
-            wide = wide[: len(values) - at]
+        tally = _Tally(width, bound, quantised is not None and quantised[0] in _CALIBRATED)
+        checksum, at, values = 0, 0, self._values(unit.stored)
+        zeros = np.zeros(max(0, len(values) - rows * width), DTYPES[kind])  # rows of padding
+        own = self._chunks(unit, kind if is_exact else "fp32", rows * width)
+        for wide in itertools.chain(own, (zeros,)):
             expected = wide
-            if kind != "fp32" and not is_exact:
+            if wide.dtype != DTYPES[kind]:
                 expected = np.empty(wide.shape, DTYPES[kind])
                 store(expected, wide)
             checksum = crc32(expected.tobytes(), checksum)
-            tally.add(wide, expected, values[at : at + len(wide)], bound, at)
+            tally.add(wide, expected, values[at : at + len(wide)], at)
             at += len(wide)
-        rest = self._values(unit.stored)[len(values) :]
-        padding = float(np.abs(to_float32(rest)).max(initial=0)) if len(rest) else None
-        self._forget(unit)
+        for piece in (unit.stored, *self._sources(unit)):
+            for stored in piece.stored:
+                maps = (self.pair.folder if piece is unit.stored else self.pair).facts.maps
+                maps.forget(stored)
         state, detail = _judged(tally, quantised, kind)
-        rows_found = tally.rows
-        if padding is not None and state != "changed":
-            state, detail = "padded", f"{len(rest) // width} zero rows after the source's {rows}"
-            if padding != 0:
-                state, detail = "changed", f"padding rows are not zero, but up to {padding:.3g}"
-                places = np.flatnonzero(to_float32(rest))
-                rows_found = {rows + row for row in np.unique(places // width).tolist()}
-        elif unit.shape and rows < unit.shape[0] and state != "changed":
+        if state == "changed":
+            if tally.rows and min(tally.rows) >= rows:
+                detail = "padding rows are not zero"
+        elif len(zeros):
+            state, detail = "padded", f"{len(zeros) // width} zero rows after the source's {rows}"
+        elif unit.shape and rows < unit.shape[0]:
             state, detail = self._cut(unit, rows)
-        return record(
-            state,
+        return TensorRecord(
+            key=unit.key,
+            state=state,
+            tensor=unit.tensor,
+            data_type=kind,
+            shape=shape,
             values=at,
-            differing=tally.bad if state == "changed" else tally.differing,
-            largest_error=tally.largest_bad if tally.bad else tally.largest_error,
+            differing=tally.bad or tally.differing,
+            largest_error=tally.error,
             checksum=checksum,
-            rows=_ranges(rows_found),
+            rows=_ranges(tally.rows),
             columns=tally.columns if tally.rows else (0, 0),
             detail=detail,
         )
@@ -275,24 +282,25 @@ class _Comparison:
             return "changed", f"{gone}, and the tokenizer is not known to do without them"
         return "cut", f"{gone}; the tokenizer has {self.tokens} tokens"
 
-    def _quantised(self, unit: _Unit) -> str | None:
-        """Return by what method a tensor is quantised, with the bits of integers."""
+    def _quantised(self, unit: _Unit) -> tuple[str, int] | None:
+        """Return by what method a tensor is quantised, and to how many bits."""
         settings = self.pair.folder.quantised
         if settings is None or len(unit.stored.stored) < 2:
             return None
         method = str(settings.get("format") or settings.get("quant_method"))
         if method in _FLOAT_METHODS or "FP8" in str(settings.get("quant_algo")):
-            return "fp8"
+            return "fp8", 8
         groups = list((settings.get("config_groups") or {}).values())
         own = groups[0]["weights"] if groups else settings
-        bits = own.get("num_bits") or own.get("bits") or own.get("w_bit") or 8
-        return f"{method} {bits}"
+        return method, int(own.get("num_bits") or own.get("bits") or own.get("w_bit") or 8)
 
-    def _chunks(self, unit: _Unit, kind: str) -> Iterator[Array]:
-        """Yield the values that a unit should hold, flat, in C order."""
+    def _chunks(self, unit: _Unit, kind: str, count: int) -> Iterator[Array]:
+        """Yield the first values that a unit should hold, flat, in C order."""
         size = math.prod(unit.shape) * item_size(kind)
         for chunk in file_chunks(self._pieces(unit), kind, size):
-            yield np.frombuffer(chunk, DTYPES[kind])
+            values = np.frombuffer(chunk, DTYPES[kind])[:count]
+            count -= len(values)
+            yield values
 
     def _pieces(self, unit: _Unit) -> Iterator[tuple[Parts, Any, ValueRange]]:
         facts, config = self.pair.facts, self.pair.config
@@ -303,24 +311,14 @@ class _Comparison:
             parts = built[item]
             if view is not None:
                 parts = taken(parts, view)
-                window = whole_window(parts.shape)
+                yield parts, whole_window(parts.shape), ValueRange()
             else:
                 tp_size = self.pair.folder.facts.tp_size
-                window = rank_window(parts, item.tensor, tp_size, unit.rank or 0)
-            yield parts, window, ValueRange()
+                yield parts, rank_window(parts, item.tensor, tp_size, unit.rank), ValueRange()
 
     def _values(self, piece: Piece) -> Array:
         """Return stored values, flat: a view of the mapped file unless they are computed."""
         return piece.load(self.pair.folder.facts.maps).reshape(-1)
-
-    def _forget(self, unit: _Unit) -> None:
-        for stored in unit.stored.stored:
-            self.pair.folder.facts.maps.forget(stored)
-        for item in unit.written.items:
-            for key, _ in item.reads:
-                for piece in self.pair.facts.pieces(key):
-                    for stored in piece.stored:
-                        self.pair.facts.maps.forget(stored)
 
     def explained(
         self, unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ...], str]
@@ -330,34 +328,29 @@ class _Comparison:
         other = known.get((record.shape, record.data_type, crc32(values.tobytes(), 0)))
         if other is not None and other != unit.key:
             return f"it holds the values of {other}"
-        kind = unit.stored.dtype if unit.stored.dtype in DTYPES else "fp32"
-        rows = [row for low, high in record.rows for row in range(low, high)]
-        if record.detail or not rows or math.prod(unit.shape) != len(values):
+        if record.detail or record.data_type not in DTYPES or len(values) > _MOST_MOVED_VALUES:
             return record.detail
-        expected = np.empty(len(values), DTYPES[kind])
+        expected = np.empty(len(values), DTYPES[record.data_type])
         at = 0
-        for wide in self._chunks(unit, kind):
+        for wide in self._chunks(unit, record.data_type, len(values)):
             store(expected[at : at + len(wide)], wide)
             at += len(wide)
-        shape = (-1, max(1, math.prod(unit.shape[1:])))
-        mine, theirs = expected.reshape(shape), values.reshape(shape)
-        if _is_permuted(mine[rows], theirs[rows]):
+        mine, theirs = (each.reshape(len(values) // max(1, math.prod(record.shape[1:])), -1)
+                        for each in (expected, values))  # fmt: skip
+        if _is_permuted(mine, theirs):
             return "its rows are in another order"
-        low, high = record.columns
-        if high - low > 1 and mine.size <= _MOST_MOVED_VALUES:
-            columns = (np.ascontiguousarray(each[:, low:high].T) for each in (mine, theirs))
-            if _is_permuted(*columns):
-                return "its columns are in another order"
-        square = mine.shape[0] == mine.shape[1] and mine.size <= _MOST_MOVED_VALUES
-        if square and np.array_equal(_bits(mine).T, _bits(theirs)):
+        if _is_permuted(mine.T, theirs.T):
+            return "its columns are in another order"
+        if np.array_equal(_bits(mine).T, _bits(theirs)):
             return "it is transposed"
+        rows = [row for low, high in record.rows for row in range(low, high)]
         return _arithmetic(to_float32(mine[rows]), to_float32(theirs[rows]))
 
 
 def _common_rows(unit: _Unit) -> int | None:
     """Return how many rows both sides have; None where the shapes do not belong together."""
     found, wanted = unit.stored.shape, unit.shape
-    if unit.rank is not None or found == wanted:
+    if found == wanted:
         return found[0] if found else 1
     if found[1:] == wanted[1:] and found and unit.written.key.endswith(TIED_TABLES):
         return min(found[0], wanted[0])
@@ -365,44 +358,39 @@ def _common_rows(unit: _Unit) -> int | None:
 
 
 def _bound(
-    kind: str, is_exact: bool, computed: bool, quantised: str | None, width: int
+    kind: str, is_exact: bool, computed: bool, quantised: tuple[str, int] | None, width: int
 ) -> Callable[[Array], Any]:
     """Return the error of each value that its rounding explains."""
 
     def bound(source: Array) -> Any:
         size = np.abs(source)
+        largest: Any = size.max(initial=0)
         if is_exact:
             return 0.0
-        if quantised == "fp8":
-            return size * _FP8[0] + float(size.max(initial=0)) * _FP8[1]
-        if quantised is not None:
-            method, _, bits = quantised.rpartition(" ")
-            if len(source) % width:
-                largest: Any = size.max(initial=0)
-            else:
-                rows = size.reshape(-1, width)
-                largest = np.repeat(rows.max(axis=1), width)
-            step = 2 * largest / ((1 << int(bits)) - 1)
-            return step * (_CALIBRATED_STEPS if method in ("awq", "gptq") else 0.52)
-        relative, least = _STEPS[kind]
-        sums = _SUMS * float(size.max(initial=0)) if computed else 0.0
-        return size * relative + least + sums
+        if quantised is None:
+            relative, least = _STEPS[kind]
+            return size * relative + least + (_SUMS * largest if computed else 0.0)
+        method, bits = quantised
+        if method == "fp8":
+            return size * _FP8[0] + largest * _FP8[1]
+        if len(source) % width == 0:
+            largest = np.repeat(size.reshape(-1, width).max(axis=1), width)
+        step = 2 * largest / ((1 << bits) - 1)
+        return step * (_CALIBRATED_STEPS if method in _CALIBRATED else 0.52)
 
     return bound
 
 
-def _judged(tally: _Tally, quantised: str | None, kind: str) -> tuple[str, str]:
+def _judged(tally: _Tally, quantised: tuple[str, int] | None, kind: str) -> tuple[str, str]:
+    """Return the state of a tensor, and why."""
+    method = quantised and f"{quantised[0]}, {quantised[1]} bits"
     if tally.overflows:
         return "changed", f"{tally.overflows} values are beyond the range of {kind}"
     if tally.bad:
-        if quantised:
-            return "changed", f"more than the rounding of {quantised} explains"
-        return "changed", ""
-    if quantised and tally.differing:
-        return "dequantised", f"within the rounding of {quantised}"
+        return "changed", f"more than the rounding of {method} explains" if method else ""
     if tally.differing:
-        return "one step", f"within one unit in the last place of {kind}"
-    return ("rounded", f"rounded to {kind}") if tally.largest_error else ("equal", "")
+        return ("dequantised", f"within the rounding of {method}") if method else ("one step", "")
+    return ("rounded" if tally.error else "equal"), ""
 
 
 def _is_permuted(mine: Array, theirs: Array) -> bool:
@@ -460,30 +448,20 @@ def compare_tensors(
     by_key = {each.key: each for each in todo}
     ordered = [records[each.key] for each in units]
     for record in ordered:
-        if (status := _STATUS.get(record.state)) is not None:
-            why = ""
-            if record.state == "changed":
-                why = comparison.explained(by_key[record.key], record, known)
+        if record.state in _STATES:
+            is_changed = record.state == "changed"
+            why = comparison.explained(by_key[record.key], record, known) if is_changed else ""
+            status, _ = _STATES[record.state]
             findings.append(Remark(status, record.state, record.key, _detail(record, why, tokens)))
-    return Part(
-        "tensors",
-        f"{len(ordered)} tensors, {total:,} bytes",
-        tuple(findings),
-        tuple(_up_to(ordered)),
-        [asdict(each) for each in ordered],
-    )
+    compared = f"{len(ordered)} tensors, {total:,} bytes"
+    rows = [asdict(each) for each in ordered]
+    return Part("tensors", compared, tuple(findings), tuple(_up_to(ordered)), rows)
 
 
 def _up_to(records: list[TensorRecord]) -> Iterator[str]:
-    for state, words in (
-        ("rounded", "rounding to {}"),
-        ("one step", "one unit in the last place of {}"),
-        ("dequantised", "the rounding of quantised weights"),
-        ("padded", "padding rows of zeros"),
-        ("cut", "padding rows left out"),
-    ):
+    for state, (status, words) in _STATES.items():
         found = [each for each in records if each.state == state]
-        if found:
+        if found and status == UP_TO:
             kinds = ", ".join(sorted({each.data_type for each in found}))
             error = max(each.largest_error for each in found)
             yield words.format(kinds) + (f" (largest error {error:.3g})" if error else "")
@@ -491,21 +469,18 @@ def _up_to(records: list[TensorRecord]) -> Iterator[str]:
 
 def _detail(record: TensorRecord, why: str, tokens: int | None) -> str:
     words = [why or record.detail]
-    if record.state == "changed" and record.rows:
+    if record.rows:
         shown = ", ".join(f"{low}-{high - 1}" for low, high in record.rows[:_RANGES_SHOWN])
         more = len(record.rows) - _RANGES_SHOWN
         where = f"rows {shown}" + (f" and {more} more ranges" if more > 0 else "")
         low, high = record.columns
-        if high and len(record.shape) > 1:
-            where += f", columns {low}-{high - 1}"
+        where += f", columns {low}-{high - 1}" if len(record.shape) > 1 else ""
         if tokens is not None and record.key.endswith(TIED_TABLES) and record.rows[0][0] >= tokens:
             where += f", all of them padding after the tokenizer's {tokens} tokens"
-        words.append(where + f" of {list(record.shape)}")
-    if record.state == "changed" and record.differing:
+        words.append(f"{where} of {list(record.shape)}")
+    if record.largest_error:
         words.append(
             f"{record.differing:,} of {record.values:,} values differ, by up to "
             f"{record.largest_error:.3g}"
         )
-    elif record.largest_error:
-        words.append(f"largest error {record.largest_error:.3g}")
     return "; ".join(filter(None, words))

@@ -4,7 +4,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
 from inference.backend.tokenizer import load_tokenizer
 from inference.certify.activations import NoLibraryError
-from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark
+from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, differing, not_computed
 from inference.certify.huggingface import import_transformers
 from inference.certify.pair import Pair
 from inference.front.guard import RejectedError
@@ -58,14 +58,13 @@ _CHATS: Mapping[str, tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]] = {
 }
 _MOST_SHOWN = 12
 _MOST_ADDED = 64  # tokens that probe texts are made of
-# Compared by themselves.
-_COMPARED = ("model", "model.vocab", "model.merges", "version")
-# Written by each release of transformers in its own way, or compared by themselves.
-_OF_CLASSES = (
-    "added_tokens_decoder", "auto_map", "backend", "chat_template", "is_local", "name_or_path",
-    "processor_class", "special_tokens_map_file", "tokenizer_class", "tokenizer_file",
-    "transformers_version", "local_files_only",
+# Compared by themselves, or written by each release of transformers in its own way.
+_NOT_COMPARED = (
+    "version", "added_tokens_decoder", "auto_map", "backend", "chat_template", "is_local",
+    "name_or_path", "processor_class", "special_tokens_map_file", "tokenizer_class",
+    "tokenizer_file", "transformers_version", "local_files_only",
 )  # fmt: skip
+_TOKENIZER, _CHATS_PART = "tokenizer", "chats"
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,18 @@ class _Encoder:
 
     Attributes:
         encode: ids of a text, without and with the markers that the tokenizer adds.
+        decode: text of ids, without and with the special tokens.
         tokens: the count of its ids, from 0 to the largest.
         vocabulary: token -> id, where the library has it.
-        decode: text of ids, without and with the special tokens.
         special: roles of special tokens, such as eos_token -> the token.
     """
 
     library: str
     encode: Callable[[str, bool], list[int]]
-    tokens: int
-    vocabulary: Mapping[str, int]
     decode: Callable[[list[int], bool], str]
-    special: Mapping[str, Any]
+    tokens: int
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _load(folder: Path) -> _Encoder:
@@ -101,10 +100,8 @@ def _load(folder: Path) -> _Encoder:
     return _Encoder(
         "Slipway",
         lambda text, special: list(found.encode(text, special=special)),
-        found.vocab_size,
-        {},
         lambda ids, _: found.decode(ids),
-        {},
+        found.vocab_size,
     )
 
 
@@ -120,36 +117,24 @@ def _load_by_transformers(folder: Path) -> _Encoder:
     return _Encoder(
         f"transformers {transformers.__version__}",
         lambda text, special: list(own.encode(text, add_special_tokens=special)),
+        lambda ids, special: own.decode(ids, skip_special_tokens=not special),
         max(known.values(), default=-1) + 1,
         known,
-        lambda ids, special: own.decode(ids, skip_special_tokens=not special),
         own.special_tokens_map,
     )
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Findings about the texts of both sides.
+def compare_texts(pair: Pair) -> tuple[list[Part], int | None]:
+    """Compare the tokenizers and the chat templates of both sides.
 
-    Attributes:
-        tokens: ids of the source's tokenizer; None where it has none.
+    The second value is how many ids the source's tokenizer has; None where it has none.
     """
-
-    parts: tuple[Part, ...]
-    tokens: int | None
-
-
-def compare_texts(pair: Pair) -> Texts:
-    """Compare the tokenizers and the chat templates of both sides."""
     with tempfile.TemporaryDirectory() as scratch:
-        sides = []
-        for name, facts in (("source", pair.facts), ("folder", pair.folder.facts)):
-            folder = Path(scratch, name)
+        sides = (Path(scratch, "source"), Path(scratch, "folder"))
+        for folder, facts in zip(sides, (pair.facts, pair.folder.facts), strict=True):
             _write(facts.tokenizer, facts.config, folder)
-            sides.append(folder)
-        own, other = sides
-        tokenizers, tokens = _tokenizers(own, other)
-        return Texts((tokenizers, _templates(own, other)), tokens)
+        tokenizers, tokens = _tokenizers(*sides)
+        return [tokenizers, _templates(*sides)], tokens
 
 
 def _write(files: Mapping[str, Region], config: Mapping[str, Any], folder: Path) -> None:
@@ -162,45 +147,37 @@ def _write(files: Mapping[str, Region], config: Mapping[str, Any], folder: Path)
         (folder / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _VOCABULARIES)
-
-
 def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
-    name = "tokenizer"
-    has = [_has_tokenizer(each) for each in (source, folder)]
+    has = [any((each / name).is_file() for name in _VOCABULARIES) for each in (source, folder)]
     if not any(has):
-        return Part(name, "no tokenizer on either side"), None
+        return Part(_TOKENIZER, "no tokenizer on either side"), None
     if not has[0]:
-        absent = Remark(NOT_COMPUTED, "no tokenizer", "source", "it has none to compare with")
-        return Part(name, "", (absent,)), None
+        return not_computed(_TOKENIZER, "it has none to compare with", "source"), None
     try:
         mine = _load(source)
     except ValueError as error:
-        return Part(name, "", (Remark(NOT_COMPUTED, "not loaded", "source", str(error)),)), None
-    if not has[1]:
-        return Part(name, "", (Remark(DIFFERS, "missing", "folder", "no tokenizer"),)), mine.tokens
+        return not_computed(_TOKENIZER, str(error), "source"), None
     try:
+        if not has[1]:
+            raise ValueError("no tokenizer")
         theirs = _load(folder)
     except ValueError as error:
-        return Part(name, "", (Remark(DIFFERS, "not loaded", "folder", str(error)),)), mine.tokens
+        lost = Remark(DIFFERS, "missing", "folder", str(error))
+        return Part(_TOKENIZER, "", (lost,)), mine.tokens
     probes = (*PROBES, *_around_added_tokens(source))
-    findings = (
-        *_differences(mine, theirs, probes),
-        *_merges(source, folder),
-        *_spellings(source, folder),
-    )
-    up_to = [each.where for each in findings if each.status == UP_TO]
-    compared = f"{len(probes)} probe texts, {mine.library} and {theirs.library}"
-    words = (f"another wording of the tokenizer ({', '.join(up_to)})",) if up_to else ()
-    return Part(name, compared, findings, words), mine.tokens
+    wordings = list(_wordings(source, folder))
+    up_to = [each.where for each in wordings if each.status == UP_TO]
+    return Part(
+        _TOKENIZER,
+        f"{len(probes)} probe texts, {mine.library} and {theirs.library}",
+        (*_differences(mine, theirs, probes), *wordings),
+        (f"another wording of the tokenizer ({', '.join(up_to)})",) if up_to else (),
+    ), mine.tokens
 
 
 def _around_added_tokens(source: Path) -> Iterator[str]:
     """Yield texts with the tokens that a tokenizer finds before it splits a text."""
-    file = source / "tokenizer.json"
-    added = json_table(file.read_bytes(), file).get("added_tokens") if file.is_file() else ()
-    for each in (added or ())[:_MOST_ADDED]:
+    for each in _json(source / "tokenizer.json").get("added_tokens", ())[:_MOST_ADDED]:
         yield f"a {each['content']} b{each['content']}c"
         yield f"{each['content']}".upper()
 
@@ -214,98 +191,82 @@ def _differences(mine: _Encoder, theirs: _Encoder, probes: Sequence[str]) -> Ite
             if ids != others:
                 shown = f"{others[:_MOST_SHOWN]}, and {ids[:_MOST_SHOWN]} in the source"
                 found.append(Remark(DIFFERS, "ids", f"{text!r:.60}", shown))
-            elif both and mine.decode(ids, special) != theirs.decode(ids, special):
+            elif mine.decode(ids, special) != theirs.decode(ids, special):
                 shown = f"{theirs.decode(ids, special)!r:.60}, and otherwise in the source"
                 found.append(Remark(DIFFERS, "text of ids", f"{text!r:.60}", shown))
     yield from found[:_MOST_SHOWN]
     if more := len(found[_MOST_SHOWN:]):
         yield Remark(DIFFERS, "ids", f"{more} more texts", "other ids")
-    if both:
-        for role in dict.fromkeys((*mine.special, *theirs.special)):
-            if (one := mine.special.get(role)) != (other := theirs.special.get(role)):
-                yield Remark(
-                    DIFFERS, "special token", role, f"{other!r}, and {one!r} in the source"
-                )
-    if both and (odd := mine.vocabulary.items() ^ theirs.vocabulary.items()):
-        words = sorted({token for token, _ in odd})
-        detail = f"{len(words)} tokens have other ids, or are on one side alone: " + ", ".join(
-            f"{word!r:.30}" for word in words[:_MOST_SHOWN]
-        )
+    if not both:
+        return
+    for role, one, other in differing(mine.special, theirs.special):
+        yield Remark(DIFFERS, "special token", role, f"{other!r}, and {one!r} in the source")
+    if words := sorted({token for token, _ in mine.vocabulary.items() ^ theirs.vocabulary.items()}):
+        shown = ", ".join(f"{word!r:.30}" for word in words[:_MOST_SHOWN])
+        detail = f"{len(words)} tokens have other ids, or are on one side alone: {shown}"
         yield Remark(DIFFERS, "vocabulary", "folder", detail)
 
 
-def _merges(source: Path, folder: Path) -> Iterator[Remark]:
-    """Yield that two tokenizers join pieces otherwise, which few texts may show."""
-    files = [each / "tokenizer.json" for each in (source, folder)]
-    if all(file.is_file() for file in files):
-        mine, theirs = (
-            [each if isinstance(each, str) else " ".join(each) for each in model.get("merges", ())]
-            for model in (json_table(file.read_bytes(), file).get("model") or {} for file in files)
-        )
-        if mine != theirs:
-            count = len(set(mine) ^ set(theirs))
-            detail = f"{count} are on one side alone" if count else "they are in another order"
-            yield Remark(DIFFERS, "merges", "tokenizer.json", detail)
+def _json(file: Path) -> dict[str, Any]:
+    return json_table(file.read_bytes(), file) if file.is_file() else {}
 
 
-def _spellings(source: Path, folder: Path) -> Iterator[Remark]:
-    """Yield what is written otherwise, and changes neither the ids nor the texts of the probes."""
-    for name, passed in (("tokenizer.json", _COMPARED), (SETTINGS_FILE, _OF_CLASSES)):
-        files = [each / name for each in (source, folder)]
-        if not all(file.is_file() for file in files):
+def _table(file: Path) -> dict[str, Any]:
+    """Return the settings in a file of a tokenizer, its merges as texts, without its vocabulary."""
+    table = _json(file)
+    if isinstance(model := table.get("model"), dict):
+        merges = model.get("merges") or ()
+        texts = [each if isinstance(each, str) else " ".join(each) for each in merges]
+        table["model"] = {**model, "vocab": None, "merges": texts}
+    return {name: each for name, each in table.items() if name not in _NOT_COMPARED}
+
+
+def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
+    """Yield other merges, which few texts may show, and what may change neither ids nor texts."""
+    for file in ("tokenizer.json", SETTINGS_FILE):
+        if not all((each / file).is_file() for each in (source, folder)):
             continue
-        mine, theirs = (json_table(file.read_bytes(), file) for file in files)
-        for table in (mine, theirs):
-            if isinstance(table.get("model"), dict):
-                table |= {f"model.{key}": value for key, value in table["model"].items()}
-        for key in dict.fromkeys((*mine, *theirs)):
-            if key not in passed and (one := mine.get(key)) != (other := theirs.get(key)):
+        for name, one, other in differing(_table(source / file), _table(folder / file)):
+            if name == "model.merges":
+                count = len(set(one) ^ set(other))
+                detail = f"{count} are on one side alone" if count else "they are in another order"
+                yield Remark(DIFFERS, "merges", file, detail)
+            else:
                 detail = f"{other!r:.100}, and {one!r:.100} in the source"
-                yield Remark(UP_TO, "another wording", f"{name}, {key}", detail)
+                yield Remark(UP_TO, "another wording", f"{file}, {name}", detail)
 
 
-def _texts_of_templates(folder: Path) -> dict[str, str]:
-    """Return every template of a folder by its place: libraries choose among several."""
-    settings = folder / SETTINGS_FILE
-    stated = json_table(settings.read_bytes(), settings) if settings.is_file() else {}
-    own = stated.get("chat_template")
-    named = own if isinstance(own, list) else [{"name": "default", "template": own}]
-    found = {
-        f"template {each.get('name')}": each["template"]
-        for each in named
-        if isinstance(each, dict) and isinstance(each.get("template"), str)
-    }
+def _named_templates(folder: Path) -> dict[str, str]:
+    """Return the templates next to the one that is taken, by name: libraries choose among them."""
+    own = _json(folder / SETTINGS_FILE).get("chat_template") or ()
+    if isinstance(own, str):
+        own = [{"name": "default", "template": own}]
+    found = {str(each.get("name")): str(each.get("template")) for each in own}
     for path in (folder / "additional_chat_templates").glob("*.jinja"):
-        found[f"template {path.stem}"] = path.read_text(encoding="utf-8")
+        found[path.stem] = path.read_text(encoding="utf-8")
     return found
 
 
-def _others(source: Path, folder: Path, mine: str, theirs: str) -> Iterator[Remark]:
-    """Yield the templates that stand next to the default one, and are not the source's."""
-    own, found = map(_texts_of_templates, (source, folder))
-    for name in dict.fromkeys((*own, *found)):
-        one, other = own.get(name, mine), found.get(name, theirs)
-        if one != other and (one, other) != (mine, theirs):
-            detail = "some libraries take it, and it is not the source's"
-            yield Remark(DIFFERS, "template", name, detail)
-
-
 def _templates(source: Path, folder: Path) -> Part:
-    name = "chats"
     try:
         mine, theirs = (load_chat_template(each) for each in (source, folder))
+        if mine is not None and theirs is None:
+            raise ValueError("no chat template")
     except ValueError as error:
-        return Part(name, "", (Remark(DIFFERS, "template", "folder", str(error)),))
-    if mine is None and theirs is None:
-        return Part(name, "no template on either side")
-    if mine is None:
-        absent = Remark(NOT_COMPUTED, "template", "source", "it has none, and the folder has one")
-        return Part(name, "", (absent,))
+        return Part(_CHATS_PART, "", (Remark(DIFFERS, "template", "folder", str(error)),))
     if theirs is None:
-        return Part(name, "", (Remark(DIFFERS, "missing", "folder", "no chat template"),))
-    findings = (*_chats(mine, theirs), *_others(source, folder, mine.source, theirs.source))
-    up_to = ("another wording of the chat template",) if mine.source != theirs.source else ()
-    return Part(name, f"{len(_CHATS)} conversations", findings, up_to)
+        return Part(_CHATS_PART, "no template on either side")
+    if mine is None:
+        return not_computed(_CHATS_PART, "it has no template, and the folder has one", "source")
+    findings, taken = [*_chats(mine, theirs)], (mine.source, theirs.source)
+    own, found = map(_named_templates, (source, folder))
+    for name in dict.fromkeys((*own, *found)):
+        pair = (own.get(name, mine.source), found.get(name, theirs.source))
+        if pair[0] != pair[1] and pair != taken:
+            detail = "some libraries take it, and it is not the source's"
+            findings.append(Remark(DIFFERS, "template", f"template {name}", detail))
+    up_to = () if mine.source == theirs.source else ("another wording of the chat template",)
+    return Part(_CHATS_PART, f"{len(_CHATS)} conversations", tuple(findings), up_to)
 
 
 def _chats(mine: ChatTemplate, theirs: ChatTemplate) -> Iterator[Remark]:

@@ -291,7 +291,7 @@ class Config:
         "allow_inf_nan": False,
     }
 
-    stages: list[str] = option("what to run: convert, export, deploy, evaluate, certify")
+    stages: list[str] = option("what to run: convert, certify, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
     launcher_scripts_path: str = option("folder that ends in /launcher_scripts", path=True)
     data_dir: str = option("folder of data sets", path=True)

@@ -127,5 +127,5 @@ def test_damaged_shard_is_found_and_the_message_says_how_to_find_it(
     assert words[:3] == ["python", "-m", "inference.certify"]
     assert certify(words[3:]) == 1
     reported = capsys.readouterr().out
-    assert "layer 1, mlp: first layer that differs" in reported
+    assert "layer 1: first layer that differs" in reported
     assert f"{DAMAGED}: changed" in reported

@@ -169,7 +169,7 @@ def test_training_step_is_compared_with_the_server(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--training", "{file}"], "--training is compared with a server"),
+        (["--training", "{file}"], "--training is for a server"),
         ([], "name SOURCE and FOLDER"),
         (["--training", "{file}", "--endpoint", "http://127.0.0.1:9"], "row 0 has text; expected"),
     ],

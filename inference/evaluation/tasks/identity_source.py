@@ -15,7 +15,14 @@ import torch
 
 from export_scripts.conversion.plan import plan_conversion
 from export_scripts.conversion.request import ConversionRequest
-from inference.certify.activations import Activations, ModelInputs, Place, size_of_errors
+from inference.certify.activations import (
+    EMBEDDING,
+    LOGITS,
+    OUTPUT,
+    Activations,
+    ModelInputs,
+    size_of_errors,
+)
 from inference.certify.layers import load_source
 from inference.evaluation.options import IdentityOptions
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
@@ -106,13 +113,12 @@ class IdentitySource:
         ids, lengths = padded(rows)
         if "input_hidden_state" in model.input_names():
             computed = [self._run(ModelInputs(row)) for row in rows]
-            expected = [list(each.values())[-1] for each in computed]  # of the last layer
-            embedded = [each[Place("embedding")] for each in computed]
+            expected = [each[OUTPUT] for each in computed]
+            embedded = [each[EMBEDDING] for each in computed]
             states = torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True).numpy()
             request = {"input_hidden_state": states, "sequence_lengths": lengths.astype(np.int32)}
         else:
-            place = Place("encoder final norm")
-            expected = [self._run(self._model.default_inputs(row))[place] for row in rows]
+            expected = [self._run(ModelInputs(row))[OUTPUT] for row in rows]
             request = {"input_ids": ids, "sequence_length": lengths}
         answer = model.infer(request, ("output_hidden_state",))["output_hidden_state"]
         found = []
@@ -127,9 +133,9 @@ class IdentitySource:
     ) -> RowDifference:
         if has_encoder:
             start = self._model.default_inputs(ids).decoder_ids[:1]
-            logits = self._run(ModelInputs(ids, (*start, *answer[:-1])))[Place("logits")]
+            logits = self._run(ModelInputs(ids, (*start, *answer[:-1])))[LOGITS]
         else:
-            logits = self._run(ModelInputs((*ids, *answer[:-1])))[Place("logits")][len(ids) - 1 :]
+            logits = self._run(ModelInputs((*ids, *answer[:-1])))[LOGITS][len(ids) - 1 :]
         theirs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)  # (R,)
         largest = float(logits.abs().max())
         return RowDifference(

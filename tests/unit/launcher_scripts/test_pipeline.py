@@ -58,7 +58,7 @@ def test_unknown_stage_is_answered_with_the_likely_one() -> None:
     _, (problem,) = read_stages(["export", "evauate"])
     assert problem == (
         "stages names 'evauate', which is not a stage (did you mean evaluate?); "
-        "known stages: convert, export, deploy, evaluate, certify."
+        "known stages: convert, certify, export, deploy, evaluate."
     )
 
 
@@ -77,6 +77,18 @@ def test_export_alone_runs_convert_first_and_says_so(tmp_path: Path) -> None:
 
 def test_evaluate_alone_runs_everything_that_is_missing_but_no_deploy_job(tmp_path: Path) -> None:
     assert names(plan(tmp_path, "stages=[evaluate]")) == ["convert", "export", "evaluate"]
+
+
+def test_a_folder_is_certified_before_it_is_served(tmp_path: Path) -> None:
+    made = plan(tmp_path, "stages=[certify,export,deploy]")
+    assert names(made) == ["convert", "certify", "export", "deploy"]
+    asked = "certify.endpoint=http://localhost:8003/v1"
+    problems = plan(tmp_path, "stages=[deploy,certify]", asked).problems
+    assert any(each.startswith(asked) for each in problems)
+
+
+def test_a_certificate_does_not_make_an_export_again(finished: Path) -> None:
+    assert names(plan(finished, "stages=[certify,export]")) == ["certify"]
 
 
 def test_a_store_is_filled_before_it_is_served(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any)
 
 
 def test_table_of_stages_is_in_pipeline_order() -> None:
-    assert list(STAGES) == ["convert", "export", "deploy", "evaluate", "certify"]
+    assert list(STAGES) == ["convert", "certify", "export", "deploy", "evaluate"]
 
 
 def test_stages_can_be_pickled(stage: CopyStage, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from export_scripts.conversion.convert import (
 )
 from export_scripts.families.mapping import sources
 from inference.certify.certificate import Certificate
-from inference.certify.certify import CertifyRequest, certify
+from inference.certify.certify import certify
+from inference.certify.options import CertifySection
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -321,7 +322,8 @@ def test_the_folder_is_certified_by_its_source_and_its_shards(name: str, tmp_pat
 
 
 def certified(source: Path, folder: Path, tmp_path: Path, **fields: Any) -> Certificate:
-    return certify(CertifyRequest(source, folder, tmp_path / "certificate", **fields))
+    places = {"source": str(source), "folder": str(folder)}
+    return certify(CertifySection(**places, output_dir=str(tmp_path / "certificate"), **fields))
 
 
 def assert_equal(certificate: Certificate) -> None:

@@ -29,5 +29,5 @@ def test_a_rank_that_fails_in_a_step_ends_the_others(
     reader = FTReader(write_gpt(tmp_path, tp_size=2))
     began = monotonic()
     with pytest.raises(MemoryError, match="no room for a step"):
-        run_shards(reader, ModelInputs((5, 9, 2)), data_type="fp32")
+        run_shards(reader, ModelInputs((5, 9, 2)))
     assert monotonic() - began < 10
