@@ -80,4 +80,4 @@ def contenders(
 
 
 if __name__ == "__main__":
-    run(measure, __doc__)
+    run(measure, __doc__, {})

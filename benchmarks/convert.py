@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.program import ROOT, Cell, run
+from benchmarks.program import ROOT, Cell, Options, run
 from export_scripts.convert import usual_workers
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.ft.layout import ft_directory
@@ -163,18 +163,18 @@ def measure_table(
     remove(target)
 
 
+_NUMBER = {"type": int, "default": 2}
+OPTIONS: Options = {
+    "work_dir": {"help": "folder on the disk to measure"},
+    "size_gb": {"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
+    "tp": {**_NUMBER, "help": "inference tensor-parallel size"},
+    "processes": {**_NUMBER, "default": usual_workers(), "help": "workers of this project"},
+    "archive": {"type": Path, "help": "a .nemo archive, converted to Hugging Face"},
+    "peer_path": {"type": Path, "help": "checkout of FasterTransformer"},
+    "peer_processes": {"type": int, "nargs": "+", "default": [1, 2]},
+    "repeats": {"default": 3},
+    "keep": {"action": "store_true", "help": "keep the generated checkpoints"},
+}
+
 if __name__ == "__main__":
-    number = {"type": int, "default": 2}
-    run(
-        measure,
-        __doc__,
-        work_dir={"help": "folder on the disk to measure"},
-        size_gb={"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
-        tp={**number, "help": "inference tensor-parallel size"},
-        processes={**number, "default": usual_workers(), "help": "workers of this project"},
-        archive={"type": Path, "help": "a .nemo archive, converted to Hugging Face"},
-        peer_path={"type": Path, "help": "checkout of FasterTransformer"},
-        peer_processes={"type": int, "nargs": "+", "default": [1, 2]},
-        repeats={"default": 3},
-        keep={"action": "store_true", "help": "keep the generated checkpoints"},
-    )
+    run(measure, __doc__, OPTIONS)

@@ -1,7 +1,7 @@
-"""Speed of prompts and of decoding, against transformers and CTranslate2 on the same weights.
+"""Speed of prompts and of decoding, against transformers, CTranslate2, vLLM and llama.cpp.
 
     python -m benchmarks.decode --work-dir DIR [--batch 1 8] [--data-type fp32 int8 bf16]
-    python -m benchmarks.decode --work-dir DIR --input-len 128 512 --output-len 1
+    python -m benchmarks.decode --work-dir DIR --case cpu-qwen-0.5b --llama-cpp llama-batched-bench
     python -m benchmarks.decode --work-dir DIR --device cuda --model gptj-6b \
         --batch 1 --input-len 128 --output-len 128
 
@@ -11,13 +11,14 @@ generated tokens of the whole batch, with --output-len 1 those of the prompts in
 bandwidth" is the time to read a step's weights, keys and values once, by the memory bandwidth
 measured in the same run, over the median time of a step. On CPU every contender has threads of its
 own, and with more threads than cores OpenMP lets them sleep at each wait: leave others out
-(--no-...) to measure one program alone. int8 computes in fp32 on CPU and in fp16 on CUDA. GPT-2's
-weights are representable in fp16: with --weight-data-type fp16 the FT folder has the same model in
-half the bytes, also in the memory of the CPU runtime.
+(--without) to measure one program alone. int8 computes in fp32 on CPU and in fp16 on CUDA; the
+int8 of llama.cpp is Q8_0. vLLM takes part where it is installed, llama.cpp where its program
+`llama-batched-bench` and the package gguf are; both on CPU.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import os
 import statistics
@@ -29,32 +30,36 @@ from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.models import SIZES, Model, decoder_model, huggingface_folder
-from benchmarks.program import Cell, call, own_process, percentile, run
-from benchmarks.throughput import Request, Slipway
+from benchmarks.contenders import (
+    Generate,
+    Prompts,
+    Slipway,
+    Vllm,
+    ctranslate,
+    engine_generator,
+    hugging_face,
+    llama_cpp,
+)
+from benchmarks.models import SIZES, Model, random_model
+from benchmarks.program import Cell, Options, call, own_process, percentile, run
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
-from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
 from inference.ranks.device import compute_dtype, matrix_dtype
 from inference.system.process_memory import memory_variables
 
 _DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
+_PEERS = ("transformers", "CTranslate2", "vLLM", "llama.cpp")
 # A pause before each program: OpenMP's threads spin after their work, Intel's (CTranslate2's) for
 # 0.2 s, and would slow down the next program.
 _SETTLE_S = 0.5
 _BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}  # of a reading of memory
 _ROUNDS = 7
 
-Prompts = Sequence[Sequence[int]]
-# Receives the number of tokens so far.
-Note = Callable[[int], object]
-# Generates some tokens for each prompt.
-Generate = Callable[[Prompts, int, Note], object]
 # The seconds of a round, and those between its tokens.
 Times = tuple[float, list[float]]
 
@@ -77,31 +82,65 @@ class Program(NamedTuple):
 
 def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
     """Yield every program, for every type it supports."""
+    longest = max(args.input_len) + args.output_len
     for kind in args.data_type or _DATA_TYPES[args.device]:
         int8 = kind == "int8"
         data_type = _COMPUTED_WITH_INT8[args.device] if int8 else kind
-        given = {
-            "data_type": data_type,
-            "int8_mode": int(int8),
-            "device": args.device,
-            "max_lanes": max(args.batch),
-            "max_seq_len": max(args.input_len) + args.output_len,
-        }
+        ours = partial(
+            engine_generator,
+            Slipway,
+            model,
+            data_type=data_type,
+            int8_mode=int(int8),
+            device=args.device,
+            max_lanes=max(args.batch),
+            max_seq_len=longest,
+            share_prefixes=False,  # every round's prompts are computed again
+        )
         read = partial(step_bytes, model.ft_dir, data_type, args.device, int8)
-        yield Program(f"slipway {kind}", partial(slipway, model, given), read)
-        if not int8 and not args.no_transformers:
-            name = f"transformers {version('transformers')} {kind}"
-            yield Program(name, partial(hugging_face, model, data_type, args.device))
-        if args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2:
-            make = partial(ctranslate, huggingface_folder(model), kind, args.threads)
-            yield Program(f"CTranslate2 {version('ctranslate2')} {kind}", make)
+        yield Program(f"slipway {kind}", ours, read)
+        for peer, make in _peers(model, kind, longest, args).items():
+            if peer not in args.without:
+                yield Program(f"{peer} {_version(peer)} {kind}".replace("  ", " "), make)
+
+
+def _peers(
+    model: Model, kind: str, longest: int, args: argparse.Namespace
+) -> dict[str, Callable[[], Generate]]:
+    """Return the other programs that are here and support a type."""
+    found: dict[str, Callable[[], Generate]] = {}
+    if kind != "int8":
+        found["transformers"] = partial(hugging_face, model, data_type=kind, device=args.device)
+    if args.device != "cpu":
+        return found
+    threads = {"threads": args.threads}
+    if kind in ("fp32", "int8"):
+        found["CTranslate2"] = partial(ctranslate, model, data_type=kind, **threads)
+    if kind != "int8" and importlib.util.find_spec("vllm") is not None:
+        found["vLLM"] = partial(
+            engine_generator,
+            Vllm,
+            model,
+            data_type=kind,
+            max_model_len=longest,
+            enable_prefix_caching=False,
+        )
+    if args.llama_cpp is not None:
+        found["llama.cpp"] = partial(
+            llama_cpp, model, data_type=kind, program=args.llama_cpp, **threads
+        )
+    return found
+
+
+def _version(peer: str) -> str:
+    return "" if peer == "llama.cpp" else version({"vLLM": "vllm"}.get(peer, peer))
 
 
 def _measured(generate: Generate, prompts: Prompts, output_len: int) -> Times:
     moments: dict[int, float] = {}  # by the tokens so far
     start = time.perf_counter()
-    generate(prompts, output_len, lambda tokens: moments.setdefault(tokens, time.perf_counter()))
-    seconds = time.perf_counter() - start
+    own = generate(prompts, output_len, lambda n: moments.setdefault(n, time.perf_counter()))
+    seconds = time.perf_counter() - start if own is None else own
     return seconds, [b - a for a, b in itertools.pairwise(moments.values())]
 
 
@@ -122,7 +161,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     # In every contender's process: the threads of torch, and memory as a server has it.
     os.environ |= {**memory_variables(), "OMP_NUM_THREADS": str(args.threads)}
     torch.set_num_threads(args.threads)
-    model = decoder_model(args.model, args.work_dir, weight_data_type=args.weight_data_type)
+    model = random_model(args.model, args.work_dir)
     generator = torch.Generator().manual_seed(1)
     ids = model.vocab_size - 300  # in every contender's vocabulary
     table = list(programs(model, args))
@@ -188,96 +227,19 @@ def step_bytes(
     return weights + batch * length * 2 * architecture.num_layer * head_bytes
 
 
-def slipway(model: Model, given: dict[str, Any]) -> Generate:
-    """Return this project's engine, which computes every round's prompts again."""
-    engine = Slipway(model, share_prefixes=False, **given)
-
-    def generate(prompts: Prompts, tokens: int, note: Note) -> None:
-        for number, prompt in enumerate(prompts):
-            listener = None if number else lambda _, done: note(done)
-            engine.submit(number, Request([*prompt], tokens), listener)
-        engine.wait()
-
-    return generate
-
-
-def hugging_face(model: Model, data_type: str, device: str) -> Generate:
-    """Return transformers' own generate."""
-    import transformers
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        huggingface_folder(model), dtype=torch_dtype(data_type)
-    )
-    theirs.to(device).eval()
-
-    def generate(prompts: Prompts, tokens: int, note: Note) -> None:
-        ids, done = torch.tensor(prompts, device=device), itertools.count(1)
-
-        def noted(_: object, scores: object) -> object:
-            note(next(done))
-            return scores
-
-        with torch.inference_mode():
-            theirs.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-                logits_processor=transformers.LogitsProcessorList([noted]),
-            )
-
-    return generate
-
-
-def ctranslate(folder: Path, data_type: str, threads: int) -> Generate:
-    """Return CTranslate2's generator on CPU."""
-    import ctranslate2
-    import tokenizers
-    import transformers
-
-    # The converter asks for the vocabulary of a tokenizer; random weights have none.
-    size = transformers.AutoConfig.from_pretrained(folder).vocab_size
-    words = {f"t{i}": i for i in range(size)}
-    words["<|endoftext|>"] = words.pop("t0")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<|endoftext|>"))
-    special = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    fast.save_pretrained(folder)
-    kind = {"fp32": "float32", "int8": "int8"}[data_type]
-    target = folder.with_name(f"{folder.name}_ctranslate2_{kind}")
-    if not target.exists():
-        converter = ctranslate2.converters.TransformersConverter(str(folder))
-        converter.convert(str(target), quantization=kind)
-    generator = ctranslate2.Generator(
-        str(target), device="cpu", compute_type=kind, intra_threads=threads, inter_threads=1
-    )
-
-    def generate(prompts: Prompts, tokens: int, note: Note) -> None:
-        del note  # it shows no tokens before the last
-        texts = [[f"t{i}" for i in ids] for ids in prompts]
-        length = {"min_length": tokens, "max_length": tokens}
-        generator.generate_batch(texts, **length, sampling_topk=1, include_prompt_in_result=False)
-
-    return generate
-
+OPTIONS: Options = {
+    "work_dir": {},
+    "device": {},
+    "batch": {},
+    "output_len": {},
+    "repeats": {},
+    "threads": {},
+    "model": {"choices": tuple(SIZES), "default": "gpt2"},
+    "input_len": {"nargs": "+", "default": [32]},
+    "data_type": {"nargs": "+", "choices": ("fp32", "fp16", "bf16", "int8")},
+    "llama_cpp": {"type": Path, "metavar": "PROGRAM", "help": "its llama-batched-bench"},
+    "without": {"nargs": "*", "choices": _PEERS, "default": [], "help": "peers to leave out"},
+}
 
 if __name__ == "__main__":
-    run(
-        measure,
-        __doc__,
-        work_dir={},
-        device={},
-        batch={},
-        output_len={},
-        repeats={},
-        threads={},
-        model={"choices": ("gpt2", *SIZES), "default": "gpt2"},
-        input_len={"nargs": "+", "default": [32]},
-        data_type={"nargs": "+", "choices": ("fp32", "fp16", "bf16", "int8")},
-        weight_data_type={"choices": WEIGHT_DATA_TYPES, "default": "fp32", "help": "of GPT-2"},
-        no_ctranslate2={"action": "store_true"},
-        no_transformers={"action": "store_true"},
-    )
+    run(measure, __doc__, OPTIONS)

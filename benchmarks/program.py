@@ -1,7 +1,9 @@
 """The shared parts of the benchmarks: a table of options, and rows that are printed and recorded.
 
 python -m benchmarks.NAME --help
-python -m benchmarks.NAME ... --record benchmarks/results/NAME.json
+python -m benchmarks.NAME ... --case CASE --record benchmarks/results/CASE.json
+
+A case is a table of options in cases.toml.
 """
 
 import argparse
@@ -14,14 +16,21 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.records import Record
+import tomllib
+
+from benchmarks.records import Record, name_of_program
 
 ROOT = Path(__file__).resolve().parents[1]
 # Row, column, and a value with its unit: "batch 1", "slipway fp32", "64.0 tokens/s".
 Cell = tuple[str, str, str]
+# Name of an option -> arguments of `add_argument`.
+Options = Mapping[str, Mapping[str, Any]]
 RowT = TypeVar("RowT")
+CASES: Mapping[str, Mapping[str, Mapping[str, Any]]] = tomllib.loads(
+    Path(__file__).with_name("cases.toml").read_text(encoding="utf-8")
+)
 
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+_OPTIONS: Options = {
     "work_dir": {"type": Path, "required": True, "help": "keeps the models"},
     "device": {"choices": ("cpu", "cuda"), "default": "cpu"},
     "batch": {"type": int, "nargs": "+", "default": [1, 8]},
@@ -29,6 +38,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "output_len": {"type": int, "default": 32, "help": "tokens"},
     "data_type": {"choices": ("fp32", "fp16", "bf16")},
     "tp": {"type": int, "default": 1, "help": "GPUs"},
+    "max_seq_len": {"type": int, "default": 1024, "help": "tokens of a prompt and its answer"},
     "repeats": {"type": int, "default": 5},
     "threads": {"type": int, "default": os.cpu_count() or 1},
 }
@@ -37,7 +47,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 def run(
     measure: Callable[[argparse.Namespace], Iterable[Cell]],
     document: str | None,
-    **options: Mapping[str, Any],
+    options: Options,
 ) -> None:
     """Parse the command line, print each cell as it is measured, then the table.
 
@@ -53,6 +63,10 @@ def run(
         arguments = {**_OPTIONS.get(name, {}), **given}
         parser.add_argument(f"--{name.replace('_', '-')}", **arguments)
     parser.add_argument("--record", type=Path, help="file for a record of the run")
+    cases = CASES.get(name_of_program().rpartition(".")[2], {})
+    parser.add_argument("--case", choices=tuple(cases), help="options of cases.toml")
+    chosen, _ = parser.parse_known_args()
+    parser.set_defaults(**case_options(cases, chosen.case))
     args = parser.parse_args()
     if "work_dir" in args:
         args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -65,6 +79,14 @@ def run(
     print(record.table())
     if args.record is not None:
         record.write(args.record)
+
+
+def case_options(cases: Mapping[str, Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
+    """Return the options of a case, with those of the case that it is `like`."""
+    if name is None:
+        return {}
+    own = dict(cases[name])
+    return {**case_options(cases, own.pop("like", None)), **own}
 
 
 _made: Any  # what the process of a contender was started with

@@ -1,6 +1,6 @@
 """OpenAI's protocol with streaming clients: through our server, in process, and through vLLM's.
 
-    python -m benchmarks.protocol --work-dir DIR --device cuda --model llama-8b --clients 1 16 64
+    python -m benchmarks.protocol --work-dir DIR --case llama-8b
 
 Each client sends one request after the other, of random token ids. "First token" and "between
 events" are times at the client; an event has one token or more. The engine in process answers the
@@ -24,10 +24,10 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks import throughput
-from benchmarks.models import SIZES, Model, huggingface_folder, sized_model
-from benchmarks.program import Cell, percentile, rows_of_process, run
-from benchmarks.served import OURS, Served, build
+from benchmarks.contenders import Engine, Request, Slipway, random_requests
+from benchmarks.models import SIZES, Model, huggingface_folder, random_model
+from benchmarks.program import Cell, Options, percentile, rows_of_process, run
+from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.front.access import OpenAIOptions
 from inference.server.openai_server import MODEL_FIELD, PORT_FIELD, OpenAIServer
 from inference.server.server import ModelServer
@@ -38,7 +38,7 @@ _MODEL = "decoder"
 _START_LIMIT_S = 600.0
 Contend = Callable[[Model, argparse.Namespace], Iterator[tuple[str, str]]]
 # Receives a request, and returns the seconds from its start to each of its events.
-Ask = Callable[[throughput.Request], Coroutine[Any, Any, list[float]]]
+Ask = Callable[[Request], Coroutine[Any, Any, list[float]]]
 
 
 def tokenizer_folder(work_dir: Path, vocab_size: int) -> Path:
@@ -60,7 +60,7 @@ async def _over_http(url: str, more: Mapping[str, Any]) -> AsyncIterator[Ask]:
     limits = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=limits, raise_for_status=True) as session:
 
-        async def ask(request: throughput.Request) -> list[float]:
+        async def ask(request: Request) -> list[float]:
             length = {"max_tokens": request.output_len, **more}
             body = {"model": _MODEL, "prompt": request.prompt, "temperature": 0, "stream": True}
             began = time.perf_counter()
@@ -74,7 +74,7 @@ async def _over_http(url: str, more: Mapping[str, Any]) -> AsyncIterator[Ask]:
         yield ask
 
 
-async def _ask(engine: throughput.Server, request: throughput.Request) -> list[float]:
+async def _ask(engine: Engine, request: Request) -> list[float]:
     began, done, loop = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop()
     seen: dict[int, float] = {}  # by the tokens so far
 
@@ -100,7 +100,7 @@ def rows(
     async def load(clients: int, seed: int) -> tuple[float, list[list[float]]]:
         count = clients * args.rounds
         vocab_size = model.vocab_size - 300
-        drawn = throughput.random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
+        drawn = random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
         waiting = iter(drawn)  # shared: each client sends one request after the other
         async with asking() as ask:
 
@@ -127,10 +127,22 @@ def rows(
 
 
 def _through_ours(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    parameters = {"device": args.device, "max_seq_len": str(args.max_seq_len)}
-    more = {"parameters": parameters, "decoupled": True}
-    served = Served(model.ft_dir, args.data_type, more)
-    repository = build(args.work_dir / f"streamed_{args.model}", OURS, {_MODEL: served})
+    repository = args.work_dir / f"streamed_{args.model}"
+    request = RepositoryRequest(
+        repository / _MODEL,
+        tp_size=1,
+        pp_size=1,
+        max_batch_size=64,
+        data_type=args.data_type,
+        decoupled=True,
+        ensemble=False,
+        overwrite=True,
+        parameters={"device": args.device, "max_seq_len": str(args.max_seq_len)},
+    )
+    if not request.weights_dir.exists():
+        request.weights_dir.parent.mkdir(parents=True, exist_ok=True)
+        request.weights_dir.symlink_to(model.ft_dir)
+    build_repository(request)
     options = OpenAIOptions(0, tokenizer_folder(args.work_dir, model.vocab_size))
     log_path = args.work_dir / "server.log"
     with ModelServer(repository, ports=FREE_PORTS, log_path=log_path, openai=options) as server:
@@ -165,7 +177,7 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
 
 def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     names = ("data_type", "device", "max_seq_len")
-    engine = throughput.Slipway(model, **{name: getattr(args, name) for name in names})
+    engine = Slipway(model, **{name: getattr(args, name) for name in names})
     yield from rows(lambda: contextlib.nullcontext(partial(_ask, engine)), model, args)
 
 
@@ -178,24 +190,24 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     if args.vllm or importlib.util.find_spec("vllm") is not None:
         args.vllm = args.vllm or f"{sys.executable} -m vllm.entrypoints.openai.api_server"
         contenders = {"vLLM": _through_vllm, **contenders}
-    model = sized_model(SIZES[args.model], args.work_dir)
+    model = random_model(args.model, args.work_dir)
     for name, contend in contenders.items():
         for row, value in contend(model, args):
             yield row, name, value
 
 
+OPTIONS: Options = {
+    "work_dir": {},
+    "device": {},
+    "model": {"choices": tuple(SIZES), "default": "llama-8b"},
+    "data_type": {"default": "fp16"},
+    "clients": {"type": int, "nargs": "+", "default": [1, 16, 64, 192]},
+    "input_len": {"default": 512},
+    "output_len": {"default": 200},
+    "rounds": {"type": int, "default": 3, "help": "requests of each client"},
+    "max_seq_len": {},
+    "vllm": {"help": "command that starts vLLM's server, if not this Python's"},
+}
+
 if __name__ == "__main__":
-    run(
-        measure,
-        __doc__,
-        work_dir={},
-        device={},
-        model={"choices": tuple(SIZES), "default": "llama-8b"},
-        data_type={"default": "fp16"},
-        clients={"type": int, "nargs": "+", "default": [1, 16, 64, 192]},
-        input_len={"default": 512},
-        output_len={"default": 200},
-        rounds={"type": int, "default": 3, "help": "requests of each client"},
-        max_seq_len={"type": int, "default": 1024},
-        vllm={"help": "command that starts vLLM's server, if not this Python's"},
-    )
+    run(measure, __doc__, OPTIONS)

@@ -50,14 +50,12 @@ class Record:
 
         The commit is marked where files of the checkout differ from it.
         """
-        program = sys.modules["__main__"].__spec__
-        name = Path(sys.argv[0]).stem if program is None else program.name
         git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         root = Path(__file__).parents[1]
         described = subprocess.run(git, cwd=root, capture_output=True, text=True, check=False)
         installed = {each.name: each.version for each in distributions()}
         return cls(
-            command=" ".join(["python -m", name, *sys.argv[1:]]),
+            command=" ".join(["python -m", name_of_program(), *sys.argv[1:]]),
             commit=described.stdout.strip() or "unknown",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             machine=_machine(),
@@ -83,6 +81,12 @@ class Record:
         packages = ", ".join(f"{name} {found}" for name, found in self.versions.items())
         source = f"Commit {self.commit}, {self.date}, {self.machine}; {packages}:\n`{self.command}`"
         return f"{markdown_table(('', *names), cells)}\n\n{source}\n"
+
+
+def name_of_program() -> str:
+    """Return the module that `python -m` runs."""
+    program = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).stem if program is None else program.name
 
 
 def fallen(old: Record, new: Record, *, noise: float) -> list[str]:

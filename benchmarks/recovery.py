@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.program import ROOT, Cell, run
+from benchmarks.program import ROOT, Cell, Options, run
 from inference.server.processes import descendants
 
 # For each server: fault, words of the command line of the process that it hits, signal.
@@ -135,11 +135,11 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         yield name, "away", f"{away:.1f} s"
 
 
+OPTIONS: Options = {
+    "work_dir": {"help": "keeps the repository"},
+    "repeats": {"default": 2},
+    "server": {"choices": tuple(FAULTS), "default": "slipway", "help": "deploy.server"},
+}
+
 if __name__ == "__main__":
-    run(
-        measure,
-        __doc__,
-        work_dir={"help": "keeps the repository"},
-        repeats={"default": 2},
-        server={"choices": tuple(FAULTS), "default": "slipway", "help": "deploy.server"},
-    )
+    run(measure, __doc__, OPTIONS)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import records
-from benchmarks.program import run
+from benchmarks import decode, protocol, records, throughput
+from benchmarks.contenders import OnTokens, Request
+from benchmarks.models import SIZES, Model
+from benchmarks.program import CASES, case_options, run
 from benchmarks.records import Record, fallen, with_tables
 from tests.conftest import ROOT
 
@@ -111,6 +115,35 @@ def test_a_program_prints_and_records_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["one", "--batch", "4", "--record", str(tmp_path / "a.json")])
-    run(lambda args: [(f"batch {args.batch[0]}", "ours", "8 tokens/s")], "One.", batch={})
+    run(lambda args: [(f"batch {args.batch[0]}", "ours", "8 tokens/s")], "One.", {"batch": {}})
     assert Record.read(tmp_path / "a.json").rows == {"batch 4": {"ours": "8 tokens/s"}}
     assert "| batch 4 | 8 tokens/s |" in capsys.readouterr().out
+
+
+class Echo:
+    """An engine that answers at once."""
+
+    def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
+        for tokens in range(1, request.output_len + 1):
+            if on_tokens is not None:
+                on_tokens(number, tokens)
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("program", [decode, protocol, throughput])
+def test_the_cases_of_a_program_are_made_of_its_options(program: ModuleType) -> None:
+    cases = CASES[program.__name__.partition(".")[2]]
+    for name in cases:
+        options = case_options(cases, name)
+        assert options.keys() <= program.OPTIONS.keys(), name
+        assert options["model"] in SIZES
+
+
+def test_every_row_of_a_case_is_measured(tmp_path: Path) -> None:
+    defaults = {name: each.get("default") for name, each in throughput.OPTIONS.items()}
+    args = Namespace(**{**defaults, **case_options(CASES["throughput"], "demo"), "rate": None})
+    found = [row for row, _ in throughput.rows(Echo(), Model(tmp_path, 640), args)]
+    assert {"mixed, again", "batch 2, a step", "2 long prompts", "a prompt of 24"} <= {*found}
+    assert found[-1] == "80% of the mixed requests' rate, between tokens p99"

@@ -1,1 +1,0 @@
-"""NVIDIA's own backend: its build, and comparisons with our engine."""
