@@ -5,6 +5,7 @@ with the virtual tokens in front. A task with few answers can also be asked by l
 answer is the choice that the model finds most probable after the prompt.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from inference.evaluation.tasks.datasets import (
 from inference.evaluation.tasks.served_folder import prompt_of
 
 _P_TUNING = 3  # request_prompt_type of the contract
+_LETTER = r"[^\W_]"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class TextTaskKind:
         grouped: whether they are summed up over each group of the data too.
         choices: the answers there are, as they follow the prompt; needed for log_likelihood.
         likelihood_template: its prompt for log_likelihood, where that differs.
+        letters: a pattern of the letters that its metric tells apart.
         package: what its metric needs installed.
         source: where its data is downloaded from; None where `recipe` says how to make the file.
         recipe: how a person gets the data.
@@ -85,6 +88,7 @@ class TextTaskKind:
     grouped: bool = False
     choices: Mapping[str, str] = field(default_factory=dict)
     likelihood_template: str = ""
+    letters: str = _LETTER
     package: str = ""
     source: DataSource | None = None
     recipe: str = ""
@@ -188,8 +192,8 @@ class TextTask(Task):
         """Read the data, downloaded first where it is missing, and make the prompts.
 
         Raises:
-            ValueError: the data is unavailable, not of the task's form, or lacks a field of the
-                template.
+            ValueError: the data is unavailable, not of the task's form, in a script that its metric
+                cannot score, or lacks a field of the template.
         """
         assert self.data is not None, "checked before"
         path = self.data.file()
@@ -197,8 +201,21 @@ class TextTask(Task):
         if self.own.template is None and self.own.method == "log_likelihood":
             template = self.kind.likelihood_template or template
         rows = self.kind.read(path, self.own)
+        self._check_script(rows, path)
         samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
         return drawn_from_file(samples, self.options, path)
+
+    def _check_script(self, rows: Sequence[Row], path: Path) -> None:
+        """Refuse references most of whose letters are none to the metric."""
+        text = "".join(row.targets[0] for row in rows).lower()
+        letters, known = (len(re.findall(each, text)) for each in (_LETTER, self.kind.letters))
+        if 2 * known < letters:
+            raise ValueError(
+                f"{path}: {letters - known:,} of {letters:,} letters of the references are of a "
+                f"script that the metric of {self.name} does not read, so that its scores would "
+                "mean nothing; take a task of lm-eval that is made for the language, as "
+                "evaluate.tasks=[harness:NAME]."
+            )
 
     def _sample(self, index: int, row: Row, template: str, path: Path) -> Sample:
         try:

@@ -328,6 +328,28 @@ def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, reported):
         task.prepare()
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "target", "is_scored"),
+    [
+        ("summarization", "article", "Москва — столица.", False),
+        ("summarization", "article", "Zürich ist größer als Genf.", True),
+        ("translation", "source", "北京是首都", False),
+        ("translation", "source", "Москва — столица.", True),
+    ],
+)
+def test_references_that_a_metric_cannot_read_are_refused(
+    tmp_path, name, source, target, is_scored
+):
+    field = {"summarization": "highlights", "translation": "target"}[name]
+    path = lines(tmp_path / "rows.jsonl", {source: "A text.", field: target})
+    task = make(name, TextTaskOptions(data_path=path))
+    if is_scored:
+        assert task.prepare()
+    else:
+        with pytest.raises(ValueError, match=f"script that the metric of {name}"):
+            task.prepare()
+
+
 def test_a_template_may_use_only_fields_of_the_data(tmp_path):
     options = TextTaskOptions(
         data_path=str(lines(tmp_path / "data", BOOLQ[0])), template="{passage} {title}"
