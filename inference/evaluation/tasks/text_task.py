@@ -73,7 +73,7 @@ class TextTaskKind:
         grouped: whether they are summed up over each group of the data too.
         choices: the answers there are, as they follow the prompt; needed for log_likelihood.
         likelihood_template: its prompt for log_likelihood, where that differs.
-        letters: a pattern of the letters that its metric tells apart.
+        letters: a pattern of the letters that its metric counts.
         package: what its metric needs installed.
         source: where its data is downloaded from; None where `recipe` says how to make the file.
         recipe: how a person gets the data.
