@@ -128,7 +128,12 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
 def _add_generation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-o", "--output-len", type=int, default=32, help="new tokens (default 32)")
-    add("-m", "--model", default="ensemble", help="the ensemble (default ensemble)")
+    add(
+        "-m",
+        "--model",
+        default="ensemble",
+        help="a model that takes and gives text (default ensemble)",
+    )
     add("--bad-words", help="words never to generate, one CSV record")
     add("--stop-words", help="words that end the answer, one CSV record")
     for tensor in option_tensors():

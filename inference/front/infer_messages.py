@@ -1,4 +1,4 @@
-"""Check a ModelInferRequest of gRPC: what is not data has the form that it has in JSON."""
+"""ModelInferRequests of gRPC, in the form that requests have in JSON."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from export_scripts.wire_format import WireField, WireFormatError, wire_fields
-from inference.front import validation
 from inference.front.guard import RejectedError
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
+from inference.front.validation import MOST_ENTRIES, MOST_TEXTS, SentRequest, checked_form
 
-_MOST_FIELDS = 4 * validation.MOST_ENTRIES + 16
+_MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
 
 
@@ -47,29 +47,36 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[WireField]]:
     return bytes(kept), raw
 
 
-def message_fields(data: bytes) -> tuple[Any, dict[str, Any]]:
-    """Return a ModelInferRequest `without_raw_tensors`, and its fields in the form of JSON.
+def read_message(data: bytes, size_bytes: int) -> SentRequest:
+    """Return what a ModelInferRequest `without_raw_tensors` says. Raises RejectedError.
 
-    Raises RejectedError.
+    The whole message has `size_bytes`.
     """
     message = parsed(service_pb2.ModelInferRequest, data)
-    fields = {key: getattr(message, key) for key in validation.MODEL_FIELDS}
-    validation.check_fields("the request:", fields, validation.MODEL_FIELDS)
-    for each in message.inputs:
-        validation.check_texts(repr(each.name)[:40], len(each.contents.bytes_contents))
-    return message, {
-        "id": message.id,
-        "parameters": _parameters(message),
-        "inputs": [
-            {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
-            for each in message.inputs
-        ],
-        "outputs": [_tensor(each) for each in message.outputs],
-    }
+    fields = {key: getattr(message, key) for key in ("model_name", "model_version", "id")}
+    fields["parameters"] = _parameters(message)
+    fields["inputs"] = [
+        {
+            "name": each.name,
+            "datatype": each.datatype,
+            "shape": list(each.shape),
+            "parameters": _parameters(each),
+            "data": _contents(each),
+        }
+        for each in message.inputs
+    ]
+    fields["outputs"] = [
+        {"name": each.name, "parameters": {"binary_data": True, **_parameters(each)}}
+        for each in message.outputs
+    ]
+    return checked_form(SentRequest, fields, size_bytes)
 
 
-def _tensor(message: Any) -> dict[str, Any]:
-    return {"name": message.name, "parameters": _parameters(message)}
+def _contents(tensor: Any) -> list[Any] | None:
+    """Return the values that a tensor has in its message, None if they are raw ones."""
+    for _, values in tensor.contents.ListFields():  # one field has them, that of the type
+        return list(values[: MOST_TEXTS + 1]) if tensor.datatype == "BYTES" else list(values)
+    return None
 
 
 def _parameters(message: Any) -> dict[str, Any]:
@@ -77,8 +84,8 @@ def _parameters(message: Any) -> dict[str, Any]:
     for name, parameter in message.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
         value = getattr(parameter, kind) if kind else None
-        # The server reads a negative number as the one of 64 bits with the same digits.
-        if type(value) is int and name in validation.WHOLE_NUMBERS:
+        # A negative number is the one of 64 bits with the same digits.
+        if type(value) is int and name == "sequence_id":
             value %= 1 << 64
         found[name] = value
     return found

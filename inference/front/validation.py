@@ -1,13 +1,29 @@
-"""The form of requests, and how much of everything they may have.
+"""The form of KServe's requests, and how much of everything they may have.
 
-A body of JSON has one meaning, no shape is larger than what was sent, and what is wrong is refused
-with its value and what was expected.
+Pydantic checks what HTTP sends in JSON and gRPC in messages alike. A body has one meaning, no shape
+is larger than what was sent, and what is wrong is refused with its place, its value and what was
+expected.
 """
+
+from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from inference.front.guard import RejectedError
 from inference.front.strict_json import parse_json
@@ -19,59 +35,316 @@ _MOST_DIMENSIONS = 16
 MOST_TEXTS = 1 << 16
 MOST_SEQUENCE_ID_BYTES = 128  # of one that is a text
 _MOST_DIGITS = 20
-_MOST_SHOWN = 40  # characters of a name or a value in a reason
-_INTEGERS = {
-    f"{sign}INT{bits}": (0, (1 << bits) - 1) if sign else (-(1 << bits - 1), (1 << bits - 1) - 1)
-    for sign in ("", "U")
-    for bits in (8, 16, 32, 64)
-}
-# JSON without types: what `generate` takes for each type; all others are numbers.
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(_INTEGERS, ((int,), "an integer")),
-    "BYTES": ((str,), "a string"),
-    "BOOL": ((bool,), "true or false"),
-}
-_FLOATS = ("FP32", "FP64")  # those that `infer` takes in JSON
-
-Check = tuple[Callable[[Any], bool], str]  # whether a value passes, and what is expected
-Checks = Mapping[str, Check]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and "\0" not in value
+_MOST_SHOWN = 40  # characters of a value in a reason
+_MOST_REASONS = 4
+_UINT64, _INT64 = (1 << 64) - 1, (1 << 63) - 1
+# KServe's types; BF16, which numpy lacks, is held as FP32.
+DATATYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    **{f"{sign}INT{bits}": getattr(np, f"{sign.lower()}int{bits}")
+       for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    "FP16": np.float16,
+    "BF16": np.float32,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}  # fmt: skip
+_Record_ = TypeVar("_Record_", bound="_Record")
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _INTEGERS["UINT64"][1]
+def _values(element: Any, **bounds: int) -> TypeAdapter[list[Any]]:
+    one = Annotated[element, Field(**bounds)]
+    row = Annotated[list[one], Field(fail_fast=True)]
+    return TypeAdapter(row, config=ConfigDict(strict=True))
 
 
-_TEXT: Check = (_is_text, "a text without a null character")
-_NUMBER: Check = (_is_number, f"a whole number from 0 to {_INTEGERS['UINT64'][1]}")
-_FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
-_SEQUENCE_ID: Check = (
-    lambda e: (_is_text(e) and len(e.encode()) <= MOST_SEQUENCE_ID_BYTES) or _is_number(e),
-    f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or {_NUMBER[1]}",
-)
-# Parameters that are whole numbers without a sign; those of others may have one.
-WHOLE_NUMBERS = ("sequence_id", "priority", "timeout", "binary_data_size")
-_REQUEST_FIELDS: Checks = {"id": _TEXT}
-MODEL_FIELDS: Checks = dict.fromkeys(("model_name", "model_version"), _TEXT)  # gRPC
-_REQUEST_PARAMETERS: Checks = {
-    "sequence_id": _SEQUENCE_ID,
-    **dict.fromkeys(("sequence_start", "sequence_end", "binary_data_output"), _FLAG),
-    **dict.fromkeys(("priority", "timeout"), _NUMBER),
-}
-_INPUT_FIELDS: Checks = {"name": _TEXT, "datatype": _TEXT}
-_MEMORY: Checks = {
-    "shared_memory_region": (lambda _: False, "none: no memory is shared with clients; send data"),
-}
-_INPUT_PARAMETERS: Checks = {"binary_data_size": _NUMBER, **_MEMORY}
-_OUTPUT_FIELDS: Checks = {"name": _TEXT}
-_OUTPUT_PARAMETERS: Checks = {
-    "binary_data": _FLAG,
-    "classification": (lambda _: False, "none: no model here has classes"),
-    **_MEMORY,
-}
+# The types that have values in JSON, or in the typed contents of a message.
+_VALUES = {
+    "BOOL": _values(bool),
+    "BYTES": _values(str | bytes),
+    "FP32": _values(float),
+    "FP64": _values(float),
+    **{name: _values(int, ge=int(np.iinfo(kind).min), le=int(np.iinfo(kind).max))
+       for name, kind in DATATYPES.items() if "INT" in name},
+}  # fmt: skip
+
+
+def _one_line(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("should have no null character")
+    return text
+
+
+def _datatype(name: str) -> str:
+    if name not in DATATYPES:
+        raise ValueError(f"invalid datatype {name[:_MOST_SHOWN]}; known are {', '.join(DATATYPES)}")
+    return name
+
+
+def _sequence_id(value: Any) -> Any:
+    is_number = type(value) is int and 0 <= value <= _UINT64
+    is_text = isinstance(value, str) and "\0" not in value
+    if is_number or (is_text and len(value.encode()) <= MOST_SEQUENCE_ID_BYTES):
+        return value
+    raise ValueError(
+        f"should be a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or a "
+        f"whole number from 0 to {_UINT64}, and is {_shown(value)}"
+    )
+
+
+def _nothing(_: Any) -> Any:
+    raise ValueError("is not taken: no memory is shared with clients, and no model has classes")
+
+
+_Text = Annotated[str, AfterValidator(_one_line)]
+_Whole = Annotated[int, Field(ge=0, le=_INT64)]
+_Refused = Annotated[None, BeforeValidator(_nothing)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class _Parameters(_Record):
+    """Parameters by name: those of the protocol, and others, which are one value each."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """Check names and values; null stands for none."""
+        if not isinstance(given, dict):
+            return {} if given is None else given
+        if len(given) > MOST_ENTRIES:
+            raise ValueError(f"{len(given)} parameters, {MOST_ENTRIES} at most")
+        for name, value in given.items():
+            shown = name[:_MOST_SHOWN]
+            if "\0" in name:
+                raise ValueError("the name of a parameter has a null character")
+            if name.startswith(OWN_PREFIX):
+                raise ValueError(f"parameter {shown}: {OWN_PREFIX} begins names of the owner's own")
+            if name in cls.model_fields:
+                continue
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(
+                    f"parameter {shown} is {_shown(value)}; expected a text, a number, true or "
+                    "false"
+                )
+            if isinstance(value, int) and not -_INT64 - 1 <= value <= _INT64:
+                raise ValueError(f"parameter {shown} is {_shown(value)}; a number has 64 bits")
+        return given
+
+
+class RequestParameters(_Parameters):
+    """The parameters of a request."""
+
+    sequence_id: Annotated[Any, AfterValidator(_sequence_id)] = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    binary_data_output: bool = False
+    triton_enable_empty_final_response: bool = False
+    priority: _Whole = 0
+    timeout: _Whole = 0
+
+    # Those that are read here; a model gets the others.
+    taken: ClassVar = frozenset(
+        {"sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+        | {"triton_enable_empty_final_response"}
+    )
+
+    def others(self) -> dict[str, Any]:
+        """Return those that are not read here."""
+        return self.model_dump(exclude=set(self.taken), exclude_unset=True)
+
+
+class _InputParameters(_Parameters):
+    binary_data_size: _Whole | None = None
+    shared_memory_region: _Refused = None
+
+
+class _OutputParameters(_Parameters):
+    binary_data: bool = False
+    classification: _Refused = None
+    shared_memory_region: _Refused = None
+
+
+class SentTensor(_Record):
+    """An input: its values, or what its bytes are, which follow.
+
+    Attributes:
+        data: values in nested lists; then an array of the shape.
+    """
+
+    name: _Text
+    datatype: Annotated[str, AfterValidator(_datatype)]
+    shape: Annotated[
+        list[Annotated[int, Field(ge=0, le=_INT64)]], Field(max_length=_MOST_DIMENSIONS)
+    ]
+    parameters: _InputParameters = _InputParameters()
+    data: Any = None
+
+    @model_validator(mode="after")
+    def _fitting(self, info: ValidationInfo) -> SentTensor:
+        """Check sizes against the number of bytes that were sent."""
+        count, about = math.prod(self.shape), f"input {self.name[:_MOST_SHOWN]!r}"
+        shape = str(self.shape)[:100]
+        if self.shape[:1] == [0]:
+            raise ValueError(f"{about} has the shape {shape}; sizes are positive")
+        # An empty tensor has sizes too, by which a reader may multiply or loop.
+        if math.prod(size or 1 for size in self.shape) > (info.context or 0):
+            raise ValueError(f"{about} has the shape {shape}, and fewer elements were sent")
+        if self.datatype == "BYTES" and count > MOST_TEXTS:
+            raise ValueError(f"{about} has {count} texts, {MOST_TEXTS} at most")
+        if self.data is not None:
+            values = [*_leaves(self.data)] if isinstance(self.data, list) else []
+            if len(values) != count:
+                raise ValueError(
+                    f"{about} has the shape {shape}, {count} elements, and {len(values)} in its "
+                    "data"
+                )
+            self.data = array_of_values(values, self.datatype, about).reshape(self.shape)
+        return self
+
+
+class _Output(_Record):
+    name: _Text
+    parameters: _OutputParameters = _OutputParameters()
+
+
+class SentRequest(_Record):
+    """A request to `infer` without the bytes that follow it. gRPC names the model in it."""
+
+    model_name: _Text = ""
+    model_version: _Text = ""
+    id: _Text = ""
+    parameters: RequestParameters = RequestParameters()
+    inputs: Annotated[list[SentTensor], Field(max_length=MOST_ENTRIES)] = []
+    outputs: Annotated[list[_Output], Field(max_length=MOST_ENTRIES)] = []
+
+    def wants_bytes(self, output: str) -> bool:
+        """Return whether the values of an output are wanted as bytes."""
+        for each in self.outputs:
+            if each.name == output and "binary_data" in each.parameters.model_fields_set:
+                return each.parameters.binary_data
+        return self.parameters.binary_data_output
+
+
+class GenerateRequest(_Record):
+    """A request to `generate`: inputs by name, which may stand among the parameters.
+
+    Attributes:
+        tensors: the rows of inputs, (N,) each.
+    """
+
+    id: _Text = ""
+    parameters: RequestParameters = RequestParameters()
+    tensors: dict[str, Any] = {}
+
+
+class IndexRequest(_Record):
+    """A request for the list of models."""
+
+    ready: bool = False
+
+
+def checked_form(kind: type[_Record_], fields: Mapping[str, Any], size_bytes: int = 0) -> _Record_:
+    """Return what a request says, which has `size_bytes` in all. Raises RejectedError."""
+    try:
+        return kind.model_validate(fields, context=size_bytes)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    reasons = [_words(each) for each in found[:_MOST_REASONS]]
+    if len(found) > _MOST_REASONS:
+        reasons.append(f"{len(found) - _MOST_REASONS} more")
+    raise RejectedError("; ".join(reasons))
+
+
+def _words(error: Any) -> str:
+    place = "".join(f"[{e}]" if isinstance(e, int) else f".{e}" for e in error["loc"]).lstrip(".")
+    where = f"{place}: " if place else ""
+    if error["type"] == "missing":
+        return f"{place} is missing"
+    if error["type"] == "value_error":
+        return where + str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "too_long":
+        facts = error["ctx"]
+        return f"{facts['actual_length']} {place}, {facts['max_length']} at most"
+    words = str(error["msg"]).replace("Input should", "should").partition(" or instance")[0]
+    return f"{where}{words}, and is {_shown(error['input'])}"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:_MOST_SHOWN]
+
+
+def array_of_values(values: Sequence[Any], datatype: str, about: str) -> np.ndarray[Any, Any]:
+    """Return values of JSON as an array of one dimension. Raises ValueError."""
+    if datatype not in _VALUES:
+        raise ValueError(f"{about} has the type {datatype}, which is sent as binary data alone")
+    try:
+        checked = _VALUES[datatype].validate_python(values)
+    except ValidationError as error:
+        (wrong,) = error.errors(include_url=False)[:1]
+        words = str(wrong["msg"]).removeprefix("Input ")
+        raise ValueError(f"{about} has {_shown(wrong['input'])}; {datatype} {words}") from None
+    if datatype != "BYTES":
+        return np.array(checked, DATATYPES[datatype])
+    texts = np.empty(len(checked), np.object_)
+    texts[:] = [each.encode() if isinstance(each, str) else each for each in checked]
+    return texts
+
+
+def _leaves(data: list[Any]) -> Iterator[Any]:
+    """Yield the values in nested lists of a few levels, in order."""
+    for value in data:
+        if isinstance(value, list):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def read_infer(data: bytes, size_bytes: int) -> SentRequest:
+    """Return what the JSON of a request to `infer` says. Raises RejectedError.
+
+    The whole body has `size_bytes`.
+    """
+    return checked_form(SentRequest, parse_json(data), size_bytes)
+
+
+def read_generate(data: bytes, datatypes: Mapping[str, str]) -> GenerateRequest:
+    """Return what the JSON of a request to `generate` says. Raises RejectedError.
+
+    `datatypes` are those of a model's inputs by name. What is not an input is a parameter.
+    """
+    given = parse_json(data)
+    if len(given) > MOST_ENTRIES:
+        raise RejectedError(f"the request has {len(given)} inputs, {MOST_ENTRIES} at most")
+    about = {"id": given.pop("id")} if "id" in given else {}
+    inner = given.pop("parameters", {})
+    if not isinstance(inner, dict):
+        raise RejectedError("parameters should be an object of JSON")
+    values = {**given, **inner}
+    parameters = {name: each for name, each in values.items() if name not in datatypes}
+    tensors = {}
+    for name in values.keys() & datatypes.keys():
+        row = values[name] if isinstance(values[name], list) else [values[name]]
+        shown = f"input {name[:_MOST_SHOWN]!r}"
+        if any(isinstance(each, list) for each in row):
+            raise RejectedError(
+                f"{shown} is a list of lists; generate takes one row as a flat list, infer several"
+            )
+        try:
+            tensors[name] = array_of_values(row, datatypes[name], shown)
+        except ValueError as error:
+            raise RejectedError(str(error)) from None
+    fields = {**about, "parameters": parameters, "tensors": tensors}
+    return checked_form(GenerateRequest, fields)
+
+
+def check_index(data: bytes) -> None:
+    """Check the body of a request for the list of models. Raises RejectedError."""
+    checked_form(IndexRequest, parse_json(data))
 
 
 def length_of_json(header: str | None, size_bytes: int) -> int:
@@ -90,154 +363,3 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
             f"body of {size_bytes} bytes"
         )
     return int(header)
-
-
-def check_form(request: dict[str, Any], size_bytes: int) -> None:
-    """Check a request to `infer` but for the values of its tensors.
-
-    The whole body has `size_bytes`.
-    """
-    check_fields("the request:", request, _REQUEST_FIELDS)
-    _check_parameters("the request:", _entry(request, "parameters", dict), _REQUEST_PARAMETERS)
-    _check_count("outputs", _entry(request, "outputs", list))
-    for name, each in _tensors(request, "inputs", _INPUT_FIELDS, _INPUT_PARAMETERS):
-        shape = _entry(each, "shape", list)
-        if not all(type(size) is int for size in shape):
-            raise RejectedError(f"the shape of input {name} is not a list of integers")
-        _check_shape(name, shape, most=size_bytes)
-        if each["datatype"] == "BYTES":
-            check_texts(name, math.prod(shape))
-    for _ in _tensors(request, "outputs", _OUTPUT_FIELDS, _OUTPUT_PARAMETERS):
-        pass
-
-
-def _tensors(
-    request: dict[str, Any], key: str, fields: Checks, known: Checks
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the inputs or outputs with their names, as messages have them."""
-    entries, kind = _entry(request, key, list), key.removesuffix("s")
-    _check_count(key, entries)
-    for each in entries:
-        if not isinstance(each, dict):
-            raise RejectedError(f"an {kind} is not an object of JSON")
-        name = repr(each.get("name"))[:_MOST_SHOWN]
-        required = ("name", "datatype", "shape") if kind == "input" else ("name",)
-        if missing := [field for field in required if field not in each]:
-            raise RejectedError(f"{kind} {name} has no {missing[0]}")
-        check_fields(f"{kind} {name}:", each, fields)
-        # null stands for none, as in the server
-        parameters = {} if each.get("parameters") is None else _entry(each, "parameters", dict)
-        _check_parameters(f"{kind} {name}:", parameters, known)
-        yield name, each
-
-
-def check_fields(of: str, values: Mapping[str, Any], checks: Checks) -> None:
-    """Refuse a request of which a value that is given does not pass its check."""
-    for name, (passes, expected) in checks.items():
-        if name in values and not passes(values[name]):
-            shown = json.dumps(values[name])[:_MOST_SHOWN]
-            raise RejectedError(f"{of} {name} is {shown}; expected {expected}")
-
-
-def _check_parameters(of: str, parameters: dict[str, Any], checks: Checks) -> None:
-    _check_count("parameters", parameters)
-    if any("\0" in key for key in parameters):
-        raise RejectedError(f"{of} the name of a parameter has a null character")
-    if own := next((key for key in parameters if key.startswith(OWN_PREFIX)), None):
-        raise RejectedError(
-            f"{of} parameter {own[:_MOST_SHOWN]}: {OWN_PREFIX} begins names of the server's owner"
-        )
-    check_fields(f"{of} parameter", parameters, checks)
-
-
-def check_data(tensor: dict[str, Any]) -> None:
-    """Check that the values of a tensor are as many as its shape says, and fit its type."""
-    name, datatype, shape = repr(tensor["name"])[:_MOST_SHOWN], tensor["datatype"], tensor["shape"]
-    values = list(leaves(_entry(tensor, "data", list)))
-    if len(values) != math.prod(shape):
-        raise RejectedError(
-            f"input {name} has the shape {str(shape)[:100]}, {math.prod(shape)} elements, and "
-            f"{len(values)} in its data"
-        )
-    if datatype in _KINDS or datatype in _FLOATS:
-        _check_values(name, values, datatype)
-
-
-def leaves(data: list[Any]) -> Iterator[Any]:
-    """Yield the values in nested lists of a few levels, in order."""
-    for value in data:
-        if isinstance(value, list):
-            yield from leaves(value)
-        else:
-            yield value
-
-
-def check_index(data: bytes) -> None:
-    """Check the body of a request for the list of models."""
-    check_fields("the request:", parse_json(data), {"ready": _FLAG})
-
-
-def check_generate(data: bytes, datatypes: Mapping[str, str]) -> None:
-    """Check the JSON of a request to `generate`, whose inputs may stand among its parameters.
-
-    It is refused if it has another form, or a value of another type than its input; `datatypes` are
-    those of a model's inputs by name, in the spelling of requests: UINT32, BYTES.
-    """
-    request = parse_json(data)
-    check_fields("the request:", request, _REQUEST_FIELDS)
-    parameters = _entry(request, "parameters", dict)
-    _check_count("inputs", request)
-    for given in (request, parameters):
-        _check_parameters("the request:", given, {})
-    for name, row in (*request.items(), *parameters.items()):
-        if name not in datatypes:
-            continue
-        shown, values = repr(name)[:_MOST_SHOWN], list(leaves([row]))
-        if isinstance(row, list) and len(values) != len(row):
-            raise RejectedError(
-                f"input {shown} is a list of lists; generate takes one row as a flat list, infer "
-                "several"
-            )
-        _check_values(shown, values, datatypes[name])
-
-
-def _check_values(name: str, values: Collection[Any], datatype: str) -> None:
-    kinds, expected = _KINDS.get(datatype, ((int, float), "a number"))
-    least, most = _INTEGERS.get(datatype, (-math.inf, math.inf))
-    for value in values:
-        if type(value) not in kinds:
-            text = json.dumps(value)[:_MOST_SHOWN]
-            raise RejectedError(f"input {name} has {text}; {datatype} takes {expected}")
-        if datatype in _INTEGERS and not least <= value <= most:
-            text = str(value)[:_MOST_SHOWN]
-            raise RejectedError(f"input {name} has {text}, which {datatype} cannot hold")
-
-
-def _check_shape(name: str, shape: Sequence[int], *, most: int) -> None:
-    """Check a shape against the number of elements that can have been sent."""
-    if len(shape) > _MOST_DIMENSIONS:
-        raise RejectedError(f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most")
-    text = str(list(shape))[:100]
-    if any(size < 0 for size in shape) or (shape and shape[0] == 0):
-        raise RejectedError(f"input {name} has the shape {text}; sizes are positive")
-    # An empty tensor has sizes too, by which a reader may multiply or loop.
-    if math.prod(size or 1 for size in shape) > most:
-        raise RejectedError(f"input {name} has the shape {text}, and fewer elements were sent")
-
-
-def check_texts(name: str, count: int) -> None:
-    """Check the number of texts of an input."""
-    if count > MOST_TEXTS:
-        raise RejectedError(f"input {name} has {count} texts, {MOST_TEXTS} at most")
-
-
-def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
-    value = of.get(key, kind())
-    if not isinstance(value, kind):
-        raise RejectedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
-    return value
-
-
-def _check_count(name: str, entries: Any) -> None:
-    if len(entries) > MOST_ENTRIES:
-        raise RejectedError(f"the request has {len(entries)} {name}, {MOST_ENTRIES} at most")

@@ -20,8 +20,9 @@ from tritonclient.grpc import service_pb2
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError
-from inference.front.infer_messages import parsed, without_raw_tensors
+from inference.front.infer_messages import parsed, read_message, without_raw_tensors
 from inference.front.sessions import Namespace
+from inference.front.validation import SentRequest
 from inference.host.calls import InferError, InferRequest
 from inference.host.describe import (
     found_model,
@@ -31,14 +32,7 @@ from inference.host.describe import (
     statistics_json,
 )
 from inference.host.hosted import Hosted
-from inference.host.messages import (
-    EMPTY_PARAMETER,
-    FINAL_PARAMETER,
-    SentRequest,
-    infer_response,
-    read_message,
-    with_bytes,
-)
+from inference.host.messages import FINAL_PARAMETER, infer_response, with_bytes
 from inference.host.models import HostedModel
 
 _NO_STREAMS = "ModelInfer RPC doesn't support models with decoupled transaction policy"
@@ -142,13 +136,10 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         self._context.guard.note_use()
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
-        name, version, sent = await self._context.workers.check(
-            read_message,
-            data,
-            len(request),
-            size_bytes=len(data),
+        sent = await self._context.workers.check(
+            read_message, data, len(request), size_bytes=len(data)
         )
-        model = found_model(hosted.models, name, version)
+        model = found_model(hosted.models, sent.model_name, sent.model_version)
         whole = memoryview(request)
         parts = [whole[each.content] for each in raw if each.content is not None]
         return model, sent, with_bytes(model, sent, parts, sessions)
@@ -227,12 +218,12 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         Those of models with one response come in the order of the requests: at their `turn`.
         """
         model: HostedModel | None = None
-        sent = SentRequest([])
+        sent = SentRequest()
         try:
             model, sent, asked = await self._read(hosted, request, sessions)
             async with contextlib.aclosing(model.infer(asked)) as responses:
                 async for outputs, final in responses:
-                    if not outputs and not sent.parameters.get(EMPTY_PARAMETER):
+                    if not outputs and not sent.parameters.triton_enable_empty_final_response:
                         continue
                     answer = infer_response(model, sent, outputs)
                     answer.parameters[FINAL_PARAMETER].bool_param = final

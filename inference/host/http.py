@@ -18,7 +18,12 @@ from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
 from inference.front.sessions import Namespace
-from inference.front.validation import check_index, length_of_json
+from inference.front.validation import (
+    check_index,
+    length_of_json,
+    read_generate,
+    read_infer,
+)
 from inference.host.calls import InferError, InferRequest, Outputs
 from inference.host.describe import (
     config_json,
@@ -33,8 +38,7 @@ from inference.host.messages import (
     generate_request,
     generated,
     json_answer,
-    read_generate,
-    read_infer,
+    parts_of,
     with_bytes,
 )
 from inference.host.models import HostedModel
@@ -156,8 +160,8 @@ class KServeHttp:
         sent = await self._context.workers.check(read_infer, data, len(body), size_bytes=len(data))
         if model.decoupled:
             raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
-        rest = memoryview(body)[length:]
-        asked = with_bytes(model, sent, rest, lambda: self._sessions(request, owner))
+        parts = parts_of(sent, memoryview(body)[length:])
+        asked = with_bytes(model, sent, parts, lambda: self._sessions(request, owner))
         outputs = await _only(model, asked)
         answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
         headers = {_JSON_LENGTH: str(len(answer))} if raw else {}
@@ -173,13 +177,10 @@ class KServeHttp:
     async def _generated(
         self, model: HostedModel, request: web.BaseRequest, body: bytes, *, streams: bool
     ) -> web.StreamResponse:
-        values = await self._context.workers.check(
+        sent = await self._context.workers.check(
             read_generate, body, model.datatypes(), size_bytes=len(body)
         )
-        asked = generate_request(model, values)
-
-        def encoded(outputs: Outputs) -> bytes:
-            return generated(model, asked, values, outputs)
+        asked, encoded = generate_request(model, sent), partial(generated, model, sent)
 
         if not streams:
             if model.decoupled:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import model_config_pb2
 
-from inference.host.tensors import DATATYPES
+from inference.front.validation import DATATYPES
 
 # A small request has two tokens in and two out: its prompt pass and a decoding step warm the model.
 _TOKENS = 2

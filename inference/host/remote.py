@@ -15,7 +15,7 @@ from inference.front.grpc_server import CHANNEL_OPTIONS
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL
 from inference.front.tracing import outgoing
 from inference.host.calls import InferError, InferRequest, Outputs, Responses
-from inference.host.messages import EMPTY_PARAMETER, FINAL_PARAMETER
+from inference.host.messages import FINAL_PARAMETER
 from inference.host.models import HostedModel, TensorFacts
 from inference.host.tensors import RawTensor, raw_of
 from inference.system.supervision import CANARY_PARAMETER
@@ -128,13 +128,9 @@ class RemoteModel(HostedModel):
         return message
 
     def _parameters(self, request: InferRequest) -> Iterator[tuple[str, Any]]:
-        for name, value in request.parameters.items():
-            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-                raise InferError(f"parameter {name} is {value}; a number has 64 bits")
-            if isinstance(value, bool | int | float | str):
-                yield name, value
+        yield from request.parameters.items()
         if self.decoupled:
-            yield EMPTY_PARAMETER, True
+            yield "triton_enable_empty_final_response", True
         if request.is_canary:
             yield CANARY_PARAMETER, True
         if (turn := request.turn) is not None:

@@ -10,19 +10,9 @@ from typing import Any
 import numpy as np
 
 from inference.backend.exchange import Array
+from inference.front.validation import DATATYPES
 from inference.host.calls import InferError
 
-# KServe's types; BF16, which numpy lacks, is held as FP32.
-DATATYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    **{f"{sign}INT{bits}": getattr(np, f"{sign.lower()}int{bits}")
-       for sign in ("", "U") for bits in (8, 16, 32, 64)},
-    "FP16": np.float16,
-    "BF16": np.float32,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BYTES": np.object_,
-}  # fmt: skip
 _NAMES = {np.dtype(kind): name for name, kind in DATATYPES.items() if name != "BF16"}
 _SIZES = {"BF16": 2} | {
     name: np.dtype(kind).itemsize

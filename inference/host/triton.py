@@ -108,7 +108,7 @@ class TritonRepository:
         command = [
             *options.prefix,
             str(installation.program),
-            *installation.arguments(),
+            *installation.arguments(sockets),
             *given(repository, sockets),
             f"--backend-config=python,shm-region-prefix-name={prefix}",
         ]

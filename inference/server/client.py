@@ -34,6 +34,13 @@ _ENCODERS = (
     ("QUERY", "INPUT_ID", "REQUEST_INPUT_LEN"),
     ("query", "input_ids", "request_input_len"),
 )
+# Text, length and answer of the models that take and give text: ensembles, and those for clients of
+# PyTriton and NeMo.
+_TEXTS = (
+    ("INPUT_0", "INPUT_1", "OUTPUT_0"),
+    *(("prompts", length, "sentences")
+      for length in ("request_output_len", "max_length", "max_output_len")),
+)  # fmt: skip
 _OPTION_NAMES = {"bad_words": "INPUT_2", "stop_words": "INPUT_3"}
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -223,7 +230,7 @@ class TritonClient:
     def text_request(
         self, prompts: Sequence[str], *, output_len: int, options: Mapping[str, Any] | None = None
     ) -> Outputs:
-        """Return the ensemble's inputs, one row per prompt, options repeated in each row.
+        """Return the inputs of the model of texts, a row for each prompt, all with the options.
 
         `options` are values by the contract's names, and `bad_words` and `stop_words`, each one CSV
         record. An option of None is left out. Raises ValueError if the ensemble takes no such
@@ -231,15 +238,25 @@ class TritonClient:
         """
         types = self.input_types(self.ensemble_name)
         values = {_OPTION_NAMES.get(k, k): v for k, v in (options or {}).items() if v is not None}
+        text, length, _ = self._text_names()
         if unknown := sorted(set(values) - set(types)):
-            taken = ", ".join(sorted(set(types) - {"INPUT_0", "INPUT_1"}))
+            taken = ", ".join(sorted(set(types) - {text, length}))
             raise ValueError(
                 f"{self.ensemble_name} takes no {', '.join(unknown)}; its options are: {taken}."
             )
         rows = len(prompts)
         columns = {name: [value] * rows for name, value in values.items()}
-        columns |= {"INPUT_0": list(prompts), "INPUT_1": [output_len] * rows}
+        columns |= {text: list(prompts), length: [output_len] * rows}
         return {name: as_tensor(column, types[name]) for name, column in columns.items()}
+
+    def _text_names(self) -> tuple[str, str, str]:
+        types = self.input_types(self.ensemble_name)
+        found = next((names for names in _TEXTS if {*names[:2]} <= types.keys()), None)
+        if found is None:
+            raise ValueError(
+                f"{self.ensemble_name} takes no texts; its inputs are {', '.join(sorted(types))}."
+            )
+        return found
 
     def generate_text(
         self,
@@ -253,12 +270,12 @@ class TritonClient:
 
         Prompts are sent `rows_per_request` at a time, many requests in flight.
         """
-        futures = []
+        futures, (*_, answer) = [], self._text_names()
         for first in range(0, len(prompts), rows_per_request):
             group = prompts[first : first + rows_per_request]
             inputs = self.text_request(group, output_len=output_len, options=options)
-            futures.append(self.infer_async(self.ensemble_name, inputs, outputs=["OUTPUT_0"]))
-        return [row for future in futures for row in as_texts(future.result()["OUTPUT_0"])]
+            futures.append(self.infer_async(self.ensemble_name, inputs, outputs=[answer]))
+        return [row for future in futures for row in as_texts(future.result()[answer])]
 
     def stream_text(
         self, prompt: str, *, output_len: int, options: Mapping[str, Any] | None = None

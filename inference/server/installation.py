@@ -1,23 +1,19 @@
 """The tritonserver installed on this machine, its environment and its options."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.signature import ENCODERS
 from inference.server.kinds import SERVER_VARIABLE, TRITONSERVER
-from inference.system.private_folder import is_plain, plain_temporary_folder
 from inference.system.process_memory import memory_variables
 
 # Python-based backends of this project, each a folder that a backend directory can hold.
@@ -54,14 +50,15 @@ class TritonInstallation:
     """A server program, and what it needs from elsewhere.
 
     Attributes:
-        backend_directory: None for the one that was compiled into the program; so is
-            `cache_directory`.
+        backends: what its folder of backends holds, by path in it; nothing for the folder that was
+            compiled into the program.
+        cache_directory: None for the one that was compiled into the program.
         library_paths: folders of shared libraries.
         interpreter: the Python whose packages the Python backend imports.
     """
 
     program: Path
-    backend_directory: Path | None = None
+    backends: Mapping[str, Path] = field(default_factory=dict)
     cache_directory: Path | None = None
     library_paths: tuple[Path, ...] = ()
     interpreter: Path = Path(sys.executable)
@@ -76,10 +73,21 @@ class TritonInstallation:
             variables["LD_LIBRARY_PATH"] = libraries
         return variables | memory_variables()
 
-    def arguments(self) -> list[str]:
-        """Return the options with the paths of the server's parts."""
-        given = {"backend": self.backend_directory, "cache": self.cache_directory}
-        return [f"--{name}-directory={path}" for name, path in given.items() if path]
+    def arguments(self, folder: Path | None = None) -> list[str]:
+        """Return the options with the paths of the server's parts.
+
+        Links to its backends are made in `folder`; without one it has those that it was built with.
+        """
+        found = []
+        if folder is not None and self.backends:
+            for name, path in self.backends.items():
+                link = folder / "backends" / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path)
+            found.append(f"--backend-directory={folder / 'backends'}")
+        if self.cache_directory is not None:
+            found.append(f"--cache-directory={self.cache_directory}")
+        return found
 
 
 def find_triton(*, own_backends: bool = True) -> TritonInstallation:
@@ -92,9 +100,7 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
     With `own_backends` it serves models for NVIDIA's FasterTransformer backend with this project's
     engine; without, with whatever backend the server itself has.
 
-    Raises:
-        FileNotFoundError: there is none, or TRITON_SERVER names none.
-        PermissionError: others can write where its backends are copied to.
+    Raises FileNotFoundError if there is none, or TRITON_SERVER names none.
     """
     own: dict[str, Path] = {}
     if own_backends:
@@ -141,10 +147,7 @@ def _installed(program: Path, own: dict[str, Path]) -> TritonInstallation:
     backends = program.resolve().parent.parent / "backends"
     if not own or not backends.is_dir():
         return TritonInstallation(program)
-    links = {path.name: path for path in backends.iterdir()} | own
-    identity = f"{backends} {sorted(links.items())}"
-    folder = _cached_folder(identity, lambda folder: _link(folder, links))
-    return TritonInstallation(program, backend_directory=folder)
+    return TritonInstallation(program, {path.name: path for path in backends.iterdir()} | own)
 
 
 def _from_wheel(
@@ -167,87 +170,18 @@ def _from_wheel(
             f"{interpreter}; install numpy 1.26 there, or name another server or environment in "
             f"{SERVER_VARIABLE}."
         )
+    python = {path.name: path for path in (folder / "backends" / "python").iterdir()}
+    # The stub ignores PYTHONPATH but searches its own folder: models import this project, which
+    # need not be installed in its environment.
+    python |= {name: _ROOT / name for name in ("inference", "export_scripts")} | {stub.name: stub}
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
-        backend_directory=_assembled_backends(folder / "backends", stub, own),
+        backends={f"python/{name}": path for name, path in python.items()} | own,
         cache_directory=folder / "caches",
         # Triton's stub is linked to the interpreter's shared library.
         library_paths=(folder.parents[1] / "nvidia_pytriton.libs", Path(facts["libraries"])),
         interpreter=interpreter,
     )
-
-
-def _assembled_backends(backends: Path, stub: Path, own: Mapping[str, Path]) -> Path:
-    """Return a copy of the wheel's backends with links to `own`, this project and a stub.
-
-    The stub's interpreter ignores PYTHONPATH but searches its own folder: links there let the model
-    files import this project, which need not be installed in the server's environment. The copy is
-    made once for each wheel, set of backends and interpreter; several processes may make it at the
-    same time.
-    """
-    links = {package: _ROOT / package for package in ("inference", "export_scripts")}
-    names = sorted(path.name for path in backends.iterdir())
-    identity = (
-        f"{stub} {stub.stat().st_mtime_ns} {names} {sorted(links.items())} {sorted(own.items())}"
-    )
-
-    def fill(folder: Path) -> None:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(backends, folder, dirs_exist_ok=True, ignore=ignored)
-        copied = Path(shutil.copy2(stub, folder / "python"))
-        copied.chmod(copied.stat().st_mode | 0o111)
-        _link(folder / "python", links)
-        _link(folder, own)
-
-    return _cached_folder(identity, fill)
-
-
-def _link(folder: Path, targets: Mapping[str, Path]) -> None:
-    for name, path in targets.items():
-        if not (link := folder / name).exists():
-            link.symlink_to(path)
-
-
-def _cached_folder(identity: str, fill: Callable[[Path], None]) -> Path:
-    """Return the cached folder of backends for an identity, which `fill` fills at first use."""
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    target = _cache_root() / f"backends-{key}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        partial.chmod(0o755)
-        fill(partial)
-        partial.rename(target)
-    except OSError:
-        if not target.is_dir():  # otherwise another process has made it
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target
-
-
-def _cache_root() -> Path:
-    """Return a folder of this user that holds copies between runs."""
-    home = os.environ.get("HOME")
-    for base in filter(None, (os.environ.get("XDG_CACHE_HOME"), home and f"{home}/.cache")):
-        folder = Path(base) / "slipway"
-        with contextlib.suppress(OSError):  # a read-only home; try the next folder
-            if is_plain(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                if os.access(folder, os.W_OK):
-                    return folder
-    folder = plain_temporary_folder() / f"slipway-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    # Its programs run in the server, and anybody could have made it.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"{folder} belongs to another user or can be written by others; remove it, or set "
-            "XDG_CACHE_HOME to a folder of your own"
-        )
-    return folder
 
 
 def server_options(repository: str, sockets: Path) -> list[str]:

@@ -256,7 +256,7 @@ def test_a_refused_request_does_not_harm_the_others(two_ranks: Run, expected: An
 
 def run_client(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "inference.pytriton.client", *words],
+        [sys.executable, "-m", "inference.client", "generate", "--model", NAME, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -264,40 +264,18 @@ def run_client(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_client_prints_each_answer_below_a_line_of_its_own(two_ranks: Run, expected: Any) -> None:
-    url = f"localhost:{two_ranks.http}"
-    words = (
-        "--url",
-        url,
-        "--model-name",
-        NAME,
-        "--output-len",
-        "3",
-        "--prompts",
-        "Sir",
-        PROMPTS[1],
-    )
-    done = run_client(*words)
+def test_the_client_of_ensembles_asks_a_text_model_too(two_ranks: Run, expected: Any) -> None:
+    url = f"http://localhost:{two_ranks.http}"
+    done = run_client("--url", url, "--output-len", "3", "--json", "Sir", PROMPTS[1])
     assert done.returncode == 0, done.stderr
-    text = expected[0]["sentences"][1, 0, 0].decode()
-    parts = done.stdout.split("================[ 1 ]================\n")
-    assert parts[0].startswith("================[ 0 ]================\nsentences: Sir")
-    assert parts[1].splitlines()[:2] == [f"sentences: {text}", f"sequence_length: {len(text)}"]
+    assert json.loads(done.stdout)[1] == [expected[0]["sentences"][1, 0, 0].decode()]
 
 
 def test_client_shows_the_reason_and_not_the_traceback(two_ranks: Run) -> None:
     url = f"grpc://localhost:{two_ranks.grpc}"
-    done = run_client("--url", url, "--model-name", NAME, "--beam-width", "65", "--prompts", "a")
+    done = run_client("--url", url, "--beam-width", "65", "a")
     assert done.returncode == 1
     assert done.stderr.endswith(": prompts[0]: beam_width[0]=65 must be in [1, 64]\n")
-
-
-def test_client_says_which_model_was_not_ready(two_ranks: Run) -> None:
-    url = f"localhost:{two_ranks.http}"
-    done = run_client("--url", url, "--model-name", "gpt9", "--init-timeout-s", "0.1")
-    assert done.returncode == 1
-    assert f"waiting up to 0.1 s for model gpt9 at {url}\n" in done.stderr
-    assert f"model gpt9 at {url} was not ready within 0.1 s" in done.stderr
 
 
 def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(

@@ -196,7 +196,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.numeric",
         "export_scripts.triton",
         "inference.system",
-        "inference.client",
         "inference.ranks",
         "inference.server",
     ),

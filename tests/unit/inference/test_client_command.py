@@ -15,7 +15,6 @@ import pytest
 
 from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
 from inference.client import main, merged
-from inference.pytriton.client import main as ask_text_model
 from inference.server.client import TritonClient
 from inference.server.tensors import as_tensor, as_texts, file_tensors
 from inference.system.ports import pick_free_ports
@@ -156,14 +155,14 @@ def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
         assert list(client.stream_text("x", output_len=3)) == ["ab", "c"]
 
 
-def test_published_address_of_a_text_model_is_an_url_too(
+def test_published_address_is_an_url_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "endpoint.json"
     (port,) = pick_free_ports("127.0.0.1", 1)
     path.write_text(json.dumps({"host": "127.0.0.1", "http": port, "grpc": 1, "uses_tls": False}))
-    assert ask_text_model(["--url", str(path), "--init-timeout-s", "0"]) == 1
-    assert f"model gpt2 at 127.0.0.1:{port} was not ready" in capsys.readouterr().err
+    assert main(["health", "--url", str(path), "--protocol", "http"]) == 1
+    assert f"error: 127.0.0.1:{port}: no server answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[]", '{"host": "n1"}', "nothing"])

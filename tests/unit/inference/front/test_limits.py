@@ -27,7 +27,6 @@ from inference.front.guard import IDLE_S, RejectedError, decompressed
 from inference.front.openai import requests
 from inference.front.openai.prepare import ModelFacts, prepare_generation
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
-from inference.host.messages import read_infer
 from tests.conftest import ROOT
 from tests.unit.inference.front.openai.fake_backend import INPUTS, LetterTexts
 
@@ -39,12 +38,12 @@ prepared = partial(prepare_generation, CompletionRequest, LetterTexts(), FACTS)
 
 def infer(body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    read_infer(data, len(data))
+    validation.read_infer(data, len(data))
 
 
 def infer_json(size_bytes: int) -> None:
     data = b'{"inputs":[]}'
-    read_infer(data.ljust(size_bytes), size_bytes)
+    validation.read_infer(data.ljust(size_bytes), size_bytes)
 
 
 def levels(count: int) -> None:

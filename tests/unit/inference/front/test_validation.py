@@ -13,23 +13,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
-from inference.front.infer_messages import without_raw_tensors
+from inference.front.infer_messages import read_message, without_raw_tensors
 from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_MB, parse_json
 from inference.front.validation import (
     MOST_TEXTS,
-    check_generate,
+    SentRequest,
     check_index,
     length_of_json,
+    read_generate,
+    read_infer,
 )
-from inference.host.messages import read_infer, read_message
+from inference.host.calls import InferRequest
+from inference.host.messages import with_bytes
 from inference.system.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
 MODEL = {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}
 FLAG = service_pb2.InferParameter(bool_param=True)
 X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}
+
+
+def turn_of(sent: SentRequest) -> SessionTurn | None:
+    """Return the session of a request without inputs."""
+    request: InferRequest = with_bytes(Any, sent, [], lambda: MINE)  # type: ignore[arg-type]
+    return request.turn
 
 
 def infer(**changes: Any) -> bytes:
@@ -65,45 +75,45 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (b'{"inputs":[1e999]}', "1e999 is out of range"),
         (b'{"inputs":[], "\\u0069nputs":[1]}', "a key is given twice"),
         (b"[1]", "not an object"),
-        (b'{"inputs":{}}', "'inputs' is not a list"),
-        (b'{"inputs":[1]}', "an input is not an object"),
-        (infer(shape={}), "'shape' is not a list"),
-        (b'{"outputs":null}', "'outputs' is not a list"),
-        (b'{"outputs":[5]}', "an output is not an object"),
-        (b'{"outputs":[{}]}', "output None has no name"),
-        (b'{"inputs":[{"name":"x","shape":[1]}]}', "input 'x' has no datatype"),
+        (b'{"inputs":{}}', "inputs: should be a valid list"),
+        (b'{"inputs":[1]}', r"inputs\[0\]: should be"),
+        (infer(shape={}), r"inputs\[0\].shape: should be a valid list"),
+        (b'{"outputs":null}', "outputs: should be a valid list"),
+        (b'{"outputs":[5]}', r"outputs\[0\]: should be"),
+        (b'{"outputs":[{}]}', r"outputs\[0\].name is missing"),
+        (b'{"inputs":[{"name":"x","shape":[1]}]}', r"inputs\[0\].datatype is missing"),
         (b'{"id":"\\ud800"}', '"id" has half of a surrogate pair'),
         (b'{"\\ud800":1}', "half of a surrogate pair"),
         (b'{"a\\u0000b":1}', "a key has a null character"),
-        (infer(datatype=5), "input 'x': datatype is 5; expected a text"),
-        (infer(data=[[1, 2.0]]), "input 'x' has 2.0; UINT32 takes an integer"),
-        (infer(data=[[1, True]]), "input 'x' has true; UINT32 takes an integer"),
-        (infer(data=["1", "2"], datatype="FP32"), "input 'x' has \"1\"; FP32 takes a number"),
-        (infer(data=[0, 1], datatype="BOOL"), "input 'x' has 0; BOOL takes true or false"),
+        (infer(datatype=5), r"inputs\[0\].datatype: .* is 5"),
+        (infer(data=[[1, 2.0]]), "input 'x' has 2.0; UINT32 should be"),
+        (infer(data=[[1, True]]), "input 'x' has true; UINT32 should be"),
+        (infer(data=["1", "2"], datatype="FP32"), "input 'x' has \"1\"; FP32 should be"),
+        (infer(data=[0, 1], datatype="BOOL"), "input 'x' has 0; BOOL should be"),
         (infer(data=[1]), r"shape \[1, 2\], 2 elements, and 1 in its data"),
-        (b'{"parameters":[1]}', "'parameters' is not an object"),
-        (infer(shape=[1.5]), "not a list of integers"),
-        (infer(shape=[True]), "not a list of integers"),
-        (infer(shape=[-1, -2]), "sizes are positive"),
+        (b'{"parameters":[1]}', "parameters: should be"),
+        (infer(shape=[1.5]), r"shape\[0\]: .* is 1.5"),
+        (infer(shape=[True]), r"shape\[0\]: .* is true"),
+        (infer(shape=[-1, -2]), r"shape\[1\]: .* is -2"),
         (infer(shape=[0, 0]), "sizes are positive"),
         (infer(shape=[2**63 - 1]), "fewer elements were sent"),
         (infer(shape=[1, 2**62 + 2]), "fewer elements were sent"),
-        (infer(shape=[1] * 1000), "1000 dimensions"),
+        (infer(shape=[1] * 1000), r"1000 inputs\[0\].shape"),
         (json.dumps({"inputs": [X] * 300}).encode(), "300 inputs, 256 at most"),
         (json.dumps({"outputs": [{}] * 300}).encode(), "300 outputs, 256 at most"),
         (json.dumps({"parameters": dict.fromkeys(map(str, range(300)))}).encode(), "300 param"),
         (infer(parameters=dict.fromkeys(map(str, range(300)))), "300 parameters"),
         (
             b'{"outputs":[{"name":"y","parameters":{"classification":1}}]}',
-            "output 'y': parameter classification is 1; expected none",
+            r"outputs\[0\].parameters.classification: is not taken",
         ),
         (
             infer(parameters={"shared_memory_region": "a", "shared_memory_byte_size": 4096}),
-            "input 'x': parameter shared_memory_region is \"a\"; expected none: no memory",
+            r"inputs\[0\].parameters.shared_memory_region: is not taken: no memory",
         ),
-        (infer(data=[[1, 1 << 32]]), "'x' has 4294967296, which UINT32 cannot hold"),
-        (infer(data=[-1, 1]), "'x' has -1, which UINT32 cannot hold"),
-        (infer(datatype="INT8", data=[[[127]], -129]), "'x' has -129, which INT8 cannot hold"),
+        (infer(data=[[1, 1 << 32]]), "'x' has 4294967296; UINT32"),
+        (infer(data=[-1, 1]), "'x' has -1; UINT32"),
+        (infer(datatype="INT8", data=[[[127]], -129]), "'x' has -129; INT8"),
     ],
 )
 def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
@@ -132,22 +142,22 @@ def test_a_parameter_of_the_wrong_type_is_named_with_what_is_expected(
     name: str, takes: str
 ) -> None:
     for value in _WRONG[takes]:
-        said = f"the request: parameter {name} is {json.dumps(value)[:40]}; expected "
-        with pytest.raises(RejectedError, match=re.escape(said)):
+        shown = re.escape(json.dumps(value)[:40])
+        with pytest.raises(RejectedError, match=f"parameters.{name}: should .* is {shown}"):
             check_body(json.dumps({"parameters": {name: value}, "inputs": [X]}).encode())
 
 
 def test_ids_and_parameters_of_tensors_have_types_too() -> None:
     for value in _WRONG["a text"]:
-        for check in (check_body, lambda body: check_generate(body, MODEL)):
-            with pytest.raises(RejectedError, match=r"the request: id is .*; expected a text"):
+        for check in (check_body, lambda body: read_generate(body, MODEL)):
+            with pytest.raises(RejectedError, match=r"^id: should "):
                 check(json.dumps({"id": value}).encode())
-    for value in _WRONG["a number"]:
-        with pytest.raises(RejectedError, match="input 'x': parameter binary_data_size is "):
+    for value in filter(None, _WRONG["a number"]):
+        with pytest.raises(RejectedError, match=r"\[0\].parameters.binary_data_size: "):
             check_body(infer(parameters={"binary_data_size": value}))
     for value in _WRONG["a flag"]:
         output = {"name": "y", "parameters": {"binary_data": value}}
-        with pytest.raises(RejectedError, match="output 'y': parameter binary_data is "):
+        with pytest.raises(RejectedError, match=r"\[0\].parameters.binary_data: "):
             check_body(json.dumps({"outputs": [output]}).encode())
 
 
@@ -162,7 +172,7 @@ def test_parameters_of_the_protocol_pass() -> None:
 def test_a_sequence_of_a_message_has_a_short_name(text: str) -> None:
     message = service_pb2.ModelInferRequest(model_name="m")
     message.parameters["sequence_id"].string_param = text
-    with pytest.raises(RejectedError, match=r"sequence_id is .*; expected a text of up to 128"):
+    with pytest.raises(RejectedError, match=r"sequence_id: should be a text of up to 128"):
         check_message(message, message.ByteSize())
 
 
@@ -181,30 +191,30 @@ def test_requests_that_clients_send_pass() -> None:
     check_body(infer(datatype="FP32", data=[1 << 80, 0.5]))
     check_body(infer(parameters=None))
     check_body(b'{"outputs":[{"name":"y","parameters":null}]}')
-    check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', {})
+    read_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', {})
 
 
 def test_a_generate_request_is_checked_too() -> None:
     with pytest.raises(RejectedError, match="32 levels"):
-        check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", MODEL)
+        read_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", MODEL)
     with pytest.raises(RejectedError, match="300 inputs"):
-        check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), MODEL)
+        read_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), MODEL)
 
 
 @pytest.mark.parametrize(
     ("request_body", "said"),
     [
-        ({"x": 1 << 32}, "input 'x' has 4294967296, which UINT32 cannot hold"),
+        ({"x": 1 << 32}, "input 'x' has 4294967296; UINT32"),
         ({"x": [[2, -1]]}, "input 'x' is a list of lists; generate takes one row"),
-        ({"x": [[2], -1]}, "input 'x' has -1, which UINT32 cannot hold"),
-        ({"parameters": {"y": 128}}, "input 'y' has 128, which INT8 cannot hold"),
-        ({"x": 1.0}, "input 'x' has 1.0; UINT32 takes an integer"),
-        ({"x": True}, "input 'x' has true; UINT32 takes an integer"),
-        ({"x": None}, "input 'x' has null; UINT32 takes an integer"),
-        ({"text": 5}, "input 'text' has 5; BYTES takes a string"),
-        ({"text": {"a": 1}}, "BYTES takes a string"),
-        ({"scale": False}, "input 'scale' has false; FP32 takes a number"),
-        ({"stream": 1}, "input 'stream' has 1; BOOL takes true or false"),
+        ({"x": [[2], -1]}, "input 'x' is a list of lists"),
+        ({"parameters": {"y": 128}}, "input 'y' has 128; INT8"),
+        ({"x": 1.0}, "input 'x' has 1.0; UINT32"),
+        ({"x": True}, "input 'x' has true; UINT32 should be"),
+        ({"x": None}, "input 'x' has null; UINT32"),
+        ({"text": 5}, "input 'text' has 5; BYTES"),
+        ({"text": {"a": 1}}, "BYTES should be"),
+        ({"scale": False}, "input 'scale' has false; FP32"),
+        ({"stream": 1}, "input 'stream' has 1; BOOL"),
     ],
 )
 def test_a_value_to_generate_fits_the_type_of_its_input(
@@ -212,21 +222,29 @@ def test_a_value_to_generate_fits_the_type_of_its_input(
 ) -> None:
     body = json.dumps(request_body).encode()
     with pytest.raises(RejectedError, match=said):
-        check_generate(body, MODEL)
-    check_generate(body, {})
+        read_generate(body, MODEL)
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, None, 1 << 64])
+def test_a_parameter_that_no_model_could_get_is_refused_by_name(value: Any) -> None:
+    for body in ({"own": value}, {"parameters": {"own": value}}):
+        with pytest.raises(RejectedError, match="parameter own is "):
+            read_generate(json.dumps(body).encode(), MODEL)
+    with pytest.raises(RejectedError, match="parameter own is "):
+        check_body(json.dumps({"parameters": {"own": value}, "inputs": [X]}).encode())
 
 
 def test_values_that_fit_pass() -> None:
     values = {"x": [0, (1 << 32) - 1], "text": ["a"], "scale": [1, 0.5], "stream": True}
-    check_generate(json.dumps({**values, "else": [None]}).encode(), MODEL)
-    check_generate(json.dumps({"parameters": values}).encode(), MODEL)
+    read_generate(json.dumps({**values, "else": "a"}).encode(), MODEL)
+    read_generate(json.dumps({"parameters": values}).encode(), MODEL)
 
 
 @pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])
 def test_malformed_messages_are_refused(shape: list[int]) -> None:
     message = service_pb2.ModelInferRequest(model_name="x")
-    message.inputs.add(name="x", shape=shape)
-    with pytest.raises(RejectedError, match="input 'x' has"):
+    message.inputs.add(name="x", datatype="UINT32", shape=shape)
+    with pytest.raises(RejectedError, match=r"inputs\[0\]"):
         check_message(message, message.ByteSize())
 
 
@@ -260,7 +278,7 @@ def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str
     body = json.dumps(value).encode()
     if "\\u0000" not in body.decode():  # which no key may have
         assert parse_json(body) == value
-    for check in (lambda: check_body(body), lambda: check_generate(body, MODEL)):
+    for check in (lambda: check_body(body), lambda: read_generate(body, MODEL)):
         with contextlib.suppress(RejectedError):
             check()
 
@@ -327,23 +345,22 @@ def test_a_session_reaches_the_server_under_its_owners_own_id(given_id: int | st
     setattr(message.parameters["sequence_id"], field, given_id)
     message.parameters["sequence_start"].bool_param = True
     data = message.SerializeToString()
-    _, _, sent = read_message(data, len(data))
-    turn = sent.turn(lambda: MINE)
+    turn = turn_of(read_message(data, len(data)))
     assert turn is not None
     own = given_id % (1 << 64) if isinstance(given_id, int) else given_id
     assert (turn.session_id, turn.starts, turn.ends) == (MINE.inside(own), True, False)
     if given_id != -5:  # which JSON's are not
         body = json.dumps({"parameters": {"sequence_id": given_id}, "inputs": []}).encode()
-        turn = read_infer(body, len(body)).turn(lambda: MINE)
+        turn = turn_of(read_infer(body, len(body)))
         assert turn is not None
         assert turn.session_id == MINE.inside(given_id)
 
 
 def test_no_session_stays_none() -> None:
     body = json.dumps({"parameters": {"sequence_id": 0}, "inputs": []}).encode()
-    assert read_infer(body, len(body)).turn(lambda: MINE) is None
+    assert turn_of(read_infer(body, len(body))) is None
     message = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
-    assert read_message(message, len(message))[2].turn(lambda: MINE) is None
+    assert turn_of(read_message(message, len(message))) is None
 
 
 @pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
@@ -375,18 +392,18 @@ def test_no_name_of_a_message_has_a_second_reading() -> None:
     named.inputs.add(name="x", datatype="UINT32", shape=[1])
     named.outputs.add(name="y")
     changes: dict[str, Callable[[Any], object]] = {
-        "model_name is ": lambda each: setattr(each, "model_name", "two\0a"),
-        "model_version is ": lambda each: setattr(each, "model_version", "1\0"),
-        "id is ": lambda each: setattr(each, "id", "\0"),
-        "name is ": lambda each: setattr(each.inputs[0], "name", "x\0"),
-        "datatype is ": lambda each: setattr(each.inputs[0], "datatype", "UINT32\0"),
-        "output 'y.x00': name is ": lambda each: setattr(each.outputs[0], "name", "y\0"),
-        "name of a parameter has a null": lambda each: each.parameters["a\0"].MergeFrom(FLAG),
-        "input 'x': the name of": lambda each: each.inputs[0].parameters["a\0"].MergeFrom(FLAG),
-        "output 'y': the name of": lambda each: each.outputs[0].parameters["a\0"].MergeFrom(FLAG),
-        "sequence_id is true": lambda each: each.parameters["sequence_id"].MergeFrom(FLAG),
-        "sequence_id is null": lambda each: each.parameters["sequence_id"].Clear(),
-        "priority is true": lambda each: each.parameters["priority"].MergeFrom(FLAG),
+        "model_name: ": lambda each: setattr(each, "model_name", "two\0a"),
+        "model_version: ": lambda each: setattr(each, "model_version", "1\0"),
+        "id: ": lambda each: setattr(each, "id", "\0"),
+        r"inputs.0..name: ": lambda each: setattr(each.inputs[0], "name", "x\0"),
+        r"inputs.0..datatype: ": lambda each: setattr(each.inputs[0], "datatype", "UINT32\0"),
+        r"outputs.0..name: ": lambda each: setattr(each.outputs[0], "name", "y\0"),
+        "^parameters: the name": lambda each: each.parameters["a\0"].MergeFrom(FLAG),
+        "^inputs.*: the name": lambda each: each.inputs[0].parameters["a\0"].MergeFrom(FLAG),
+        "^outputs.*: the name": lambda each: each.outputs[0].parameters["a\0"].MergeFrom(FLAG),
+        "sequence_id: .* is true": lambda each: each.parameters["sequence_id"].MergeFrom(FLAG),
+        "sequence_id: .* is null": lambda each: each.parameters["sequence_id"].Clear(),
+        "priority: .* is true": lambda each: each.parameters["priority"].MergeFrom(FLAG),
     }
     for said, change in changes.items():
         message = service_pb2.ModelInferRequest.FromString(named.SerializeToString())
@@ -404,8 +421,8 @@ def test_parameters_of_the_owner_are_taken_from_no_client(name: str) -> None:
     message.parameters[name].MergeFrom(FLAG)
     for check in (
         lambda: check_body(json.dumps({"inputs": [X], "parameters": parameters}).encode()),
-        lambda: check_generate(json.dumps(parameters).encode(), {}),
-        lambda: check_generate(json.dumps({"parameters": parameters}).encode(), {}),
+        lambda: read_generate(json.dumps(parameters).encode(), {}),
+        lambda: read_generate(json.dumps({"parameters": parameters}).encode(), {}),
         lambda: check_message(message, 100),
     ):
         with pytest.raises(RejectedError, match=f"parameter {name}"):
@@ -415,7 +432,7 @@ def test_parameters_of_the_owner_are_taken_from_no_client(name: str) -> None:
 def test_the_list_of_models_is_asked_for_in_its_own_form() -> None:
     for body in (b"{}", b'{"ready": true}', b'{"ready": false, "own": [1]}'):
         check_index(body)
-    with pytest.raises(RejectedError, match='ready is "yes"; expected true or false'):
+    with pytest.raises(RejectedError, match="ready: "):
         check_index(b'{"ready": "yes"}')
 
 

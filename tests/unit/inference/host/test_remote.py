@@ -14,8 +14,9 @@ from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
 from inference.decoding.rows import SessionTurn
+from inference.front.validation import SentRequest
 from inference.host.calls import InferError, InferRequest
-from inference.host.messages import SentRequest, infer_response
+from inference.host.messages import infer_response
 from inference.host.models import HostedModel
 from inference.host.remote import TritonConnection, remote_models, stream_error
 from inference.host.tensors import RawTensor, as_array
@@ -116,7 +117,7 @@ def test_an_output_keeps_its_type_and_bytes() -> None:
     assert as_array(value).tolist() == [[1.0]]
     config = config_of()
     model = HostedModel(config, "1")
-    answer = infer_response(model, SentRequest([]), {"y": value})
+    answer = infer_response(model, SentRequest(), {"y": value})
     assert (answer.outputs[0].datatype, answer.raw_output_contents[0]) == ("BF16", raw)
 
 
