@@ -273,7 +273,8 @@ class Scheduler(StepScheduler[RunningRequest]):
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
             if not self._cache.could_hold(rows, *self._sessions.held):
-                self._refuse(request)
+                if not self._sessions.give_up_abandoned():
+                    self._refuse(request)
                 continue
             if not self._cache.take(rows, self.requests):
                 return  # no overtaking: wide requests would starve

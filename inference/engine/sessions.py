@@ -20,6 +20,9 @@ from inference.decoding.rows import (
 from inference.engine.capacity import Capacity
 from inference.engine.running import RunningRequest, RunningRow, Session
 
+# After so long a conversation that has only been started makes room for others that need it.
+ABANDONED_S = 5.0
+
 
 class Sessions:
     """The conversations of one engine; they belong to the scheduler's thread."""
@@ -51,6 +54,18 @@ class Sessions:
         for session in list(self._sessions.values()):
             if not session.is_busy and now - session.used_s > self._idle_s:
                 self.end(session)
+
+    def give_up_abandoned(self) -> bool:
+        """End the oldest conversation that was started and left; return whether there is one."""
+        latest = monotonic() - ABANDONED_S
+        left = [
+            each
+            for each in self._sessions.values()
+            if each.turn.starts and not each.is_busy and each.used_s <= latest
+        ]
+        if left:
+            self.end(min(left, key=lambda each: each.used_s))
+        return bool(left)
 
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
         """Begin a turn: of a new conversation, or of one whose rows continue with their slots.

@@ -162,7 +162,7 @@ def traced(handler: _Handler, collector: str | None) -> _Handler:
     return answer
 
 
-def _status(context: Any) -> tuple[str, bool]:
+def call_status(context: Any) -> tuple[str, bool]:
     """Return the status of a call of gRPC that ends, and whether it is a failure of the server."""
     code, error = context.code() or grpc.StatusCode.OK, sys.exc_info()[1]
     name = getattr(code, "name", str(code))
@@ -198,7 +198,7 @@ class TracedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 try:
                     return await handler.unary_unary(request, context)
                 finally:
-                    note(*_status(context))
+                    note(*call_status(context))
 
         async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             with span() as note:
@@ -206,7 +206,7 @@ class TracedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     async for each in handler.stream_stream(requests, context):
                         yield each
                 finally:
-                    note(*_status(context))
+                    note(*call_status(context))
 
         if handler.unary_unary is not None:
             return handler._replace(unary_unary=unary)

@@ -60,13 +60,23 @@ def model_metadata(model: HostedModel) -> dict[str, Any]:
         "platform": model.config.platform or model.config.backend,
         "inputs": described(model.inputs),
         "outputs": described(model.outputs),
+        **({"parameters": dict(model.about)} if model.about else {}),
     }
+
+
+def config_message(model: HostedModel) -> Any:
+    """Return the configuration of a model, with what it serves among its parameters."""
+    config = model.config.__class__()
+    config.CopyFrom(model.config)
+    for key, value in model.about.items():
+        config.parameters[f"slipway_{key}"].string_value = value
+    return config
 
 
 def config_json(model: HostedModel) -> Mapping[str, Any]:
     """Return the configuration of a model."""
     options: dict[str, Any] = {"preserving_proto_field_name": True, _EVERY_FIELD: True}
-    found = json_format.MessageToDict(model.config, **options)
+    found = json_format.MessageToDict(config_message(model), **options)
     for tensor in (*found["input"], *found["output"]):  # numbers of 64 bits are texts there
         tensor["dims"] = [int(size) for size in tensor["dims"]]
     return found

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -21,10 +22,13 @@ from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError
 from inference.front.infer_messages import parsed, read_message, without_raw_tensors
+from inference.front.request_log import REQUEST_ID, accepted_id, log_call
 from inference.front.sessions import Namespace
+from inference.front.tracing import call_status
 from inference.front.validation import SentRequest
 from inference.host.calls import InferError, InferRequest
 from inference.host.describe import (
+    config_message,
     found_model,
     index_json,
     model_metadata,
@@ -51,9 +55,9 @@ _CODES = {
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
     """Answers calls of gRPC at a port."""
 
-    def __init__(self, context: FrontContext[Hosted], *, port: int) -> None:
-        self._context = context
-        self._port = port
+    def __init__(self, context: FrontContext[Hosted], *, port: int, logs: bool = False) -> None:
+        """Take the models and the port; `logs` writes a line for each call."""
+        self._context, self._port, self._logs = context, port, logs
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call."""
@@ -67,9 +71,21 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             owner = self._context.guard.token_owner(metadata.get("authorization"))
         except RejectedError as error:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        name = accepted_id(str(metadata.get(REQUEST_ID.lower(), "")))
         if call == rules.STREAM_CALL:
-            return grpc.stream_stream_rpc_method_handler(partial(self._stream, owner))
-        return grpc.unary_unary_rpc_method_handler(partial(self._unary, call, owner))
+            return grpc.stream_stream_rpc_method_handler(partial(self._stream, name, owner))
+        return grpc.unary_unary_rpc_method_handler(partial(self._unary, name, call, owner))
+
+    @contextlib.contextmanager
+    def _named(self, name: str, call: str, context: Any) -> Iterator[None]:
+        """Give the answer of a call the id of the call, and write a line to the log at its end."""
+        began = time.monotonic()
+        context.set_trailing_metadata(((REQUEST_ID.lower(), name),))
+        try:
+            yield
+        finally:
+            if self._logs:
+                log_call(name, "gRPC", call, call_status(context)[0], began)
 
     def _health(self, call: str) -> grpc.RpcMethodHandler:
         """Return the handler of a call that needs no token, and whose message says nothing."""
@@ -82,7 +98,13 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
-    async def _unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
+    async def _unary(
+        self, name: str, call: str, owner: str | None, request: bytes, context: Any
+    ) -> bytes:
+        with self._named(name, call, context):
+            return await self._whole(call, owner, request, context)
+
+    async def _whole(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
         # The call is ended outside of the block that caught the error: an error that is raised
         # there refers to the other, whose frames hold the request, and itself.
         try:
@@ -95,17 +117,18 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         raise AssertionError("abort raises")
 
     async def _stream(
-        self, owner: str | None, requests: AsyncIterator[bytes], context: Any
+        self, name: str, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
         refused: tuple[grpc.StatusCode, str] | None = None
-        try:
-            async with contextlib.aclosing(self._streamed(owner, requests, context)) as answers:
-                async for reply in answers:
-                    yield reply
-        except RejectedError as error:
-            refused = _status_of(error)
-        if refused is not None:
-            await context.abort(*refused)
+        with self._named(name, rules.STREAM_CALL, context):
+            try:
+                async with contextlib.aclosing(self._streamed(owner, requests, context)) as answers:
+                    async for reply in answers:
+                        yield reply
+            except RejectedError as error:
+                refused = _status_of(error)
+            if refused is not None:
+                await context.abort(*refused)
 
     def _namespace(self, owner: str | None, context: Any) -> Namespace:
         _, _, peer = urllib.parse.unquote(context.peer()).partition(":")  # ipv6:[::1]:50000
@@ -277,12 +300,13 @@ def _model_ready(hosted: Hosted, message: Any) -> Any:
 
 def _metadata(hosted: Hosted, message: Any) -> Any:
     model = found_model(hosted.models, message.name, message.version)
-    return json_format.ParseDict(model_metadata(model), service_pb2.ModelMetadataResponse())
+    answer = service_pb2.ModelMetadataResponse()  # it has no parameters: ModelConfig has them
+    return json_format.ParseDict(model_metadata(model), answer, ignore_unknown_fields=True)
 
 
 def _config(hosted: Hosted, message: Any) -> Any:
     model = found_model(hosted.models, message.name, message.version)
-    return service_pb2.ModelConfigResponse(config=model.config)
+    return service_pb2.ModelConfigResponse(config=config_message(model))
 
 
 def _statistics(hosted: Hosted, message: Any) -> Any:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from export_scripts.ft.config_ini import CONFIG_NAME
+from export_scripts.ft.identity import served_identity
+from export_scripts.triton.model_config import parameters_of
 from inference.host.calls import InferError, InferRequest, Mailbox
 from inference.host.models import HostedModel, engines_of
 from inference.host.probe import is_interactive, probe_tensors
@@ -38,7 +42,17 @@ class Hosted:
         problems = [await self._problem(model) for model in models.values()]
         if any(problems):
             raise UnservedError([*filter(None, problems)])
+        for model in models.values():
+            for each in model.versions.values():
+                each.about = self._identity(each)
         self.models = models
+
+    def _identity(self, model: HostedModel) -> dict[str, str]:
+        """Return what a model serves, nothing for a text model or an ensemble."""
+        parameters = parameters_of(model.config)
+        if "model_type" not in parameters:
+            return {}
+        return served_identity(weights_of(model, self.repository.folder), parameters)
 
     async def _problem(self, model: HostedModel) -> str:
         """Return why a model does not answer, "" where it does."""
@@ -87,3 +101,13 @@ class Hosted:
         """End the engines."""
         self.models = {}
         await self.repository.close()
+
+
+def weights_of(model: HostedModel, repository: Path | None) -> Path | None:
+    """Return the folder of a model's weights, None for one that cannot be read here."""
+    parameters = parameters_of(model.config)
+    named, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
+    folder = None if named is None else Path(named)
+    if folder is None and repository is not None and tp_size is not None:
+        folder = repository / model.name / model.version / f"{tp_size}-gpu"
+    return folder if folder is not None and (folder / CONFIG_NAME).is_file() else None

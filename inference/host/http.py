@@ -17,6 +17,7 @@ from aiohttp import web
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
+from inference.front.request_log import REQUEST_ID, request_id
 from inference.front.sessions import Namespace
 from inference.front.validation import (
     check_index,
@@ -227,7 +228,7 @@ async def _streamed(
     encoded: Callable[[Outputs], bytes],
 ) -> web.StreamResponse:
     """Send the frames as events; an error before the first decides the status of the answer."""
-    response = web.StreamResponse(headers=_EVENTS)
+    response = web.StreamResponse(headers=_EVENTS | {REQUEST_ID: request_id(request)})
     response.enable_chunked_encoding()
     try:
         async for outputs in frames:

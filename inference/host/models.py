@@ -105,6 +105,7 @@ class HostedModel:
         versions: those that are served of it, this one among them.
         sessions: those that may go on.
         responses: how many it has given.
+        about: which checkpoint it serves, in which types, by which version of this project.
         takes_canaries: whether it answers a small request soon, however busy it is.
         is_known: whether it is this project's, or NVIDIA's, and answers such a request at all.
     """
@@ -119,6 +120,7 @@ class HostedModel:
         self.versions: dict[str, HostedModel] = {version: self}
         self.sessions = OpenSessions(config.sequence_batching.max_sequence_idle_microseconds / 1e6)
         self.responses = 0
+        self.about: Mapping[str, str] = {}
         self.inputs = {each.name: _facts(each) for each in config.input}
         self.outputs = {each.name: _facts(each) for each in config.output}
         self._is_batched = config.max_batch_size > 0
@@ -319,6 +321,11 @@ class HostedEnsemble(HostedModel):
             if unknown := {*takes} - {*model.inputs} or {*gives} - {*model.outputs}:
                 raise ValueError(
                     f"config.pbtxt of {self.name}: {model.name} has no {', '.join(sorted(unknown))}"
+                )
+            if model.decoupled and not self.decoupled:
+                raise ValueError(
+                    f"config.pbtxt of {self.name}: its step {model.name} gives any number of "
+                    "responses; set decoupled in the model_transaction_policy of both, or of none"
                 )
             if absent := set(takes.values()) - known:
                 raise ValueError(

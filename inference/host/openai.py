@@ -15,7 +15,6 @@ import numpy as np
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
-from export_scripts.ft.identity import served_identity
 from export_scripts.triton.model_config import parameters_of
 from inference.backend.exchange import Array
 from inference.backend.text_models import pad_rows
@@ -26,7 +25,7 @@ from inference.front.openai.codec import CodecFiles
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
 from inference.host.calls import InferRequest
-from inference.host.hosted import Hosted
+from inference.host.hosted import Hosted, weights_of
 from inference.host.models import HostedModel
 from inference.host.tensors import as_array
 
@@ -102,15 +101,9 @@ def _takes_tokens(model: HostedModel) -> bool:
 
 def model_facts_of(model: HostedModel, repository: Path | None) -> ModelFacts:
     """Return what the endpoint has to know of a model, from its parameters and its config.ini."""
-    parameters = parameters_of(model.config)
-    named, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
-    folder = None if named is None else Path(named)
-    if folder is None and repository is not None and tp_size is not None:
-        folder = repository / model.name / "1" / f"{tp_size}-gpu"
+    parameters, folder = parameters_of(model.config), weights_of(model, repository)
     context_len, vocab_size = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT)), None
-    if folder is None or not (folder / "config.ini").is_file():
-        folder = None  # it cannot be read here
-    else:
+    if folder is not None:
         _, weights = read_config(folder)
         positions = getattr(weights.architecture(), "max_pos_seq_len", None)
         context_len = min(context_len, positions or context_len)
@@ -123,7 +116,7 @@ def model_facts_of(model: HostedModel, repository: Path | None) -> ModelFacts:
         vocab_size=vocab_size,
         encoder_decoder="max_output_len" in model.inputs,
         encodes=_HIDDEN in model.outputs,
-        about=tuple(served_identity(folder, parameters).items()),
+        about=tuple(model.about.items()),
     )
 
 

@@ -24,6 +24,7 @@ from inference.front.grpc_server import grpc_server
 from inference.front.guard import RejectedError
 from inference.front.http_server import Handler, http_server
 from inference.front.link import Event, HostSettings, OwnerLink, Question
+from inference.front.request_log import with_ids
 from inference.front.tracing import close_tracer
 from inference.front.workers import Workers
 from inference.host.calls import InferError, Mailbox
@@ -101,10 +102,11 @@ class _Host:
     async def _serve(self, link: OwnerLink) -> None:
         settings = self._settings
         grpc_port = settings.ports["grpc"]
-        calls = KServeGrpc(self._context, port=grpc_port)
+        logs = settings.openai is not None and settings.openai.access_log
+        calls = KServeGrpc(self._context, port=grpc_port, logs=logs)
         server = grpc_server(settings.access, calls, host=settings.host, port=grpc_port)
         http = KServeHttp(self._context)
-        await self._listen(http.answer, settings.ports["http"])
+        await self._listen(with_ids(http.answer, logs=logs), settings.ports["http"])
         await self._listen(http.answer_metrics, settings.ports["metrics"])
         await server.start()
         following = asyncio.ensure_future(self._follow())

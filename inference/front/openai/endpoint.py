@@ -5,12 +5,9 @@ import base64
 import hashlib
 import json
 import logging
-import re
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -33,16 +30,14 @@ from inference.front.openai.requests import (
     Sampling,
     StreamOptions,
 )
+from inference.front.request_log import LEFT, REQUEST_ID, log_answer, request_id
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.tracing import describe_span
 from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
-REQUEST_ID, _REQUEST_KEY = "X-Request-Id", "slipway_request_id"
 _RUN_KEY = "slipway_run"
-_LEFT = 499  # as nginx has it: the client has left before the end
-_IDS = re.compile(r"[!-~]{1,128}")  # printed in logs and headers as they are
 _EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -103,7 +98,7 @@ class OpenAIEndpoint:
 
         Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org).
         """
-        began, status = time.monotonic(), _LEFT
+        began, status = time.monotonic(), LEFT
         try:
             response = await self._with_headers(request)
             status = response.status
@@ -112,8 +107,7 @@ class OpenAIEndpoint:
             if (run := request.get(_RUN_KEY)) is not None:
                 _describe(request, run.operation, run.model, run.attributes)
             if self._access_log:
-                seconds = round(time.monotonic() - began, 6)
-                sys.stderr.write(json.dumps(_record(request, status, seconds)) + "\n")
+                log_answer(request, status, began, **_counts(run))
 
     async def _with_headers(self, request: web.BaseRequest) -> web.StreamResponse:
         headers = self._page_headers(request)
@@ -243,14 +237,6 @@ class OpenAIEndpoint:
         return web.json_response(await self._read(request, work))
 
 
-def request_id(request: web.BaseRequest) -> str:
-    """Return the id of a request: the client's own, or else a new one."""
-    if _REQUEST_KEY not in request:
-        given = request.headers.get(REQUEST_ID, "")
-        request[_REQUEST_KEY] = given if _IDS.fullmatch(given) else uuid.uuid4().hex
-    return str(request[_REQUEST_KEY])
-
-
 def _describe(
     request: web.BaseRequest, operation: str, model: str, attributes: Mapping[str, Any]
 ) -> None:
@@ -258,18 +244,9 @@ def _describe(
     describe_span(operation, model, {**own, **attributes})
 
 
-def _record(request: web.BaseRequest, status: int, seconds: float) -> dict[str, Any]:
-    """Return a line of the access log; it has no word of prompts and answers."""
-    run: CompletionRun | None = request.get(_RUN_KEY)
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "request_id": request_id(request),
-        "method": request.method[:20],
-        "path": request.path[:200],
-        "status": status,
-        "seconds": seconds,
-        **({} if run is None else {"model": run.model, **run.usage, "ends": run.ends}),
-    }
+def _counts(run: CompletionRun | None) -> dict[str, Any]:
+    """Return what the access log says of an answer; it has no word of prompts and answers."""
+    return {} if run is None else {"model": run.model, **run.usage, "ends": run.ends}
 
 
 def _refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 
 from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest, RequestError, SessionTurn
+from inference.engine import sessions
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineBusyError
 from inference.engine.options import EngineOptions
@@ -303,6 +304,21 @@ def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
                 time.sleep(0.02)
         with pytest.raises(RequestError, match="session 1 is unknown"):
             engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1))
+
+
+def test_a_session_that_was_only_started_makes_room_and_others_stay(
+    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "ABANDONED_S", 0.1)
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
+        engine.generate(begin(engine, [[3]]), turn=SessionTurn(1, starts=True))
+        engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1))
+        engine.generate(begin(engine, [[3]]), turn=SessionTurn(2, starts=True))
+        time.sleep(0.2)
+        assert engine.generate(begin(engine, [[3]]), turn=SessionTurn(3, starts=True)).rows
+        with pytest.raises(RequestError, match="session 2 is unknown"):
+            engine.generate(request_of(engine, [[5]]), turn=SessionTurn(2))
+        assert engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1, ends=True)).rows
 
 
 TURNS_OF_A_RUN = 40  # times 100 in `make soak`

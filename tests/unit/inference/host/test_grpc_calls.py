@@ -96,7 +96,8 @@ def with_stream(check: Callable[[Calls, Gate], Awaitable[None]]) -> None:
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                calls = Calls(context, channel.stream_stream(STREAM_CALL)())
+                call = channel.stream_stream(STREAM_CALL)(metadata=(("x-request-id", "mine"),))
+                calls = Calls(context, call)
                 await asyncio.wait_for(check(calls, model), 5)
         finally:
             await server.stop(0)
@@ -155,6 +156,7 @@ def test_a_request_that_is_refused_after_the_last_was_read_ends_its_stream() -> 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await calls.call.read()
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.value.trailing_metadata())["x-request-id"] == "mine"
 
     with_stream(check)
 

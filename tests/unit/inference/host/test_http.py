@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import numpy as np
+import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
 from inference.front.access import OPEN_ACCESS
 from inference.front.context import FrontContext
 from inference.front.http_server import http_server
+from inference.front.request_log import with_ids
 from inference.front.workers import Workers
 from inference.host.calls import InferError, InferRequest, Responses
 from inference.host.http import KServeHttp
@@ -64,7 +68,7 @@ def with_server(served: Served, check: Callable[[FrontContext[Any], int], Awaita
             note_use=lambda: None,
             workers=workers,
         )
-        answer = KServeHttp(context).answer
+        answer = with_ids(KServeHttp(context).answer, logs=True)
         runner = await http_server(OPEN_ACCESS, answer, host="127.0.0.1", port=port)
         await check(context, port)
         await runner.cleanup()
@@ -86,6 +90,28 @@ def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
         assert b"\r\nRetry-After: 1\r\n" in head
 
     with_server(Served(Busy, decoupled=True), check)
+
+
+@pytest.mark.parametrize(("action", "decoupled"), [("generate", False), ("generate_stream", True)])
+def test_an_answer_and_the_log_have_the_id_of_the_request(
+    action: str, decoupled: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def check(_: FrontContext[Any], port: int) -> None:
+        url = f"http://127.0.0.1:{port}/v2/models/m/{action}"
+        async with aiohttp.ClientSession() as session:
+            for given in ("mine", "two\u00e9 words", None):
+                headers = {} if given is None else {"X-Request-Id": given}
+                async with session.post(url, json={"x": 1}, headers=headers) as answer:
+                    names.append(answer.headers["X-Request-Id"])
+                    await answer.read()
+
+    names: list[str] = []
+    with_server(Served(Large, decoupled=decoupled), check)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line[:1] == "{"]
+    assert [(each["request_id"], each["status"]) for each in lines] == [(n, 200) for n in names]
+    assert names[0] == "mine"
+    assert len(set(names)) == 3
+    assert {len(each) for each in names[1:]} == {32}
 
 
 def test_the_event_loop_goes_on_while_a_large_answer_is_written() -> None:

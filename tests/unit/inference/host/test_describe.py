@@ -1,0 +1,45 @@
+"""Facts about models, and configurations that cannot be served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from tritonclient.grpc import model_config_pb2
+
+from inference.host.describe import config_json, config_message, model_metadata
+from inference.host.models import HostedEnsemble, HostedModel
+
+
+def model_of(name: str, **fields: Any) -> HostedModel:
+    tensors = [{"name": "x", "data_type": "TYPE_UINT32", "dims": [1]}]
+    about = {"name": name, "input": tensors, "output": tensors, **fields}
+    return HostedModel(json_format.ParseDict(about, model_config_pb2.ModelConfig()), "1")
+
+
+def test_metadata_and_configuration_say_what_is_served() -> None:
+    model = model_of("m", parameters={"data_type": {"string_value": "fp16"}})
+    assert "parameters" not in model_metadata(model)
+    model.about = {"checkpoint": "abc", "data_type": "fp16"}
+    assert model_metadata(model)["parameters"] == model.about
+    parameters = config_json(model)["parameters"]
+    assert parameters["slipway_checkpoint"] == {"string_value": "abc"}
+    assert parameters["data_type"] == {"string_value": "fp16"}
+    assert config_message(model).parameters["slipway_data_type"].string_value == "fp16"
+    assert set(model.config.parameters) == {"data_type"}
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_an_ensemble_answers_as_often_as_its_steps(decoupled: bool) -> None:
+    policy = {"model_transaction_policy": {"decoupled": True}}
+    step = {"model_name": "inner", "input_map": {"x": "x"}, "output_map": {"x": "x"}}
+    outer = model_of(
+        "outer", ensemble_scheduling={"step": [step]}, **(policy if decoupled else {})
+    ).config
+    models = {"inner": model_of("inner", **policy)}
+    if decoupled:
+        assert HostedEnsemble(outer, "1", models).decoupled
+        return
+    with pytest.raises(ValueError, match=r"config\.pbtxt of outer: .*inner .*decoupled"):
+        HostedEnsemble(outer, "1", models)
