@@ -6,8 +6,8 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
@@ -25,10 +25,11 @@ from inference.evaluation.report.compare import (
     ComparedRun,
     Run,
     compare_runs,
-    comparison_document,
+    comparison_page,
     comparison_text,
     judged,
 )
+from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import read_run, verdicts_junit
 from inference.evaluation.report.history import find_run
 from inference.evaluation.task import Metric
@@ -39,6 +40,7 @@ DEFAULT_BOUNDS = {
     "perplexity": "no {word} of more than 1 % at 95 %",
 }
 _STATUSES = (EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED, EXIT_INSUFFICIENT)  # the worst first
+_MOST_TEXT = 32  # characters of an answer in the terminal
 _UNPAIRED = "its samples are not those of the first run, or were scored by other rules"
 
 
@@ -82,10 +84,8 @@ def decide(
             compared.append(found)
     compared = judged(first[0], compared, bounds)
     unjudged = [metric.name for metric in first[0].metrics if metric.name not in bounds]
-    draw = partial(
-        comparison_document, first[0], compared, name=name, failed=failed, unjudged=unjudged
-    )
-    document = draw()
+    known: Any = {"name": name, "failed": failed, "unjudged": unjudged}
+    page = comparison_page(first[0], compared, **known)
     statuses = {run.gate.exit_code for run in compared} | {EXIT_NOT_EVALUATED for _ in failed}
     status = next((each for each in _STATUSES if each in statuses), EXIT_PASS)
     record = {
@@ -101,12 +101,17 @@ def decide(
     output_dir.mkdir(parents=True, exist_ok=True)
     for file, text in {
         "junit.xml": verdicts_junit(suites, failed),
-        "upgrade.md": document.markdown(),
-        "upgrade.html": document.html(),
+        "upgrade.md": page.text,
+        "upgrade.html": page.html(),
         "upgrade.json": json.dumps(record, indent=1) + "\n",
     }.items():
         replace_file(output_dir / file, text)
-    return comparison_text(draw(most=IN_TERMINAL)), status
+    return _for_terminal(first[0], compared, **known), status
+
+
+def _for_terminal(first: Report, compared: Sequence[ComparedRun], **known: Any) -> str:
+    text = comparison_text(first, compared, most=IN_TERMINAL, longest=_MOST_TEXT, **known)
+    return terminal_text(text)
 
 
 def _compared(first: Run, run: Run, name: str, bounds: Mapping[str, Bound]) -> ComparedRun | str:
@@ -208,12 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
         first, *others = runs.values()
         compared = [compare_runs(first, each) for each in others]
-        draw = partial(comparison_document, first[0], compared)
-        text = comparison_text(draw(most=IN_TERMINAL))
-        print(text)  # noqa: T201 - this is the command's output
+        print(_for_terminal(first[0], compared))  # noqa: T201 - this is the command's output
         if options.output is not None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(options.output, draw().html())
+            replace_file(options.output, comparison_page(first[0], compared).html())
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - this is the command's output

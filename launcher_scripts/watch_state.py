@@ -197,25 +197,27 @@ class WatchState:
     def page(self) -> str:
         """Return the page of the watch, which charts every metric over the steps."""
         from inference.evaluation.record import HistoryPoint
-        from inference.evaluation.report.document import Chart, Document, Section, Table
+        from inference.evaluation.report.document import Page, markdown
 
         points: list[HistoryPoint] = []
         rows: list[tuple[str, ...]] = []
-        links: dict[str, str] = {}
         for each in self.in_order:
-            step, shown = f"step {each.step}", self._state(each)
+            step, report = f"step {each.step}", ""
             if each.metrics:
                 points.append(HistoryPoint(step, str(self.run), step, {}, each.metrics))
                 report = f"step_{each.step:07d}/results/evaluate/report.html"
-                links[f"{len(rows)}.1"] = report
             remarks = (each.verdict or "-", each.problem or "-")
-            rows.append((str(each.step), shown, each.checkpoint.label, *remarks))
-        head = ("step", "state", "checkpoint", "against the best before it", "remark")
-        charts = [Chart("history", points)] if points else []
-        section = Section("Checkpoints", (), charts, (Table(head, rows, (0,), 3, links),))
-        footer = f"This page loads itself again every {_RELOAD_S} seconds."
+            rows.append(
+                (str(each.step), self._state(each), report, each.checkpoint.label, *remarks)
+            )
         title = f"Checkpoints of {self.run}"
-        return Document(title, (section,), footer=footer, reload_s=_RELOAD_S).html()
+        return Page(
+            title,
+            markdown("checkpoints", title=title, rows=rows),
+            {"checkpoints": [asdict(each) for each in points]},
+            footer=f"This page loads itself again every {_RELOAD_S} seconds.",
+            reload_s=_RELOAD_S,
+        ).html()
 
     def figure(self, each: Watched) -> str:
         """Return the name and the value of a checkpoint's figure; empty without any figure."""
@@ -269,7 +271,8 @@ def _verdict(best: Watched, each: Watched, metric: str) -> str:
         compared = compare_runs(read_run(Path(best.report)), read_run(Path(each.report)))
     except (OSError, ValueError) as error:
         return f"not comparable with step {best.step}: {error}"
-    found = next((one for one in compared.metrics if one.metric == metric), None)
+    shared = {each.metric.name: each.comparison for each in compared.shared}
+    found = shared.get(metric)
     if found is None or found.low is None or found.high is None:
         return ""
     sign = 1 if each.metrics[metric].higher_is_better else -1

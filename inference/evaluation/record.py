@@ -193,6 +193,12 @@ class TaskReport:
     note: str = ""
     reference: ReferenceComparison | None = None
 
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """The comparison with the reference of each metric that has one."""
+        found = () if self.reference is None else self.reference.metrics
+        return {each.metric: each for each in found}
+
 
 @dataclass(frozen=True)
 class LatencyPoint:
@@ -221,6 +227,22 @@ class LatencyPoint:
     per_token_ms: float | None = None
     first_token_p95_ms: float | None = None
     streamed: bool = False
+
+    @property
+    def shape(self) -> str:
+        """The tokens in and out; of an encoder, which generates none, those in."""
+        return f"{self.input_len} + {self.output_len}" if self.output_len else str(self.input_len)
+
+    @property
+    def load(self) -> str:
+        """The batch where it is more than one row, and the requests in flight."""
+        batch = f"batch {self.batch_size}, " if self.batch_size > 1 else ""
+        return f"{batch}{self.concurrency} in flight"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The point's place in the sweep."""
+        return self.shape, self.load
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
-from inference.evaluation.report.pages import report_document
+from inference.evaluation.report.pages import report_page
 from inference.evaluation.run.evaluator import evaluate
 from tests.fake_model import partly_right_model, write_passages
 
@@ -225,7 +225,7 @@ def test_markup_in_samples_is_shown_and_does_not_run(browser: Browser, url, fold
         for each, text in zip(read_predictions(folder / "predictions.jsonl"), texts, strict=True)
     ]
     hostile = replace(report, run=replace(report.run, name=owned, command=owned))
-    (folder / "hostile.html").write_text(report_document(hostile, predictions).html())
+    (folder / "hostile.html").write_text(report_page(hostile, predictions).html())
     # Nor does a script that reached the page some other way.
     page = (folder / "hostile.html").read_text().replace("</body>", f"{owned}</body>")
     (folder / "injected.html").write_text(page)
@@ -235,3 +235,14 @@ def test_markup_in_samples_is_shown_and_does_not_run(browser: Browser, url, fold
         assert "4 of 4 samples" in shown
         assert len(re.findall("<tr tabindex", shown)) == 4
         assert "&lt;!-- &lt;script&gt;" in shown
+
+
+def test_a_task_that_sends_its_own_requests_has_no_charts_of_load(
+    browser: Browser, url, folder, tmp_path
+):
+    report = read_report(folder / "report.json")
+    (task,) = report.tasks
+    own = replace(task, name="harness:x", requests=replace(task.requests, count=0))
+    (folder / "own.html").write_text(report_page(replace(report, tasks=(own,)), ()).html())
+    shown = browser(f"{url}/own.html", shot=tmp_path / "shot.png")
+    assert len(re.findall("<figure", shown)) == 4 + 4 + 2  # without the two of the load

@@ -1,44 +1,21 @@
 """Runs next to the first one: metrics, samples by their content, latency, and verdicts of a gate.
 
-Differences are a run's figure minus the first's. The same document serves two runs side by side
-and an upgrade with several rows, whose bounds are tested together.
+Differences are a run's figure minus the first's. The same page serves two runs side by side and an
+upgrade with several rows, whose bounds are tested together.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 
 from inference.evaluation.gate import EXIT_GATE_BREACHED, GateResult, Measured, apply_gates
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.record import Comparison, LatencyPoint, Prediction, Report, TaskReport
-from inference.evaluation.report.document import (
-    BAD,
-    GOOD,
-    QUIET,
-    UNDECIDED,
-    Chart,
-    Document,
-    Section,
-    Table,
-)
-from inference.evaluation.report.formatting import (
-    LATENCY_HEAD,
-    METRIC_HEAD,
-    latency_row,
-    load_text,
-    metric_row,
-    metric_title,
-    shape_text,
-)
+from inference.evaluation.report.document import BAD, GOOD, QUIET, UNDECIDED, Page, markdown
 from inference.evaluation.task import Metric, Tally
 
 ON_PAGE, IN_TERMINAL = 500, 14  # changed samples that are listed
-_MOST_TEXT = 32  # characters of an answer in the terminal
-_GATE_HEAD = ("run", "metric", "bound", "verdict", "found")
-_SAMPLES_HEAD = ("task", "run", "in both", "only first", "only here", "same answer", "no answer",
-                 *Tally.NAMES)  # fmt: skip
-_CHANGED_HEAD = ("#", "run", "passage", "expected", "first answered", "answered", "changed")
 
 Run = tuple[Report, Sequence[Prediction]]
 Pair = tuple[Prediction, Prediction]  # the same sample in the first run and in another
@@ -54,13 +31,21 @@ class ChangedSample:
 
 
 @dataclass(frozen=True)
+class SharedMetric:
+    """A metric of the first run and of another one."""
+
+    first: Metric
+    metric: Metric
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
 class ComparedRun:
     """A run next to the first one.
 
     Attributes:
-        shared: the metrics that both have, of the first and of this run.
-        metrics: their comparisons, in the same order.
-        samples: rows of _SAMPLES_HEAD, the first run's before this one's.
+        shared: the metrics that both have.
+        samples: rows of the table of samples, the first run's before this one's.
         changed: samples of both that a fraction scores differently.
         latency: points measured in both.
         notes: why figures may not be comparable.
@@ -70,8 +55,7 @@ class ComparedRun:
 
     name: str
     report: Report
-    shared: tuple[tuple[Metric, Metric], ...]
-    metrics: tuple[Comparison, ...]
+    shared: tuple[SharedMetric, ...]
     samples: tuple[tuple[str, ...], ...]
     changed: tuple[ChangedSample, ...]
     latency: tuple[tuple[LatencyPoint, LatencyPoint], ...]
@@ -127,11 +111,12 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
     return ComparedRun(
         name=name,
         report=second,
-        shared=tuple(shared),
-        metrics=tuple(compare_metric(new, old.value, found) for old, new in shared),
+        shared=tuple(
+            SharedMetric(old, new, compare_metric(new, old.value, found)) for old, new in shared
+        ),
         samples=tuple(samples),
         changed=_changed([new for _, new in shared], pairs),
-        latency=tuple((old, new) for old, new in points if _place(old) == _place(new)),
+        latency=tuple((old, new) for old, new in points if old.place == new.place),
         notes=tuple(notes),
         pairs=tuple(pairs),
         is_paired=is_paired,
@@ -141,10 +126,6 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
 def _by_id(run: Sequence[Prediction], task: str) -> dict[str | int, Prediction]:
     """Return the samples of a task by their id; earlier versions wrote none."""
     return {each.id or each.index: each for each in run if each.task == task}
-
-
-def _place(point: LatencyPoint) -> tuple[str, str]:
-    return shape_text(point), load_text(point)
 
 
 def _ends(task: TaskReport, predictions: Sequence[Prediction]) -> list[str]:
@@ -211,31 +192,71 @@ def _word(before: float, after: float) -> str:
     return "better" if after > before else "worse"
 
 
-def comparison_document(
+def comparison_page(
     first: Report,
     runs: Sequence[ComparedRun],
     *,
     name: str = "",
     failed: Mapping[str, str] | None = None,
-    most: int = ON_PAGE,
     unjudged: Sequence[str] = (),
-) -> Document:
+) -> Page:
     """Return the runs next to the first, verdicts first; `failed` runs by name have a reason.
 
     `unjudged` are figures without a bound, which the verdicts name.
     """
-    name = name or first.run_id
-    names = (name, *(run.name for run in runs))
-    facts = zip(names, map(_described, (first, *(run.report for run in runs))), strict=True)
-    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
-    sections = [
-        *_verdict_sections(runs, failed or {}, unjudged),
-        Section("Metrics", notes, _charts(names, runs), (_metric_table(name, first, runs),)),
-        *_table_sections(names, runs),
-        *_changed_sections(runs, most),
+    name, failed = name or first.run_id, failed or {}
+    reports = {name: first} | {run.name: run.report for run in runs}
+    text = comparison_text(first, runs, name=name, failed=failed, unjudged=unjudged)
+    drawn = [(each, asdict(replace(own, history=()))) for each, own in reports.items()]
+    return Page(_title(first), text, {"runs": drawn}, *outcome(runs, failed))
+
+
+def comparison_text(
+    first: Report,
+    runs: Sequence[ComparedRun],
+    *,
+    name: str = "",
+    failed: Mapping[str, str] | None = None,
+    unjudged: Sequence[str] = (),
+    most: int = ON_PAGE,
+    longest: int | None = None,
+) -> str:
+    """Return the Markdown of a comparison with the first `most` changed samples.
+
+    `longest` is the most characters of a sample's texts.
+    """
+    name, failed = name or first.run_id, failed or {}
+    speeds: dict[LatencyPoint, list[tuple[str, LatencyPoint]]] = {}
+    for run in runs:
+        for old, new in run.latency:
+            speeds.setdefault(old, []).append((run.name, new))
+    # The first run's own row stands once for each task.
+    samples = [
+        (task, row or name, *rest)
+        for task, row, *rest in dict.fromkeys(row for run in runs for row in run.samples)
     ]
-    verdict, status = outcome(runs, failed or {})
-    return Document(f"{first.run.name}: comparison", sections, verdict, status, [*facts])
+    return markdown(
+        "comparison",
+        title=_title(first),
+        verdict=outcome(runs, failed)[0],
+        facts=[(name, _described(first)), *((run.name, _described(run.report)) for run in runs)],
+        name=name,
+        first=first,
+        runs=runs,
+        failed=failed,
+        judged=any(run.gate.verdicts for run in runs),
+        unjudged=unjudged,
+        samples=samples,
+        ends=Tally.NAMES,
+        speeds=[*speeds.items()],
+        changed=[(run.name, each) for run in runs for each in run.changed],
+        most=most,
+        longest=longest,
+    )
+
+
+def _title(first: Report) -> str:
+    return f"{first.run.name}: comparison"
 
 
 def outcome(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> tuple[str, str]:
@@ -255,114 +276,3 @@ def _described(report: Report) -> str:
     run = report.run
     known = (run.engine or run.server, run.parallelism, run.weights, run.data_type)
     return f"{report.run_id} ({', '.join(filter(None, known)) or 'of an unknown model'})"
-
-
-def _verdict_sections(
-    runs: Sequence[ComparedRun], failed: Mapping[str, str], unjudged: Sequence[str]
-) -> list[Section]:
-    rows = [
-        (run.name, each.metric, each.bound, each.status, each.text)
-        for run in runs
-        for each in run.gate.verdicts
-    ]
-    rows += [(name, "", "", "undecided", reason) for name, reason in failed.items()]
-    text = ["All bounds of all runs are tested together, by Holm's method."]
-    text += [f"Without a bound, and not judged: {', '.join(unjudged)}."] * bool(unjudged)
-    table = Table(_GATE_HEAD, rows, verdict=3)
-    return [Section("Verdicts", text, tables=(table,))] if rows else []
-
-
-def _charts(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[Chart]:
-    news = [{new.name: new for _, new in run.shared} for run in runs]
-    rows = [
-        {"name": metric_title(old.name), "metrics": [old, *(new.get(old.name) for new in news)]}
-        for old in (old for old, _ in (runs[0].shared if runs else ()))
-        if old.unit == "fraction"
-    ]
-    return [Chart("runs", {"names": names, "rows": rows})] if rows else []
-
-
-def _metric_table(name: str, first: Report, runs: Sequence[ComparedRun]) -> Table:
-    found = [
-        (run.name, metric_row(new, each))
-        for run in runs
-        for each, (_, new) in zip(run.metrics, run.shared, strict=True)
-    ]
-    rows = [
-        (run, *row)
-        for old in first.metrics
-        for run, row in ((name, metric_row(old)), *found)
-        if row[0] == old.name
-    ]
-    return Table(("run", *METRIC_HEAD), rows, tuple(range(2, len(METRIC_HEAD) + 1)))
-
-
-def _table_sections(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[Section]:
-    samples = Table(
-        _SAMPLES_HEAD,
-        # The first run's once for each task, under its name.
-        [
-            (task, row or names[0], *rest)
-            for task, row, *rest in dict.fromkeys(row for run in runs for row in run.samples)
-        ],
-        tuple(range(2, len(_SAMPLES_HEAD))),
-    )
-    speeds: dict[tuple[str, str], list[tuple[str, LatencyPoint]]] = {}
-    for run in runs:
-        for old, new in run.latency:
-            speeds.setdefault(_place(new), [(names[0], old)]).append((run.name, new))
-    rows = [
-        (run, *latency_row(point), _change(point, own[0][1]))
-        for own in speeds.values()
-        for run, point in own
-    ]
-    head = ("run", *LATENCY_HEAD, "change")
-    drawn = [{"name": ", ".join(key), "points": own} for key, own in speeds.items()]
-    chart = Chart("speeds", {"names": names, "rows": drawn})
-    sections = [
-        Section("Samples", ("Samples are matched by their content.",), tables=(samples,)),
-        Section(
-            "Latency",
-            ("The points that the runs have in common; the change is of tokens/s.",),
-            (chart,),
-            (Table(head, rows, tuple(range(3, len(head)))),),
-        ),
-    ]
-    return [each for each in sections if each.tables[0].rows]
-
-
-def _change(point: LatencyPoint, first: LatencyPoint) -> str:
-    if point is first or not first.tokens_per_s:
-        return ""
-    return f"{point.tokens_per_s / first.tokens_per_s - 1:+.1%}"
-
-
-def _changed_sections(runs: Sequence[ComparedRun], most: int) -> list[Section]:
-    """Return the samples that a run got right and the first wrong, or the other way round."""
-    changed = [(run.name, each) for run in runs for each in run.changed]
-    if not changed:
-        return []
-    rows = [_changed_row(*each) for each in islice(changed, most)]
-    s = "s" * (len(changed) > 1)
-    text = f"{len(changed):,} sample{s} changed between right and wrong"
-    text += f"; the first {most} are listed." if len(changed) > most else "."
-    return [Section("Changed samples", (text,), tables=(Table(_CHANGED_HEAD, rows, (0,), 6),))]
-
-
-def _changed_row(name: str, each: ChangedSample) -> tuple[str, ...]:
-    words = ", ".join(f"{metric_title(n).lower()} {word}" for n, word in each.words.items())
-    texts = (each.second.text, each.second.target, each.first.answer, each.second.answer)
-    return str(each.second.index), name, *texts, words
-
-
-def comparison_text(document: Document) -> str:
-    """Return a comparison as tables for the terminal."""
-    parts = [f"{document.title}: {document.verdict}"] if document.verdict else []
-    parts.append(Table(("", ""), document.facts).text().strip("\n"))
-    for section in document.sections:
-        parts += section.text
-        for table in section.tables:
-            most = _MOST_TEXT if table.head == _CHANGED_HEAD else None
-            rows = [[" ".join(cell.split())[:most] for cell in row] for row in table.rows]
-            parts.append(replace(table, rows=rows).text())
-    return "\n\n".join(parts)

@@ -1,122 +1,108 @@
-"""A report as a document of text, tables and charts, written as Markdown and as one HTML page.
+"""Reports as Markdown, and as one HTML page whose script reads that Markdown and draws the record.
 
-The page holds the document as JSON, which its script draws; where scripts do not run it shows the
-Markdown. Its content security policy forbids every request, and every style and script but its own,
-which are named by their hashes: a script that reaches the page through data does not run.
+A page holds its Markdown, which stays where scripts do not run, and the record as JSON. Its content
+security policy forbids every request, and every style and script but its own, which are named by
+their hashes: a script that reaches the page through data does not run.
 """
 
 import base64
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from export_scripts.tables import markdown_table, text_table
+from export_scripts.tables import text_table
+from inference.evaluation.report import formatting
 
 GOOD, BAD, UNDECIDED, QUIET = "good", "bad", "open", "quiet"  # classes of report.css
 _TEMPLATES = Path(__file__).parent / "templates"
-_ENVIRONMENT = Environment(
-    loader=FileSystemLoader(_TEMPLATES),
-    autoescape=select_autoescape(["html", "xml"]),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
 # Underscores inside a word do not mark up anything.
-_MARKUP = re.compile(r"[\\`*\[\]<>&#]|(?<!\w)_|_(?!\w)")
+_MARKUP = re.compile(r"[\\`*\[\]<>&#|]|(?<!\w)_|_(?!\w)")
+_ESCAPED = re.compile(r"\\(.)|&#64;")
+_CELL_END = re.compile(r"(?<!\\)\|")
+
+
+def _plain(value: Any) -> Markup:
+    """Return a value as one line of Markdown that cannot hold markup or call a user."""
+    if isinstance(value, Markup):  # of a macro, whose values are plain already
+        return value
+    text = "" if value is None else str(value)
+    escaped = _MARKUP.sub(lambda found: f"\\{found[0]}", text).replace("@", "&#64;")
+    return Markup(" ".join(escaped.split()))
+
+
+def code(text: str) -> Markup:
+    """Return a command as a block of Markdown, which no text in it ends."""
+    fence = "`" * (1 + max(map(len, ["``", *re.findall("`+", text)])))
+    return Markup(f"{fence}\n{' '.join(text.splitlines())}\n{fence}")
+
+
+def _environment(**options: Any) -> Environment:
+    return Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **options,
+    )
+
+
+_MARKUP_LANGUAGES = _environment()
+_MARKDOWN = _environment(finalize=_plain)
+_FILTERS: Mapping[str, Callable[..., Any]] = {
+    "code": code,
+    "difference": formatting.difference_text,
+    "ends": formatting.ends_text,
+    "metric_title": formatting.metric_title,
+    "milliseconds": formatting.milliseconds_text,
+    "number": formatting.number_text,
+    "seconds": formatting.seconds_text,
+    "times": formatting.time_text,
+    "value": formatting.value_text,
+}
+_MARKDOWN.filters.update(_FILTERS)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of HTML or XML with its values, which are escaped unless Markup."""
+    return _MARKUP_LANGUAGES.get_template(template).render(**values)
+
+
+def markdown(template: str, **values: Any) -> str:
+    """Return a template of Markdown with its values, each as plain text on one line."""
+    text = _MARKDOWN.get_template(f"{template}.md.jinja").render(**values)
+    return re.sub("\n{3,}", "\n\n", text.strip()) + "\n"
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of plain text.
-
-    Attributes:
-        numbers: columns that are aligned to the right.
-        verdict: the column whose words are coloured.
-        links: addresses, relative to the page, of cells by row and column ("0.1").
-    """
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: tuple[int, ...] = ()
-    verdict: int | None = None
-    links: Mapping[str, str] = field(default_factory=dict)
-
-    def text(self) -> str:
-        """Return it as aligned columns for a terminal."""
-        return text_table(self.head, self.rows, right=self.numbers, rule=False)
-
-    def markdown(self) -> str:
-        """Return it as a table of Markdown."""
-        return markdown_table(self.head, [[_plain(cell) for cell in row] for row in self.rows])
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart as report.js draws it.
-
-    Attributes:
-        kind: a function of its `KINDS`.
-        data: the part of the record that it draws.
-    """
-
-    kind: str
-    data: Any
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a document; `code` is a command to be copied."""
-
-    title: str
-    text: Sequence[str] = ()
-    charts: Sequence[Chart] = ()
-    tables: Sequence[Table] = ()
-    code: str = ""
-
-
-@dataclass(frozen=True)
-class Document:
+class Page:
     """A whole report.
 
     Attributes:
+        text: its Markdown.
+        data: the record that report.js draws, by what it is.
         verdict, status: the outcome in a few words, and its colour.
-        facts: names and values next to the title.
-        samples: `metrics` by name and `rows`, a searchable table of the page alone.
         reload_s: seconds after which the page loads itself again.
     """
 
     title: str
-    sections: Sequence[Section]
+    text: str
+    data: Mapping[str, Any]
     verdict: str = ""
     status: str = QUIET
-    facts: Sequence[tuple[str, str]] = ()
-    samples: Mapping[str, Any] | None = None
     footer: str = ""
     reload_s: int | None = None
 
-    def markdown(self) -> str:
-        """Return all but the charts and the samples as Markdown."""
-        headline = f"{self.title}: {self.verdict}" if self.verdict else self.title
-        parts = [f"# {_plain(headline)}"]
-        if self.facts:
-            parts.append(Table(("", ""), self.facts).markdown())
-        for section in self.sections:
-            code = f"```\n{section.code}\n```" if section.code else ""
-            body = [*map(_plain, section.text), code, *(t.markdown() for t in section.tables)]
-            if any(body):
-                parts += [f"## {_plain(section.title)}", *filter(None, body)]
-        return "\n\n".join(parts) + "\n"
-
     def html(self) -> str:
-        """Return the document as one HTML page that needs nothing else."""
+        """Return one HTML page that needs nothing else."""
         style, script = (Markup("\n" + _asset(name)) for name in ("report.css", "report.js"))
         policy = (
             f"default-src 'none'; style-src {_source_hash(style)}; "
@@ -125,17 +111,31 @@ class Document:
         return render(
             "page.html",
             page=self,
-            markdown=self.markdown(),
-            data=_finite(asdict(self)),
+            data=_finite(self.data),
             policy=Markup(policy),
             style=style,
             script=script,
         )
 
 
-def render(template: str, **values: Any) -> str:
-    """Return a template of HTML or XML with its values, which are escaped unless Markup."""
-    return _ENVIRONMENT.get_template(template).render(**values)
+def terminal_text(text: str) -> str:
+    """Return Markdown as people read it in a terminal, its tables in aligned columns."""
+    return "\n\n".join(map(_terminal_block, text.strip().split("\n\n")))
+
+
+def _terminal_block(block: str) -> str:
+    if not block.startswith("|"):
+        return _unescaped(block.lstrip("# "))
+    head, rule, *rows = (
+        [_unescaped(cell.strip()) for cell in _CELL_END.split(line)[1:-1]]
+        for line in block.splitlines()
+    )
+    right = [column for column, cell in enumerate(rule) if cell.endswith(":")]
+    return text_table(head, rows, right=right, rule=False).strip("\n")
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: found[1] or "@", text)
 
 
 def _finite(value: Any) -> Any:
@@ -145,12 +145,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(text: str) -> str:
-    """Return text as one line of Markdown that cannot hold markup or call a user."""
-    escaped = _MARKUP.sub(lambda found: f"\\{found[0]}", text).replace("@", "&#64;")
-    return " ".join(escaped.split())
 
 
 def _asset(name: str) -> str:

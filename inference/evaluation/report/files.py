@@ -15,7 +15,7 @@ from inference.evaluation.gate import Verdict
 from inference.evaluation.record import Prediction, Report, read_predictions, read_report
 from inference.evaluation.report.document import render
 from inference.evaluation.report.formatting import ends_text
-from inference.evaluation.report.pages import changes_document, report_document
+from inference.evaluation.report.pages import changes_text, report_page
 
 REPORT_JSON = "report.json"
 REPORT_MARKDOWN = "report.md"
@@ -97,13 +97,13 @@ def read_run(path: Path) -> tuple[Report, list[Prediction]]:
 
 def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
     """Write every file of a report."""
-    page = report_document(report, predictions)
+    page = report_page(report, predictions)
     texts = {
         PREDICTIONS: "".join(json.dumps(asdict(each)) + "\n" for each in predictions),
         METRICS_JSON: metrics_text(report),
         JUNIT: junit_text(report),
-        REPORT_MARKDOWN: page.markdown(),
-        CHANGES: changes_document(report, predictions).markdown(),
+        REPORT_MARKDOWN: page.text,
+        CHANGES: changes_text(report, predictions),
         REPORT_HTML: page.html(),
         REPORT_JSON: json.dumps(asdict(report), indent=1) + "\n",
     }

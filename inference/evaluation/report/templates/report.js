@@ -1,5 +1,5 @@
 "use strict";
-// Draws a document (document.py): its facts, and of each section the text, charts and tables; then the samples.
+// Shows the Markdown of the page (document.py) with charts of the record behind each heading; then the samples.
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const main = document.getElementById("main");
@@ -235,7 +235,7 @@
       ),
     );
 
-  const accuracies = ({ task, baseline, bounds, baseline_source: source }) => {
+  const accuracies = (task, { baseline, bounds, baseline_source: source }) => {
     const metrics = task.metrics.filter((each) => each.unit === "fraction");
     const others = [
       ["reference", `reference: ${task.reference?.source}`, (metric) => referenceOf(task, metric)?.reference],
@@ -325,65 +325,122 @@
   };
 
   // Several runs below each other: their metrics, and their latencies with a line up to the 95th percentile.
-  const series = (names) => names.map((name, i) => [`s${i % 8}`, name]);
-  const runs = ({ names, rows: all }) => {
-    const rows = all.map(({ name, metrics }) => ({
-      name,
-      points: metrics.flatMap((metric, i) => (metric ? [intervalPoint(metric, i)] : [])),
-    }));
-    return figure("Accuracies, with 95% intervals", rowsChart({ rows, unit: "fraction", keys: series(names) }));
+  const metricsOf = (report) => report.tasks.flatMap((task) => task.metrics);
+  const place = (point) => `${shapeText(point)}, ${loadText(point)}`;
+  const series = (all) => all.map(([name], i) => [`s${i % 8}`, name]);
+  const metricsOfRuns = (all) => {
+    const rows = metricsOf(all[0][1])
+      .filter((metric) => metric.unit === "fraction")
+      .map(({ name }) => ({
+        name: title(name),
+        points: all.flatMap(([, report], i) => {
+          const found = metricsOf(report).find((metric) => metric.name === name);
+          return found ? [intervalPoint(found, i)] : [];
+        }),
+      }))
+      .filter((row) => row.points.length > 1);
+    return rows.length ? figure("Accuracies, with 95% intervals", rowsChart({ rows, unit: "fraction", keys: series(all) })) : "";
   };
-  const speeds = ({ names, rows: all }) => {
-    const point = ([name, { latency }]) => {
-      const [value, high] = [latency.p50_ms, latency.p95_ms];
-      const text = timeText(value);
-      return { value, high, text, hint: `${name}: p50 ${text}, p95 ${timeText(high)}`, series: names.indexOf(name) };
+  const speeds = (all) => {
+    const rows = all[0][1].latency
+      .map((first) => ({
+        name: place(first),
+        points: all.flatMap(([name, report], i) => {
+          const found = report.latency.find((point) => place(point) === place(first));
+          if (!found) return [];
+          const { p50_ms: value, p95_ms: high } = found.latency;
+          const text = timeText(value);
+          return [{ value, high, text, hint: `${name}: p50 ${text}, p95 ${timeText(high)}`, series: i }];
+        }),
+      }))
+      .filter((row) => row.points.length > 1);
+    return rows.length ? figure("Latency, ms", rowsChart({ rows, from: 0, keys: series(all) })) : "";
+  };
+
+  // The charts behind each heading; those of "" stand first.
+
+  const chartsOf = ({ report, runs, checkpoints }) => {
+    if (runs) return { Metrics: [metricsOfRuns(runs)], Latency: [speeds(runs)] };
+    if (checkpoints) return { Checkpoints: checkpoints.length ? [history(checkpoints)] : [] };
+    const found = {
+      "": [cards(report.tasks)],
+      "Latency and throughput": report.latency.length ? [sweep(report.latency)] : [],
+      Stages: report.run.stages.length ? [stages(report.run.stages)] : [],
+      History: report.history.length > 1 ? [history(report.history)] : [],
     };
-    const rows = all.map(({ name, points }) => ({ name, points: points.map(point) }));
-    return figure("Latency, ms", rowsChart({ rows, from: 0, keys: series(names) }));
+    for (const task of report.tasks) {
+      const heading = task.name.charAt(0).toUpperCase() + task.name.slice(1).toLowerCase();
+      found[heading] = [accuracies(task, report), ...(task.requests.count ? [load(task.requests)] : [])];
+    }
+    return found;
   };
 
-  const KINDS = { cards, accuracies, load, sweep, history, stages, runs, speeds };
-
-  // Tables: words of a verdict are coloured.
+  // Markdown, of what document.py writes: headings, paragraphs, tables and code; words of a verdict are coloured.
 
   const WORDS = [
     [/\b(breached|breaches|now wrong|worse|differs)\b/, "bad"],
     [/\b(insufficient|undecided)\b/, "open"],
     [/\b(held|holds|now right|better)\b/, "good"],
   ];
-  const tableOf = ({ head, rows, numbers, verdict, links }) => {
-    const kind = (column) => ({ "data-head": head[column], ...(numbers.includes(column) ? { class: "number" } : {}) });
+  const VERDICTS = new Set(["verdict", "changed", "against the best before it"]);
+  const plain = (text) => text.replace(/\\(.)|&#64;/g, (_, escaped) => escaped ?? "@");
+  const cellsOf = (line) => line.split(/(?<!\\)\|/).slice(1, -1).map((cell) => cell.trim());
+  const contentOf = (cell, isVerdict) => {
+    const link = /^\[(.*)\]\((.*)\)$/.exec(cell);
+    if (link) return make("a", { href: plain(link[2]) }, plain(link[1]));
+    const text = plain(cell);
+    const colour = isVerdict ? WORDS.find(([pattern]) => pattern.test(text))?.[1] : undefined;
+    return colour ? make("b", { class: colour }, text) : text;
+  };
+  const tableOf = (block) => {
+    const [headCells, rule, ...rows] = block.split("\n").map(cellsOf);
+    const head = headCells.map(plain);
+    const kind = (column) => ({ "data-head": head[column], ...(rule[column].endsWith(":") ? { class: "number" } : {}) });
     const headRow = make("tr", {}, ...head.map((text, i) => make("th", { scope: "col", ...kind(i) }, text)));
-    const stacked = verdict === null ? {} : { class: "stacked" }; // a row below the other where it is narrow
-    const body = rows.map((row, r) =>
-      make(
-        "tr",
-        {},
-        ...row.map((text, i) => {
-          const href = links[`${r}.${i}`];
-          const colour = i === verdict ? WORDS.find(([pattern]) => pattern.test(text))?.[1] : undefined;
-          if (href) return make("td", kind(i), make("a", { href }, text));
-          return make("td", kind(i), colour ? make("b", { class: colour }, text) : text);
-        }),
-      ),
-    );
+    const isVerdict = head.map((text) => VERDICTS.has(text));
+    const stacked = isVerdict.includes(true) ? { class: "stacked" } : {}; // a row below the other where it is narrow
+    const body = rows.map((row) => make("tr", {}, ...row.map((cell, i) => make("td", kind(i), contentOf(cell, isVerdict[i])))));
     return make("div", { class: "card scroll", tabindex: 0 }, make("table", stacked, make("thead", {}, headRow), make("tbody", {}, ...body)));
   };
+  const codeOf = (block) => make("div", { class: "card" }, make("pre", {}, block.split("\n").slice(1, -1).join("\n")));
 
-  for (const [name, value] of page.facts) {
-    document.getElementById("facts").append(make("li", {}, `${name} `, make("b", {}, value)));
+  const source = document.getElementById("markdown");
+  const blocks = source.textContent.trim().split("\n\n").slice(1); // without the title
+  source.remove();
+  if (blocks[0]?.startsWith("|")) {
+    for (const line of blocks.shift().split("\n").slice(2)) {
+      const [name, value] = cellsOf(line).map(plain);
+      document.getElementById("facts").append(make("li", {}, `${name} `, make("b", {}, value)));
+    }
   }
-  for (const section of page.sections) {
-    main.append(make("h2", {}, section.title), ...section.text.map((each) => make("p", { class: "lead" }, each)));
-    if (section.code) main.append(make("div", { class: "card" }, make("pre", {}, section.code)));
-    main.append(...section.charts.map(({ kind, data }) => KINDS[kind](data)));
-    main.append(...section.tables.map(tableOf));
+  const charts = chartsOf(page);
+  main.append(...(charts[""] ?? []));
+  const sections = [];
+  for (const block of blocks) {
+    if (block.startsWith("## ")) sections.push({ heading: plain(block.slice(3)), text: [], tables: [] });
+    else if (block.startsWith("|")) sections.at(-1).tables.push(tableOf(block));
+    else sections.at(-1).text.push(block.startsWith("```") ? codeOf(block) : make("p", { class: "lead" }, plain(block)));
+  }
+  for (const { heading, text, tables } of sections) {
+    main.append(make("h2", {}, heading), ...text, ...(charts[heading] ?? []), ...tables);
   }
 
   // Samples: search, filter, pages.
 
-  const showSamples = ({ metrics, titles, rows }) => {
+  const showSamples = (samples, report) => {
+    // A mark for each quantity that a fraction is made of, called by its first metric.
+    const fractions = metricsOf(report).filter((metric) => metric.unit === "fraction");
+    const metrics = [...new Set(fractions.map((metric) => metric.sample_value))];
+    const titles = metrics.map((name) => title(fractions.find((metric) => metric.sample_value === name).name).toLowerCase());
+    const rows = samples.map(({ index, text, target, answer, values, reference, seconds }) => ({
+      index,
+      text,
+      target,
+      answer: answer.trim(),
+      marks: metrics.map((name) => values[name] ?? null),
+      reference: metrics.map((name) => reference[name] ?? null),
+      ms: Math.round(seconds * 1000),
+    }));
     const PAGE = 20;
     const SIGNS = { 0: "\u2717", 1: "\u2713" };
     const COLOURS = { 0: "bad", 1: "good" };
@@ -483,5 +540,5 @@
     );
     select();
   };
-  if (page.samples) showSamples(page.samples);
+  if (page.samples?.length) showSamples(page.samples, page.report);
 })();

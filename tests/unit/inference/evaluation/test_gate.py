@@ -22,7 +22,7 @@ from inference.evaluation.gate import (
 )
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.report.formatting import verdict
+from inference.evaluation.report.pages import outcome
 from tests.conftest import present
 
 NAME = "lambada_last_word"
@@ -257,7 +257,7 @@ def test_an_advisory_breach_neither_hides_nor_outranks_a_critical_bound(make_met
     both = GateResult(advisory.verdicts + critical.verdicts)
     assert (both.exit_code, both.deciding) == (EXIT_INSUFFICIENT, critical.verdicts)
     texts = [
-        verdict(replace(report, bounds={NAME: Bound()}, gate=gate)) for gate in (both, advisory)
+        outcome(replace(report, bounds={NAME: Bound()}, gate=gate))[0] for gate in (both, advisory)
     ]
     assert texts == [
         "gate undecided (1 of 2 bounds need more samples)",

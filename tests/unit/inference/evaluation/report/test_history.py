@@ -15,9 +15,10 @@ from inference.evaluation.record import LatencyPoint, Prediction, RunFacts
 from inference.evaluation.report.compare import (
     ComparedRun,
     compare_runs,
-    comparison_document,
+    comparison_page,
     comparison_text,
 )
+from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import write_report
 from inference.evaluation.report.history import (
     append_run,
@@ -26,7 +27,7 @@ from inference.evaluation.report.history import (
     history_point,
     read_history,
 )
-from inference.evaluation.report.pages import report_document
+from inference.evaluation.report.pages import report_page
 from inference.evaluation.run.evaluator import evaluate
 from tests.conftest import present
 
@@ -112,11 +113,11 @@ def test_only_runs_of_the_same_name_over_the_same_samples_are_drawn(report):
 def test_the_page_draws_the_history_from_the_second_run_on(report, predictions):
     alone = replace(report, history=comparable_history([], report))
     earlier = history_point(replace(report, run_id="earlier"))
-    titles = [each.title for each in report_document(alone, predictions).sections]
-    assert "History" not in titles
-    again = report_document(replace(report, history=(earlier, *alone.history)), predictions)
-    (section,) = (each for each in again.sections if each.title == "History")
-    assert [each.run_id for each in section.charts[0].data] == ["earlier", report.run_id]
+    assert "## History" not in report_page(alone, predictions).text
+    again = report_page(replace(report, history=(earlier, *alone.history)), predictions)
+    assert "## History\n\nThe last 2 runs" in again.text
+    drawn = again.data["report"]["history"]
+    assert [each["run_id"] for each in drawn] == ["earlier", report.run_id]
 
 
 def test_an_evaluation_adds_itself(passages, model, tmp_path):
@@ -134,7 +135,7 @@ def test_an_evaluation_adds_itself(passages, model, tmp_path):
 
 
 def text_of(report, found: ComparedRun) -> str:
-    return comparison_text(comparison_document(report, [found]))
+    return terminal_text(comparison_text(report, [found]))
 
 
 def changed(predictions):
@@ -146,7 +147,7 @@ def changed(predictions):
 def test_changed_samples_are_listed(report, predictions, make_metric):
     better = replace(report, tasks=(replace(report.tasks[0], metrics=(make_metric(value=1.0),)),))
     found = compare_runs((report, predictions), (better, changed(predictions)))
-    (metric,) = found.metrics
+    metric = found.shared[0].comparison
     assert (metric.difference, metric.agreeing, metric.disagreeing) == (0.5, 1, 1)
     (sample,) = found.changed
     assert (sample.second.index, sample.words) == (1, {"lambada_last_word": "now right"})
@@ -157,7 +158,7 @@ def test_other_data_is_not_paired_and_said(report, predictions):
     second = replace(report, tasks=(task,)), changed(predictions)
     found = compare_runs((report, predictions), second)
     assert found.changed == ()
-    assert found.metrics[0].agreeing is None
+    assert found.shared[0].comparison.agreeing is None
     assert "the runs used other data" in text_of(report, found)
 
 
@@ -186,9 +187,9 @@ def test_the_comparison_is_reported_and_drawn(report, predictions):
     assert "lambada_last_word" in reported
     assert "1 sample changed between right and wrong." in reported
     assert "-20.0%" in reported
-    page = comparison_document(report, [found]).html()
+    page = comparison_page(report, [found]).html()
     assert "now right" in page
-    assert r"\u003c/script\u003e\u003cb\u003e\u0026 the" in page
+    assert r"\&lt;/script\&gt;\&lt;b\&gt;\&amp; the" in page
 
 
 def asked(texts, rights, *, task="lambada", group=""):
@@ -213,7 +214,7 @@ def test_samples_are_matched_by_their_content(report, make_metric):
     assert first[:6] == ("lambada", "", "", "", "", "")
     assert [each.second.text for each in found.changed] == [*"onml"]
     assert {each.words["lambada_x"] for each in found.changed} == {"now wrong"}
-    (metric,) = found.metrics
+    metric = found.shared[0].comparison
     assert metric.difference == pytest.approx(-4 / 14)
     assert present(metric.low) < metric.difference < present(metric.high) < 0.05
     assert metric.p_value == pytest.approx(2 * 0.5**4)
@@ -236,7 +237,8 @@ def test_each_task_and_each_group_is_compared_with_itself(report, make_metric):
     german = asked("ab", [1.0, 1.0], group="de")
     first = [*german, *asked("cd", [1.0, 1.0]), *asked("ef", [1.0, 0.0], task="boolq")]
     second = [*german, *asked("cd", [0.0, 0.0]), *asked("ef", [1.0, 1.0], task="boolq")]
-    whole, group, other = compare_runs((run, first), (run, second)).metrics
+    shared = compare_runs((run, first), (run, second)).shared
+    whole, group, other = (each.comparison for each in shared)
     assert (whole.difference, group.difference, other.difference) == (-0.5, 0.0, 0.5)
 
 
@@ -246,7 +248,7 @@ def test_the_interval_of_a_perplexity_is_in_its_unit(report, make_metric):
     texts = "abcdefghij"
     first = asked(texts, [-2.0 - 0.01 * i for i in range(10)])
     second = asked(texts, [-2.1 - 0.011 * i for i in range(10)])
-    (found,) = compare_runs((run, first), (run, second)).metrics
+    found = compare_runs((run, first), (run, second)).shared[0].comparison
     assert found.difference == pytest.approx(exp(2.1 + 0.0495) - exp(2.045))
     assert 0 < present(found.low) < found.difference < present(found.high)
     assert present(found.high) < 1.1 * found.difference

@@ -17,15 +17,15 @@ import pytest
 from inference.evaluation.gate import GateResult, Measured, apply_gate
 from inference.evaluation.options import Bound
 from inference.evaluation.record import LatencyPoint, Prediction, Report, StageTiming
-from inference.evaluation.report.document import Table
-from inference.evaluation.report.pages import report_document
+from inference.evaluation.report.document import markdown, terminal_text
+from inference.evaluation.report.pages import report_page
 from inference.evaluation.run.timing import distribution
 
 _VOID = {"meta"}
 
 
 def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
-    return report_document(report, predictions).html()
+    return report_page(report, predictions).html()
 
 
 class Page(HTMLParser):
@@ -80,14 +80,15 @@ def test_text_of_samples_stays_data(report, predictions, text):
     hostile = [replace(predictions[0], text=text, target=text, answer=text), predictions[1]]
     page = render_html(report, hostile)
     data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert json.loads(data)["samples"]["rows"][0]["text"] == text
+    assert json.loads(data)["samples"][0]["text"] == text
     assert not set(data) & set("<>&\u2028\u2029")
     assert "alert" not in script
 
 
-def test_marks_of_samples_are_in_the_data(page):
-    (data, _) = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert [row["marks"] for row in json.loads(data)["samples"]["rows"]] == [[1], [0]]
+def test_the_page_holds_the_record_and_the_samples(page, report, predictions):
+    found = data_of(page)
+    assert found["report"]["run_id"] == report.run_id
+    assert [row["values"] for row in found["samples"]] == [each.values for each in predictions]
 
 
 @pytest.mark.parametrize("tag", ["style", "script"])
@@ -102,18 +103,11 @@ def data_of(page: str) -> Any:
     return json.loads(re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)[0])
 
 
-def test_metrics_of_one_quantity_share_a_column(report, predictions, make_metric):
-    parts = (make_metric(), make_metric("lambada_last_word_de", sample_value="lambada_last_word"))
-    task = replace(report.tasks[0], metrics=parts)
-    page = render_html(replace(report, tasks=(task,)), predictions)
-    assert data_of(page)["samples"]["metrics"] == ["lambada_last_word"]
-
-
 def test_a_figure_that_json_has_no_number_for_leaves_the_page_readable(report, make_metric):
     task = replace(report.tasks[0], metrics=(make_metric(high=float("inf")),))
     page = render_html(replace(report, tasks=(task,)), ())
     assert "Infinity" not in page
-    assert data_of(page)["sections"][0]["charts"][0]["data"][0]["metrics"][0]["high"] is None
+    assert data_of(page)["report"]["tasks"][0]["metrics"][0]["high"] is None
 
 
 def test_names_are_escaped(report, predictions):
@@ -141,8 +135,8 @@ def test_the_verdict_comes_first(report, predictions, bound, words, kind):
     gate = apply_gate(map(Measured, report.metrics), bounds)
     page = render_html(replace(report, bounds=bounds, gate=gate), predictions)
     assert f'class="pill {kind}">{words}</span>' in page
-    sections = [each["title"] for each in data_of(page)["sections"]]
-    assert sections[0] == ("Gate" if bound else "Results")
+    first = re.findall("^## (.*)$", page, re.MULTILINE)[0]
+    assert first == ("Gate" if bound else "Lambada")
 
 
 def test_undecided_is_neither_good_nor_bad(report, predictions):
@@ -154,23 +148,33 @@ def test_undecided_is_neither_good_nor_bad(report, predictions):
 
 
 def test_the_page_holds_the_markdown_for_readers_without_scripts(report, predictions):
-    document = report_document(report, predictions)
-    (shown,) = re.findall(r"<noscript><pre>(.*?)</pre></noscript>", document.html(), re.DOTALL)
-    assert html.unescape(shown) == document.markdown()
-    assert "| lambada_last_word | 50.00% | 40.00% to 60.00% | 100 |" in document.markdown()
+    found = report_page(report, predictions)
+    (shown,) = re.findall(r'<pre id="markdown">(.*?)</pre>', found.html(), re.DOTALL)
+    assert html.unescape(shown) == found.text
+    assert "| lambada_last_word | 50.00% | 40.00% to 60.00% | 100 |" in found.text
 
 
-def test_cells_of_markdown_hold_no_markup_and_call_nobody(report):
-    text = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b | end"
-    table = Table(("a",), [(text,)]).markdown()
-    assert table.splitlines()[2] == (
-        "| \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` \\_word\\_ a_b \\| end |"
+HOSTILE_TEXT = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b | end"
+
+
+def test_cells_of_markdown_hold_no_markup_and_call_nobody():
+    text = markdown("checkpoints", title="", rows=[("1", HOSTILE_TEXT, "", "", "", "")])
+    assert text.splitlines()[-1] == (
+        "| 1 | \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` \\_word\\_ a_b \\| end "
+        "|  |  |  |"
     )
+    assert HOSTILE_TEXT in terminal_text(text)
+
+
+def test_a_command_cannot_end_its_block(report):
+    command = "python main.py 'a```\n\n## Verdict\n````b'"
+    text = report_page(replace(report, run=replace(report.run, command=command)), ()).text
+    assert "`````\npython main.py 'a```  ## Verdict ````b'\n`````" in text
 
 
 def test_a_report_without_optional_parts_is_drawn(report):
     page = render_html(report, ())
-    assert data_of(page)["samples"] is None
+    assert data_of(page)["samples"] == []
     assert Page(page).open == []
 
 

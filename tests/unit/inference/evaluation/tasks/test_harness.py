@@ -6,8 +6,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,13 +20,10 @@ from inference.evaluation.options import (
     HarnessOptions,
     OpenAIClientOptions,
 )
-from inference.evaluation.record import Report, RequestStatistics
-from inference.evaluation.report.pages import report_document
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare_task
 from inference.evaluation.run.task_run import run_task
-from inference.evaluation.run.timing import distribution
-from inference.evaluation.task import EvaluationError, Metric
+from inference.evaluation.task import EvaluationError
 from inference.evaluation.tasks.harness import HarnessTask
 from tests.fake_model import FakeModel
 
@@ -319,20 +315,3 @@ def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.Monkey
     assert any("pip install 'lm_eval[api]'" in problem for problem in found)
     assert any("deploy.openai.enabled=true" in problem for problem in found)
     assert any("evaluate.harness.include_path=/nowhere" in problem for problem in found)
-
-
-def test_a_task_that_sends_its_own_requests_has_a_page_without_charts_of_load(
-    report: Report, make_metric: Callable[..., Metric]
-) -> None:
-    nothing = RequestStatistics(0, 32, 60.0, 0.0, distribution([]), 0.5, (0, 0))
-    metrics = (
-        make_metric("harness_x_acc", 0.0, stderr=0.0, low=0.0, high=0.0),
-        make_metric("harness_x_perplexity", 1e9, stderr=1e8, low=8e8, high=1.2e9, unit=""),
-    )
-    own = replace(report.tasks[0], name="harness:x", metrics=metrics, requests=nothing)
-    document = report_document(replace(report, tasks=(own,)), [])
-    kinds = {each.title: [chart.kind for chart in each.charts] for each in document.sections}
-    assert kinds["Harness:x"] == ["accuracies"]
-    (lambada,) = (e for e in report_document(report, []).sections if e.title == "Lambada")
-    assert [chart.kind for chart in lambada.charts] == ["accuracies", "load"]
-    assert "harness_x_perplexity" in document.markdown()
