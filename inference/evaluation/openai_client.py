@@ -106,7 +106,7 @@ class OpenAIClient:
             found = answer.get("error") or f"choices {[*choices]} to {len(rows)} prompts"
             raise RequestFailedError(f"{self.url}: an answer with {str(found)[:_SHOWN]}")
         for choice in choices.values():
-            self._end(choice)
+            self.count_end(choice)
         counted = usage_count(answer, "prompt_tokens")
         if counted is not None and all(map(_are_ids, rows)):
             self.check_count(counted, sum(map(len, rows)))
@@ -164,9 +164,9 @@ class OpenAIClient:
                 yield event
         if not last:
             raise PutOffError(f"{self.url}: a stream ended before its answer did")
-        self._end(last)
+        self.count_end(last)
 
-    def _end(self, choice: Mapping[str, Any]) -> None:
+    def count_end(self, choice: Mapping[str, Any]) -> None:
         """Count how an answer ended.
 
         Raises:

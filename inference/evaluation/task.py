@@ -317,6 +317,11 @@ class Task(abc.ABC):
     only_served = False
 
     @property
+    def reused(self) -> int:
+        """The replies of an earlier run that stood for requests that it sends by itself."""
+        return 0
+
+    @property
     def tally(self) -> Tally | None:
         """The ends of requests that it sends by itself; None where it asks the model alone."""
         return None

@@ -201,6 +201,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "inference.evaluation": (
         "export_scripts.files",
+        "export_scripts.ft",
         "export_scripts.suggest",
         "export_scripts.values",
         "inference.front",

@@ -208,7 +208,7 @@ def comparison_page(
     reports = {name: first} | {run.name: run.report for run in runs}
     text = comparison_text(first, runs, name=name, failed=failed, unjudged=unjudged)
     drawn = [(each, asdict(replace(own, history=()))) for each, own in reports.items()]
-    return Page(_title(first), text, {"runs": drawn}, *outcome(runs, failed))
+    return Page(_title(first), text, {"runs": drawn}, *_outcome(runs, failed))
 
 
 def comparison_text(
@@ -238,7 +238,7 @@ def comparison_text(
     return markdown(
         "comparison",
         title=_title(first),
-        verdict=outcome(runs, failed)[0],
+        verdict=_outcome(runs, failed)[0],
         facts=[(name, _described(first)), *((run.name, _described(run.report)) for run in runs)],
         name=name,
         first=first,
@@ -259,7 +259,7 @@ def _title(first: Report) -> str:
     return f"{first.run.name}: comparison"
 
 
-def outcome(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> tuple[str, str]:
+def _outcome(runs: Sequence[ComparedRun], failed: Mapping[str, str]) -> tuple[str, str]:
     """Return what the runs came to in a few words, and its colour."""
     if not failed and not any(run.gate.verdicts for run in runs):
         return "", QUIET

@@ -68,10 +68,10 @@ def times(report: Report) -> dict[str, str]:
 
 def time_text(requests: RequestStatistics) -> str:
     """Return how long requests took, and how fast tokens came."""
-    text = (
-        f"{requests.count:,} request{'s' * (requests.count != 1)} in "
-        f"{seconds_text(requests.seconds)}, p50 {milliseconds_text(requests.latency.p50_ms)}"
-    )
+    count = requests.count or requests.stop + requests.length  # of those that a task words itself
+    text = f"{count:,} request{'s' * (count != 1)} in {seconds_text(requests.seconds)}"
+    if requests.latency.count:
+        text += f", p50 {milliseconds_text(requests.latency.p50_ms)}"
     if requests.generated:
         text += f", {number_text(requests.tokens_per_s)} generated tokens/s"
     return text

@@ -10,7 +10,7 @@ from inference.evaluation.report.document import BAD, GOOD, QUIET, UNDECIDED, Pa
 
 def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:
     """Return the whole report."""
-    verdict, status = outcome(report)
+    verdict, status = verdict_of(report)
     return Page(
         report.run.name,
         _markdown("report", report, predictions),
@@ -34,14 +34,14 @@ def _markdown(template: str, report: Report, predictions: Sequence[Prediction]) 
     return markdown(
         template,
         report=report,
-        verdict=outcome(report)[0],
+        verdict=verdict_of(report)[0],
         changed=changed,
         total=len(predictions),
         latency_note=_latency_note(report),
     )
 
 
-def outcome(report: Report) -> tuple[str, str]:
+def verdict_of(report: Report) -> tuple[str, str]:
     """Return the outcome of the gate in a few words, and its colour."""
     if not report.bounds:
         return "no gate set", QUIET

@@ -11,7 +11,13 @@ from itertools import chain
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
+from inference.evaluation.answered import forget_answered
 from inference.evaluation.bounds import parse_bounds
+from inference.evaluation.environment import (
+    describe_environment,
+    describe_weights,
+    folder_sha256,
+)
 from inference.evaluation.gate import ADVISORY, CRITICAL, Measured, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming
@@ -23,14 +29,8 @@ from inference.evaluation.report.files import (
     write_report,
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history
-from inference.evaluation.run.answered import forget_answered
 from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
-from inference.evaluation.run.environment import (
-    describe_environment,
-    describe_weights,
-    folder_sha256,
-)
 from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
@@ -115,7 +115,7 @@ def _evaluate(
                 served,
                 concurrency=options.concurrency,
                 progress=progress,
-                kept_in=output_dir,
+                is_kept=True,
             )
             for each in prepared
         ]

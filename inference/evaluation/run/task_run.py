@@ -9,17 +9,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+from inference.evaluation.answered import AnswerFile, answered_samples
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.paired_tests import check_drop
 from inference.evaluation.record import Prediction, ReferenceComparison, TaskReport
-from inference.evaluation.run.answered import AnsweredSamples
 from inference.evaluation.run.preparation import Prepared
 from inference.evaluation.run.reference import Reference
 from inference.evaluation.run.timing import RequestTimer
@@ -111,11 +110,11 @@ def run_task(
     *,
     concurrency: int,
     progress: ProgressCallback = lambda _: None,
-    kept_in: Path | None = None,
+    is_kept: bool = False,
 ) -> TaskRun:
     """Evaluate a task on its prepared data, keeping up to `concurrency` samples in flight.
 
-    Answers are kept in the folder `kept_in`, and those that an earlier run has left there are not
+    Answers that `is_kept` keeps next to the report, and those that an earlier run has left, are not
     asked for again.
 
     Raises:
@@ -123,11 +122,11 @@ def run_task(
     """
     task, samples = prepared.task, prepared.samples
     timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
-    kept = None if kept_in is None or task.only_served else AnsweredSamples.of(kept_in, prepared)
-    answered = {}
-    if kept is not None:
-        by_index = {sample.index: sample for sample in samples}
-        answered = kept.read(lambda index: task.score(by_index[index], timer).values)
+    kept = None
+    answered: dict[int, Prediction] = {}
+    if is_kept and not task.only_served:
+        kept = AnswerFile(task, prepared.dataset, samples)
+        answered = answered_samples(kept, samples, lambda each: task.score(each, timer).values)
     earlier = len(answered)
     _ask_all(
         task,
@@ -137,7 +136,7 @@ def run_task(
         concurrency=concurrency,
         progress=progress,
         phase=task.name,
-        keep=(lambda _: None) if kept is None else kept.add,
+        keep=(lambda _: None) if kept is None else (lambda each: kept.add(asdict(each))),
     )
     requests = timer.statistics(concurrency=concurrency)
     if task.tally is not None:
@@ -158,9 +157,13 @@ def run_task(
         metrics=metrics,
         seconds=requests.seconds,
         requests=requests,
-        note=f"{earlier} samples were answered in an earlier run that ended" * bool(earlier),
+        note=_earlier_note(earlier + task.reused, "requests" if task.reused else "samples"),
     )
     return TaskRun(prepared, report, predictions)
+
+
+def _earlier_note(count: int, noun: str) -> str:
+    return f"{count} {noun} were answered in an earlier run that ended" * bool(count)
 
 
 def _ask_all(

@@ -20,9 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from inference.evaluation.answered import AnsweredRequests, AnswerFile
 from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,
+    choices_of,
     listed_model,
 )
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -81,6 +83,8 @@ class HarnessTask(Task):
         self._outcome: Future[tuple[Metric, ...]] = Future()  # one a sample, or why there are none
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
         self._figures: list[_Figure] = []
+        self._drawn: tuple[Dataset, Sequence[Sample]] | None = None
+        self._answers: AnsweredRequests | None = None
 
     def problems(self) -> list[str]:
         """Return that the harness, the endpoint it asks or a folder is missing."""
@@ -144,6 +148,7 @@ class HarnessTask(Task):
             Sample(index, f"{each.task}, {each.metric}", target="", group=self._group(each))
             for index, each in enumerate(self._figures)
         ]
+        self._drawn = dataset, samples
         return dataset, samples
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
@@ -223,6 +228,11 @@ class HarnessTask(Task):
         """The ends of the harness's requests."""
         return self._asked.tally
 
+    @property
+    def reused(self) -> int:
+        """The replies of an earlier run that stood for requests of the harness."""
+        return 0 if self._answers is None else self._answers.reused
+
     def _run(self) -> tuple[Metric, ...]:
         from lm_eval import simple_evaluate
 
@@ -254,10 +264,16 @@ class HarnessTask(Task):
         arguments, client = self._model_arguments(), self._client
         neutral = client.accepted(client.asking(arguments["model"], _PROBE, 1), NEUTRAL)
 
-        def ask(body: Mapping[str, Any]) -> Any:
+        def ask(body: Mapping[str, Any]) -> Mapping[str, Any]:
             return self._asked.patient({**neutral, **body})
 
-        return _asking(ask, threads, chat=client.chat)(**arguments)
+        def reuse(reply: Mapping[str, Any]) -> None:
+            for choice in choices_of(reply):
+                self._asked.count_end(choice)
+
+        assert self._drawn is not None, "prepared before"
+        self._answers = AnsweredRequests(AnswerFile(self, *self._drawn), ask, reuse)
+        return _asking(self._answers, threads, chat=client.chat)(**arguments)
 
     def _model_arguments(self) -> dict[str, Any]:
         """Return what the harness must know of the endpoint.
@@ -298,9 +314,12 @@ class HarnessTask(Task):
         return self.options.harness.batch_size
 
     def _tokenizer(self, model: str) -> dict[str, Any]:
-        """Return by what the harness counts tokens, and whether the server takes their ids."""
+        """Return by what the harness counts tokens, and whether the server takes their ids.
+
+        The server's own word goes before a folder, which transformers may not read.
+        """
         folder = self.options.tokenizer
-        if folder is None and self._client.has_tokenizer:
+        if self._client.has_tokenizer:
             return {"tokenizer_backend": "remote", "tokenized_requests": True}
         if folder is None:
             return {"tokenizer_backend": None}

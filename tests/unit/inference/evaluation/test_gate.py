@@ -22,7 +22,7 @@ from inference.evaluation.gate import (
 )
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.report.pages import outcome
+from inference.evaluation.report.pages import verdict_of
 from tests.conftest import present
 
 NAME = "lambada_last_word"
@@ -257,7 +257,8 @@ def test_an_advisory_breach_neither_hides_nor_outranks_a_critical_bound(make_met
     both = GateResult(advisory.verdicts + critical.verdicts)
     assert (both.exit_code, both.deciding) == (EXIT_INSUFFICIENT, critical.verdicts)
     texts = [
-        outcome(replace(report, bounds={NAME: Bound()}, gate=gate))[0] for gate in (both, advisory)
+        verdict_of(replace(report, bounds={NAME: Bound()}, gate=gate))[0]
+        for gate in (both, advisory)
     ]
     assert texts == [
         "gate undecided (1 of 2 bounds need more samples)",

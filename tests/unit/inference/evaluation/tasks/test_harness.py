@@ -161,6 +161,11 @@ def endpoint(server: Endpoint) -> str:
     return server.url
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def options(**changes: Any) -> EvaluationOptions:
     values = {"output_dir": "out", "data_dir": Path("data"), "tasks": ["harness:two-facts"]}
     return EvaluationOptions(**{**values, **changes})
@@ -253,8 +258,9 @@ def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path: Pat
     assert given["batch_size"] == 1
     assert arguments(server, protocol="openai", model="tiny")["tokenizer_backend"] is None
     server.has_tokenizer = True
-    given = arguments(server, protocol="openai", model="tiny")
-    assert given["tokenizer_backend"] == "remote"
+    for folder in (None, str(tmp_path)):
+        given = arguments(server, protocol="openai", model="tiny", tokenizer=folder)
+        assert given["tokenizer_backend"] == "remote"
     for name in ("other", None):
         with pytest.raises(EvaluationError, match=r"serves tiny, tiny-lora; .*evaluate\.model"):
             arguments(server, protocol="openai", model=name)
@@ -283,6 +289,7 @@ def test_the_requests_of_the_harness_are_sent_by_our_client(
     server.refuses = ("frequency_penalty",)
     own = options(openai_url=server.url, openai=OpenAIClientOptions(chat=chat))
     task = HarnessTask("harness:two-facts", own)
+    task.prepare()
     with pytest.raises(EvaluationError, match="the rest"):
         task._run()
     assert found == [["x"]]
@@ -292,7 +299,39 @@ def test_the_requests_of_the_harness_are_sent_by_our_client(
     assert counts["retried"] == 1
     server.reply = {"choices": [{"text": "", "finish_reason": None}]}
     with pytest.raises(EvaluationError, match="finish_reason null is not the end of an answer"):
-        HarnessTask("harness:two-facts", own)._run()
+        task._run()
+
+
+def test_a_run_of_the_harness_goes_on_where_one_ended(
+    asked: list[dict[str, Any]], server: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [f"question {number}" for number in (*range(9), 8)]  # the last one twice
+
+    def simple_evaluate(model: Any, **_: Any) -> None:
+        for prompt in prompts[:ends]:
+            asyncio.run(model.amodel_call(None, None, [prompt], generate=True))
+        raise TypeError("the server went away")
+
+    def sent() -> tuple[list[str], HarnessTask]:
+        server.bodies.clear()
+        task = HarnessTask("harness:two-facts", options(openai_url=server.url))
+        task.prepare()
+        with pytest.raises(EvaluationError, match="went away"):
+            task._run()
+        questions = [body["prompt"][0] for body in server.bodies]
+        return [each for each in questions if each in prompts], task
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate)
+    ends = 8
+    assert sent()[0] == prompts[:8]
+    ends = len(prompts)
+    again, task = sent()
+    assert again == [*prompts[:4], *prompts[8:]]  # some as a check, and those that are left
+    assert task.reused == 4
+    assert task.tally.counts()["stop"] == len(prompts)
+    assert sent()[0] == prompts[:4]
+    server.reply = {"choices": [{"text": "of another model", "finish_reason": "stop"}]}
+    assert sent()[0] == prompts
 
 
 def test_a_harness_that_fails_is_named_and_not_run_again(

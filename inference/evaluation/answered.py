@@ -1,0 +1,174 @@
+"""The answers that an evaluation got before it ended, from which the next one goes on.
+
+<output_dir>/<task>.answered.jsonl: a line with what was asked, then an answer a line, each written
+as it came: a Prediction, or of a task that words its own requests a request and its reply. The file
+is gone once the report is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from inference.evaluation.environment import describe_weights
+from inference.evaluation.record import Prediction, from_json
+from inference.evaluation.task import Dataset, Sample, Task, sample_ids
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".answered.jsonl"
+_ASKED_AGAIN = 4  # of those answered: the same address may serve another model today
+_NEARLY = 1e-3  # as far as the load moves a log probability
+# Options that no answer depends on; the address of the pipeline's own server is new each time.
+_NOT_ASKED = (
+    "name", "time_limit", "ca", "token_file", "output_dir", "concurrency", "request_timeout_s",
+    "retry_s", "reference", "gate", "advisory", "baseline", "baseline_path",
+    "history_dir", "cpus_per_task", "mem_gb", "latency", "harness", "tasks", "url",
+    "openai_url", "left_out",
+)  # fmt: skip
+
+
+class AnswerFile:
+    """Lines of JSON behind one that says what was asked; those of other questions are not read."""
+
+    def __init__(self, task: Task, dataset: Dataset, samples: Sequence[Sample]) -> None:
+        self._path = Path(task.options.output_dir) / f"{task.name}{_SUFFIX}"
+        self._asked = _asked(task, dataset, samples)
+        self._lock = threading.Lock()
+
+    def lines(self) -> list[bytes]:
+        """Return what an earlier run has left; the text after the last line feed is not whole."""
+        if not self._path.is_file():
+            return []
+        first, *lines = self._path.read_bytes().split(b"\n")
+        return lines[:-1] if first == json.dumps(self._asked).encode() else []
+
+    def add(self, answer: Any) -> None:
+        """Keep an answer."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            if not file.tell():
+                file.write(json.dumps(self._asked) + "\n")
+            file.write(json.dumps(answer) + "\n")
+
+    def forget(self, reason: str = "") -> None:
+        """Remove it; a reason is for the user."""
+        if reason:
+            logger.warning(f"{self._path} {reason}; all is asked anew")
+        with self._lock:
+            self._path.unlink(missing_ok=True)
+
+
+def answered_samples(
+    kept: AnswerFile, samples: Sequence[Sample], ask: Callable[[Sample], Mapping[str, float]]
+) -> dict[int, Prediction]:
+    """Return the answers of an earlier run by their sample's index; `ask` scores one anew.
+
+    None are returned unless some that are asked again are answered as before.
+    """
+    by_index = {sample.index: sample for sample in samples}
+    try:
+        stored = [from_json(Prediction, line) for line in kept.lines()]
+    except ValueError:
+        stored = []
+    found = {each.index: each for each in stored if each.index in by_index}
+    again = sorted(found)[:: max(1, len(found) // _ASKED_AGAIN)][:_ASKED_AGAIN]
+    if any(not _alike(dict(found[index].values), dict(ask(by_index[index]))) for index in again):
+        kept.forget("is of another model")
+        return {}
+    if not found:
+        kept.forget()
+    return found
+
+
+class AnsweredRequests:
+    """Asks each request once, over all runs until one ends; equal ones, as often as they came.
+
+    `ask` sends a request; `reuse` is called with a reply of an earlier run that stands for one.
+
+    Attributes:
+        reused: how many did.
+    """
+
+    def __init__(
+        self,
+        kept: AnswerFile,
+        ask: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        reuse: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._kept, self._ask, self._reuse, self._lock = kept, ask, reuse, threading.Lock()
+        self._stored: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        self._unchecked, self.reused = _ASKED_AGAIN, 0
+        try:
+            for line in kept.lines():
+                request, reply = json.loads(line)
+                self._stored[request].append(reply)
+        except (ValueError, TypeError):
+            self._stored.clear()
+        if not self._stored:
+            kept.forget()
+
+    def __call__(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the reply to a request. Raises what asking does."""
+        request = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        with self._lock:
+            if replies := self._stored.get(request):
+                before = replies.pop(0)
+                if not self._unchecked:
+                    self.reused += 1
+                    self._reuse(before)
+                    return before
+                self._unchecked -= 1
+                reply = self._ask(body)
+                if _alike(before.get("choices"), reply.get("choices")):
+                    return reply
+                self._stored.clear()
+                self._kept.forget("is of another model")
+                self._kept.add([request, reply])
+                return reply
+        reply = self._ask(body)
+        self._kept.add([request, reply])
+        return reply
+
+
+def forget_answered(output_dir: Path) -> None:
+    """Remove what was kept in the folder of a report that is now there."""
+    for path in output_dir.glob(f"*{_SUFFIX}"):
+        path.unlink()
+
+
+def _asked(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> str:
+    """Return a hash of all that the answers depend on, as far as a client knows it."""
+    weights = task.options.weights_dir
+    options = asdict(task.options)
+    kept = {name: value for name, value in options.items() if name not in _NOT_ASKED}
+    facts = [
+        task.name,
+        task.version,
+        dataset.sha256,
+        sample_ids(samples),
+        None if weights is None else describe_weights(weights),
+        kept,
+    ]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def _alike(before: Any, after: Any) -> bool:
+    """Return whether two answers are equal, numbers in them nearly."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(
+            _alike(value, after[name]) for name, value in before.items()
+        )
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_alike, before, after))
+    if isinstance(before, float) and isinstance(after, float):
+        return math.isclose(before, after, rel_tol=_NEARLY, abs_tol=_NEARLY)
+    return bool(before == after)
