@@ -28,16 +28,16 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise RejectedError(f"the body is not JSON: {reason[:200]}") from None
     if not isinstance(value, dict):
         raise RejectedError("the body is not an object of JSON")
-    containers: list[Any] = [value]
-    for _ in range(_MOST_LEVELS):
+    containers, levels = list[Any]([value]), 0
+    while containers:
+        if (levels := levels + 1) > _MOST_LEVELS:
+            raise too_deep
         containers = [
             inner
             for outer in containers
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, (dict, list))
         ]
-    if containers:
-        raise too_deep
     if b"\\u" in data:
         _check_surrogates(value)
     return value

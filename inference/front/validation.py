@@ -181,7 +181,7 @@ class SentTensor(_Record):
     shape: Annotated[
         list[Annotated[int, Field(ge=0, le=_INT64)]], Field(max_length=_MOST_DIMENSIONS)
     ]
-    parameters: _InputParameters = _InputParameters()
+    parameters: _InputParameters = Field(default_factory=_InputParameters)
     data: Any = None
 
     @model_validator(mode="after")
@@ -209,7 +209,7 @@ class SentTensor(_Record):
 
 class _Output(_Record):
     name: _Text
-    parameters: _OutputParameters = _OutputParameters()
+    parameters: _OutputParameters = Field(default_factory=_OutputParameters)
 
 
 class SentRequest(_Record):
@@ -218,7 +218,7 @@ class SentRequest(_Record):
     model_name: _Text = ""
     model_version: _Text = ""
     id: _Text = ""
-    parameters: RequestParameters = RequestParameters()
+    parameters: RequestParameters = Field(default_factory=RequestParameters)
     inputs: Annotated[list[SentTensor], Field(max_length=MOST_ENTRIES)] = []
     outputs: Annotated[list[_Output], Field(max_length=MOST_ENTRIES)] = []
 
@@ -238,7 +238,7 @@ class GenerateRequest(_Record):
     """
 
     id: _Text = ""
-    parameters: RequestParameters = RequestParameters()
+    parameters: RequestParameters = Field(default_factory=RequestParameters)
     tensors: dict[str, Any] = {}
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,9 +23,9 @@ _OPTION_NAMES = {
     "weight_data_type": "--weight-data-type",
     "overwrite": "--overwrite",
 }
-# Files of a repository other than weights.
-_DESCRIPTIONS = re.compile(r"[^/]+\.(json|txt|model)")
-_WEIGHTS = (re.compile(r"[^/]+\.safetensors"), re.compile(r"pytorch_model[^/]*\.bin"))
+# Files of a repository: all but weights, and the formats of these, of which the first is taken.
+_DESCRIPTIONS = ("*.json", "*.txt", "*.model")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
@@ -105,69 +104,29 @@ def _checked(ft_dir: Path, tp_size: int, stored_type: str | None) -> Path:
 
 
 def _download(name: ModelName, ft_dir: Path) -> Path:
-    """Return the downloaded checkpoint, or the copy that an earlier download left.
+    """Return what to convert of a repository: its folder, or the one file that is named.
 
-    Raises ValueError, which names the alternative.
+    Without a network the library finds what an earlier download has left. Raises ValueError, which
+    names the alternative.
     """
+    reason = "it has neither .safetensors nor pytorch_model*.bin; name one of its files, as in "
+    reason += f"{name.repository}:<file>"
     try:
-        import huggingface_hub
-        from huggingface_hub import errors
-    except ImportError as error:
-        raise ValueError(_no_download(name, ft_dir, "huggingface_hub is not installed")) from error
-    try:
-        info = huggingface_hub.HfApi().model_info(name.repository)
-        files = wanted_files([each.rfilename for each in info.siblings or ()], name)
-        folder = Path(huggingface_hub.snapshot_download(name.repository, allow_patterns=files))
-    # Refusals, lost connections, offline mode: connection errors of some versions are not OSErrors.
-    except (OSError, errors.HFValidationError, getattr(errors, "HTTPError", OSError)) as error:
-        sought = name.file or "config.json"
-        earlier = huggingface_hub.try_to_load_from_cache(name.repository, sought)
-        if not isinstance(earlier, str):
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ValueError(_no_download(name, ft_dir, reason)) from error
-        folder = Path(earlier).parents[len(Path(sought).parts) - 1]
-        logger.warning("%s cannot be reached; the copy in %s is used", name.repository, folder)
-    # The part of the repository to convert: an archive, or the folder.
-    if name.file is not None and name.file.endswith(".nemo"):
-        return folder / name.file
-    archives = sorted(folder.glob("*.nemo"))
-    is_archive = len(archives) == 1 and not (folder / "config.json").exists()
-    return archives[0] if is_archive else folder
+        from huggingface_hub import snapshot_download
 
-
-def _no_download(name: ModelName, ft_dir: Path, reason: str) -> str:
-    return (
+        for pattern in _WEIGHTS if name.file is None else (name.file,):
+            wanted = [*_DESCRIPTIONS, pattern]
+            folder = Path(snapshot_download(name.repository, allow_patterns=wanted))
+            if name.file is not None and name.file.endswith(".nemo"):
+                return folder / name.file
+            if any(folder.glob(pattern)):
+                return folder
+    except ImportError:
+        reason = "huggingface_hub is not installed"
+    except Exception as error:  # refusals, lost connections, no network: they have no common kind
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise ValueError(
         f"--hf-model-name={name.text} is not a local path, is not converted ({ft_dir} does not "
         f"exist), and cannot be downloaded: {reason.rstrip('.')}. Without a network give the path "
         "of a checkpoint instead: a Hugging Face folder, a .nemo archive, or a <TP>-gpu folder"
-    )
-
-
-def wanted_files(names: Sequence[str], name: ModelName) -> list[str]:
-    """Return the files of a repository that a conversion needs, of several formats one.
-
-    Raises ValueError if there is nothing to convert, or several archives to choose from.
-    """
-    descriptions = [each for each in names if _DESCRIPTIONS.fullmatch(each)]
-    if name.file is not None:
-        if name.file not in names:
-            raise ValueError(
-                f"--hf-model-name={name.text}: {name.repository} has no file {name.file}; it has "
-                f"{', '.join(sorted(names)) or 'none'}"
-            )
-        return [name.file, *(each for each in descriptions if each != name.file)]
-    for pattern in _WEIGHTS:
-        if weights := [each for each in names if pattern.fullmatch(each)]:
-            return [*descriptions, *weights]
-    archives = [each for each in names if each.endswith(".nemo")]
-    if len(archives) == 1:
-        return archives
-    if archives:
-        raise ValueError(
-            f"--hf-model-name={name.text}: {name.repository} has several models; choose one with "
-            f"--hf-model-name {name.repository}:<file>: {', '.join(sorted(archives))}"
-        )
-    raise ValueError(
-        f"--hf-model-name={name.text}: {name.repository} holds neither .safetensors, "
-        "pytorch_model*.bin nor .nemo files"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,7 @@ import pytest
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
-from inference.pytriton.model_source import (
-    ModelName,
-    parse_model_name,
-    prepare_weights,
-    wanted_files,
-)
+from inference.pytriton.model_source import parse_model_name, prepare_weights
 from tests.conftest import ROOT
 from tests.tiny_text_gpt2 import standing_in_for_the_hub, write_tiny_gpt2
 
@@ -67,38 +63,6 @@ def test_a_path_is_served_under_the_name_of_its_last_part(source: Path) -> None:
 def test_names_that_are_neither_path_nor_repository_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"--hf-model-name={text}"):
         parse_model_name(text)
-
-
-NAMES = ["README.md", "config.json", "tokenizer.json", "merges.txt", "onnx/config.json"]
-
-
-@pytest.mark.parametrize(
-    ("weights", "file", "taken"),
-    [
-        (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], None, ["model.safetensors"]),
-        (["pytorch_model-1-of-2.bin", "rust_model.ot"], None, ["pytorch_model-1-of-2.bin"]),
-        (["a.safetensors", "b.safetensors"], "b.safetensors", ["b.safetensors"]),
-    ],
-)
-def test_one_format_of_weights_is_downloaded(
-    weights: list[str], file: str | None, taken: list[str]
-) -> None:
-    files = wanted_files([*NAMES, *weights], ModelName("m", repository="m", file=file))
-    assert sorted(files) == sorted(["config.json", "tokenizer.json", "merges.txt", *taken])
-
-
-def test_the_only_archive_is_taken_and_one_of_several_must_be_chosen() -> None:
-    name = ModelName("m", repository="m")
-    assert wanted_files(["README.md", "a.nemo"], name) == ["a.nemo"]
-    with pytest.raises(ValueError, match=r"m:<file>: a\.nemo, b\.nemo"):
-        wanted_files(["a.nemo", "b.nemo"], name)
-    with pytest.raises(ValueError, match="holds neither"):
-        wanted_files(["README.md"], name)
-
-
-def test_a_named_file_that_is_not_there_is_reported_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match="has no file b; it has a, c"):
-        wanted_files(["c", "a"], ModelName("m:b", repository="m", file="b"))
 
 
 def test_local_folder_is_converted_once(source: Path, tmp_path: Path) -> None:
@@ -185,7 +149,22 @@ def test_a_download_takes_the_needed_files_and_is_found_again_offline(
     ft_dir.rename(tmp_path / "moved")
     done = run_download("someone/tiny", tmp_path, endpoint=UNREACHABLE, offline=True)
     assert done.stdout == "models/someone_tiny/1-gpu\n", done.stdout + done.stderr
-    assert "cannot be reached; the copy in" in done.stderr
+
+
+def test_a_repository_without_weights_is_refused_and_a_file_may_be_named(
+    source: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for each in source.glob("*.json"):
+        shutil.copy(each, bare)
+    (bare / "a.nemo").write_bytes(b"")
+    with standing_in_for_the_hub({"someone/bare": bare}) as (endpoint, asked):
+        done = run_download("someone/bare", tmp_path, endpoint=endpoint)
+        assert "name one of its files, as in someone/bare:<file>" in done.stdout, done.stderr
+        assert not any(path.endswith(".nemo") for path in asked)
+        run_download("someone/bare:a.nemo", tmp_path, endpoint=endpoint)
+        assert any(path.endswith("a.nemo") for path in asked)
 
 
 @pytest.mark.parametrize("offline", [False, True])
