@@ -159,9 +159,12 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         self._context.guard.note_use()
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
-        sent = await self._context.workers.check(
-            read_message, data, len(request), size_bytes=len(data)
-        )
+        try:
+            sent = await self._context.workers.check(
+                read_message, data, len(request), size_bytes=len(data)
+            )
+        except RejectedError as error:  # the others of a stream go on
+            raise InferError(str(error)) from None
         model = found_model(hosted.models, sent.model_name, sent.model_version)
         whole = memoryview(request)
         parts = [whole[each.content] for each in raw if each.content is not None]

@@ -17,13 +17,12 @@ from inference.front.tracing import outgoing
 from inference.host.calls import InferError, InferRequest, Outputs, Responses
 from inference.host.messages import FINAL_PARAMETER
 from inference.host.models import HostedModel, TensorFacts
+from inference.host.release_2_51 import Cancellations
 from inference.host.tensors import RawTensor, raw_of
 from inference.system.supervision import CANARY_PARAMETER
 
 # The beginning of an error on a stream, which carries no status; without it the request is wrong.
 _ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
-# Release 2.51 is apt to corrupt its memory when many streams are cancelled at the same moment.
-_CANCEL_PAUSE_S = 0.02
 
 
 class TritonConnection:
@@ -31,25 +30,13 @@ class TritonConnection:
 
     def __init__(self, target: str) -> None:
         self.channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-        self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.cancellations = Cancellations()
 
     async def ask(self, call: str, *, timeout_s: float, **fields: Any) -> Any:
         """Return the answer to a call with some fields. Raises grpc.aio.AioRpcError."""
         request = getattr(schema, f"{call}Request")(**fields).SerializeToString()
         reply = await self.channel.unary_unary(SERVICE + call)(request, timeout=timeout_s)
         return getattr(schema, f"{call}Response").FromString(reply)
-
-    def cancel(self, call: Any) -> None:
-        """Cancel a call soon, after those before it; returns at once."""
-        task = asyncio.create_task(self._cancel(call))
-        self._tasks.add(task)  # the event loop itself keeps no task alive
-        task.add_done_callback(self._tasks.discard)
-
-    async def _cancel(self, call: Any) -> None:
-        async with self._turn:
-            if call.cancel():  # it had not ended
-                await asyncio.sleep(_CANCEL_PAUSE_S)
 
 
 class RemoteModel(HostedModel):
@@ -110,7 +97,7 @@ class RemoteModel(HostedModel):
             raise InferError("", "UNAVAILABLE") from None
         finally:
             if not call.done():  # the client has left, or has what it wanted
-                self._server.cancel(call)
+                self._server.cancellations.cancel(call)
 
     def _message(self, request: InferRequest) -> Any:
         message = schema.ModelInferRequest(

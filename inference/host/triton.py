@@ -22,6 +22,7 @@ from inference.front.link import TritonOptions
 from inference.front.rules import UNREACHABLE
 from inference.host.calls import Mailbox
 from inference.host.models import HostedModel
+from inference.host.release_2_51 import without_its_clocks
 from inference.host.remote import TritonConnection, remote_models
 from inference.host.repository import UnservedError
 from inference.server import supervisor
@@ -42,9 +43,6 @@ _KILLED_S = 5.0
 _LONGEST_REPORT = 64 * 1024
 # `/slipway-sockets-12345678/grpc:8001` takes the rest of the 108 bytes of a socket's name.
 _LONGEST_FOLDER = 68
-# Families of metrics that this process counts itself: release 2.51 stops the clock of a request
-# when the Python backend has taken it over, long before the answer.
-_OWN_METRICS = ("nv_inference_", "# HELP nv_inference_", "# TYPE nv_inference_")
 
 
 class TritonRepository:
@@ -208,7 +206,7 @@ class TritonRepository:
                 text = await answer.text()
         except (aiohttp.ClientError, TimeoutError):
             raise RejectedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
-        return [line for line in text.splitlines() if not line.startswith(_OWN_METRICS)]
+        return without_its_clocks(text.splitlines())
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -130,6 +130,23 @@ def test_each_request_of_a_stream_goes_to_the_models_of_its_time() -> None:
     with_stream(check)
 
 
+def test_a_request_of_a_wrong_form_leaves_the_others_of_its_stream_alone() -> None:
+    async def check(calls: Calls, model: Gate) -> None:
+        await calls.ask(SLOW)
+        wrong = service_pb2.ModelInferRequest(model_name="m", id="7")
+        wrong.inputs.add(name="x", datatype="UINT33", shape=[1])
+        await calls.call.write(wrong.SerializeToString())
+        await asyncio.sleep(0.1)
+        model.is_open.set()
+        assert await calls.answer() == ("1", SLOW)
+        reply = service_pb2.ModelStreamInferResponse.FromString(await calls.call.read())
+        assert "UINT33" in reply.error_message
+        await calls.ask(QUICK)
+        assert await calls.answer() == ("1", QUICK)
+
+    with_stream(check)
+
+
 def test_a_refused_request_ends_its_stream_after_the_answers_before_it() -> None:
     async def check(calls: Calls, model: Gate) -> None:
         await calls.ask(SLOW)

@@ -18,6 +18,7 @@ from inference.front.validation import SentRequest
 from inference.host.calls import InferError, InferRequest
 from inference.host.messages import infer_response
 from inference.host.models import HostedModel
+from inference.host.release_2_51 import Cancellations
 from inference.host.remote import TritonConnection, remote_models, stream_error
 from inference.host.tensors import RawTensor, as_array
 from tests.fake_triton import FakeTriton, RefusedError, served
@@ -101,7 +102,7 @@ def test_a_request_arrives_as_it_was_read(options: dict[str, Any]) -> None:
 
 def test_a_stream_that_has_ended_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = list[object]()
-    monkeypatch.setattr(TritonConnection, "cancel", lambda _, call: cancelled.append(call))
+    monkeypatch.setattr(Cancellations, "cancel", lambda _, call: cancelled.append(call))
 
     async def check(model: HostedModel) -> None:
         for _ in range(5):
@@ -184,7 +185,7 @@ def test_streams_are_cancelled_in_order_with_pauses() -> None:
     async def leave() -> None:
         server = TritonConnection("127.0.0.1:9")
         for stream in streams:
-            server.cancel(stream)
+            server.cancellations.cancel(stream)
         while streams[-1].cancelled_at is None:
             await asyncio.sleep(0)
         await server.channel.close()
