@@ -22,9 +22,8 @@ SAMPLE = CHECKOUT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 
 def plan(results: Path, *words: str) -> Plan:
-    composition = compose_config(
-        read_arguments(["export=gpt3/sample", f"base_results_dir={results}", *words]).overrides
-    )
+    given = ["export=gpt3/sample", f"base_results_dir={results}", *words]
+    composition = compose_config(read_arguments(given).overrides)
     assert composition.problems == ()
     assert composition.config is not None
     return plan_pipeline(composition.config, Context())
@@ -203,6 +202,7 @@ def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path: Path) -> None
         "export.run.time_limit=abc",
         "export.model.checkpoint_path=/nowhere.nemo",
         "deploy.time_limit=0",
+        *(f"deploy.{each}_port=0" for each in ("http", "grpc", "metrics")),  # others may be in use
     )
     text = "\n".join(made.problems)
     assert "export.run.time_limit=abc is not a time limit" in text
