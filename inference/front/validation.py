@@ -148,7 +148,7 @@ class RequestParameters(_Parameters):
     timeout: _Whole = 0
 
     # Those that are read here; a model gets the others.
-    taken: ClassVar = frozenset(
+    taken: ClassVar[frozenset[str]] = frozenset(
         {"sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
         | {"triton_enable_empty_final_response"}
     )
