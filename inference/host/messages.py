@@ -17,14 +17,22 @@ from inference.host.models import HostedModel
 from inference.host.tensors import array_of, compact_json, datatype_of, json_elements, raw_of
 
 FINAL_PARAMETER = "triton_final_response"
+# Parameters of `generate` that other servers read: order and time of requests, and their stream.
+_WITHOUT_EFFECT = frozenset({"priority", "timeout", "stream"})
 
 
 def generate_request(model: HostedModel, sent: GenerateRequest) -> InferRequest:
     """Return the request that a client of `generate` asks for. Raises InferError.
 
-    A row fills the last axis of any size.
+    A row fills the last axis of any size. What is neither an input nor a parameter of the protocol
+    would have no effect on a model of this project, and is refused.
     """
-    tensors = {}
+    tensors, parameters = {}, sent.parameters.others()
+    if not model.takes_parameters and (unknown := sorted(parameters.keys() - _WITHOUT_EFFECT)):
+        raise InferError(
+            f"model '{model.name}' takes no {', '.join(unknown)[:200]}; its inputs are "
+            f"{', '.join(sorted(model.inputs))}"
+        )
     for name, row in sent.tensors.items():
         shape = model.shape(model.inputs[name])
         free = max((n for n, size in enumerate(shape) if size == -1), default=None)
@@ -36,7 +44,7 @@ def generate_request(model: HostedModel, sent: GenerateRequest) -> InferRequest:
                 f"input '{name}' of model '{model.name}' has the shape {shape}, and {len(row)} "
                 "values were given"
             ) from None
-    return InferRequest(tensors, id=sent.id, parameters=sent.parameters.others())
+    return InferRequest(tensors, id=sent.id, parameters=parameters)
 
 
 def parts_of(sent: SentRequest, rest: memoryview) -> list[memoryview]:

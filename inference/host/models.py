@@ -108,9 +108,11 @@ class HostedModel:
         about: which checkpoint it serves, in which types, by which version of this project.
         takes_canaries: whether it answers a small request soon, however busy it is.
         is_known: whether it is this project's, or NVIDIA's, and answers such a request at all.
+        takes_parameters: whether it may read parameters of requests.
     """
 
     takes_canaries = is_known = True
+    takes_parameters = False
 
     def __init__(self, config: Any, version: str) -> None:
         self.config, self.name, self.version = config, config.name, version

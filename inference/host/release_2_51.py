@@ -1,4 +1,4 @@
-"""What only tritonserver 2.51, the release of NVIDIA's PyTriton, needs; later ones do without."""
+"""Workarounds for tritonserver 2.51, the release of NVIDIA's PyTriton; later ones need none."""
 
 from __future__ import annotations
 

@@ -46,6 +46,8 @@ class RemoteModel(HostedModel):
     `takes_canaries`.
     """
 
+    takes_parameters = True
+
     def __init__(
         self, config: Any, version: str, server: TritonConnection, *, takes_canaries: bool = True
     ) -> None:

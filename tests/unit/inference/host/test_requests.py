@@ -133,10 +133,9 @@ def test_a_request_that_does_not_fit_is_refused(
 
 
 def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
-    body = json.dumps({"text": "a", "ids": [1, 2, 3], "flat": 7, "id": "5", "no": 1})
+    body = json.dumps({"text": "a", "ids": [1, 2, 3], "flat": 7, "id": "5", "stream": True})
     sent = read_generate(body.encode(), model.datatypes())
     request = generate_request(model, sent)
-    assert request.parameters == {"no": 1}
     shapes = {name: list(value.shape) for name, value in request.tensors.items()}
     assert shapes == {"text": [1, 1], "ids": [1, 3], "flat": [1, 1]}
     assert len(ask(model, request)) == 2
@@ -144,6 +143,16 @@ def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
     outputs = {"y": np.array([[b"b"]], object)}
     answer = json.loads(generated(model, sent, outputs))
     assert answer == {"model_name": "m", "model_version": "1", "id": "5", "y": "b"}
+
+
+def test_a_name_that_is_not_an_input_reaches_models_of_others_alone(model: Echo) -> None:
+    for body in ({"text": "a", "txet": 1}, {"text": "a", "parameters": {"txet": 1}}):
+        sent = read_generate(json.dumps(body).encode(), model.datatypes())
+        model.takes_parameters = False
+        with pytest.raises(InferError, match="model 'm' takes no txet; its inputs are flat, ids"):
+            generate_request(model, sent)
+        model.takes_parameters = True
+        assert generate_request(model, sent).parameters == {"txet": 1}
 
 
 def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
