@@ -293,7 +293,7 @@ def _gguf_file(model: Model, kind: str) -> Path:
     writer.add_tokenizer_model("no_vocab")
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 values = tensors.get_tensor(name).astype("float32")
                 wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
                 data = gguf.quants.quantize(values, wanted)

@@ -158,6 +158,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.system",
     ),
     "inference.front.openai": (
+        "export_scripts.__init__",
         "export_scripts.ft",
         "inference.backend",
         "inference.decoding",

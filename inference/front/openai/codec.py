@@ -83,7 +83,7 @@ class Codec:
             )
         prompt = self._template.render(
             [message.for_template() for message in request.messages],
-            values=request.chat_template_kwargs,
+            values=self._template.effort(request.reasoning_effort) | request.chat_template_kwargs,
             tools=[] if request.tool_choice == "none" else [t.model_dump() for t in request.tools],
             answers=request.add_generation_prompt,
             continues=request.continue_final_message,
@@ -232,6 +232,20 @@ class ChatTemplate:
             "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         }
         return environment.from_string(self.source)
+
+    def effort(self, effort: str | None) -> dict[str, Any]:
+        """Return the variables for a request's `reasoning_effort`, as vLLM has them.
+
+        Raises RejectedError where the template reads none of them.
+        """
+        if effort is None:
+            return {}
+        values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        if effort != "none" and not values.keys() & self._names:
+            raise RejectedError(
+                "reasoning_effort: the chat template does not read it", param="reasoning_effort"
+            )
+        return values
 
     def render(
         self,

@@ -97,7 +97,7 @@ class CompletionRun:
     @property
     def operation(self) -> str:
         """Name of what is asked for, by OpenTelemetry's conventions for generative AI."""
-        return "chat" if self._request.sampling.is_chat else "text_completion"
+        return "chat" if self._request.sampling.kind == "chat" else "text_completion"
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class CompletionRun:
     @property
     def about_prompt(self) -> dict[str, Any]:
         """The fields of a chat's answer about its prompt."""
-        return self._about(self._runs[0]) if self._request.sampling.is_chat else {}
+        return self._about(self._runs[0]) if self._request.sampling.kind == "chat" else {}
 
     def _about(self, run: PromptRun) -> dict[str, Any]:
         about: dict[str, Any] = {}
@@ -252,7 +252,7 @@ class CompletionRun:
         if sampling.return_token_ids:
             part["token_ids"] = ids
         is_scored, offset = sampling.best is not None, run.end
-        if sampling.is_chat:
+        if self._request.sampling.kind == "chat":
             said = ({"role": "assistant"} if is_first else {}) | {"content": text}
             part |= {"message": {**said, "refusal": None}} if whole else {"delta": said}
             return part | {"logprobs": chat_log_probs(tokens, self._codec) if is_scored else None}

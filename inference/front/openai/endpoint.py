@@ -14,9 +14,11 @@ from typing import Any
 
 from aiohttp import web
 
+from export_scripts import __version__
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
+from inference.front.openai.description import described
 from inference.front.openai.prepare import (
     detokenize,
     model_facts,
@@ -91,6 +93,7 @@ class OpenAIEndpoint:
             ("GET", "/tokenizer_info"): self._tokenizer_info,
             ("POST", "/tokenize"): partial(self._converted, tokenize),
             ("POST", "/detokenize"): partial(self._converted, detokenize),
+            ("GET", "/openapi.json"): self._description,
         }
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -192,12 +195,14 @@ class OpenAIEndpoint:
             "model": asked.model,
             "system_fingerprint": self._fingerprint(asked.model),
         }
+        if record is ChatRequest:
+            about["service_tier"] = "default"
         if asked.stream:
             headers = self._page_headers(request) | {REQUEST_ID: request_id(request)}
             return await _streamed(request, run, about, headers, asked.stream_options)
         whole = await run.whole()
         choices = await asyncio.to_thread(lambda: [json.dumps(each).encode() for each in whole])
-        rest = json.dumps({"usage": run.usage, **run.about_prompt}).encode()
+        rest = json.dumps({"usage": _usage(run), **run.about_prompt}).encode()
         body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
         return web.Response(body=body, content_type="application/json")
 
@@ -227,6 +232,9 @@ class OpenAIEndpoint:
     async def _read(self, request: web.BaseRequest, work: Callable[..., Any], *args: Any) -> Any:
         data = await self._guard.body(request, limit=MOST_JSON_BYTES)
         return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
+
+    async def _description(self, _: web.BaseRequest) -> web.Response:
+        return web.json_response(described(__version__))
 
     async def _tokenizer_info(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(self._codec.description())
@@ -267,6 +275,11 @@ def _refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]
     return error, {"error": body}
 
 
+def _usage(run: CompletionRun) -> dict[str, Any]:
+    """Return a request's tokens in OpenAI's form; which of them were cached is not known here."""
+    return {**run.usage, "prompt_tokens_details": None, "completion_tokens_details": None}
+
+
 def _opened(about: Mapping[str, Any]) -> bytes:
     """Return what every part of an answer carries, up to its choices."""
     return json.dumps(about).encode()[:-1] + b', "choices": ['
@@ -290,7 +303,7 @@ async def _streamed(
                 response, opening = web.StreamResponse(headers=_EVENTS | dict(headers)), first
                 await response.prepare(request)
             if options.include_usage and options.continuous_usage_stats:
-                end = b'], "usage": ' + json.dumps(run.usage).encode() + b"}\n\n"
+                end = b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
             await response.write(opening + json.dumps(chunk, ensure_ascii=False).encode() + end)
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
@@ -301,7 +314,7 @@ async def _streamed(
         return response
     assert response is not None, "every answer has a chunk"
     if options.include_usage:
-        await response.write(start + b'], "usage": ' + json.dumps(run.usage).encode() + b"}\n\n")
+        await response.write(start + b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

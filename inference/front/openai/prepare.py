@@ -203,7 +203,7 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     for name in _row(facts, request, ()).keys() - facts.inputs - _REQUIRED:
         needs = _FIELD_OF.get(name, name)
         raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
-    field = "messages" if sampling.is_chat else "prompt"
+    field = "messages" if sampling.kind == "chat" else "prompt"
     for prompt in request.prompts:
         _check_ids(facts, field, prompt.ids)
         prompt_len = len(prompt.ids)

@@ -1,10 +1,13 @@
 """The records of requests: their fields, types and ranges, checked by pydantic.
 
-A field that is null is as good as absent. Every wrong field is reported in one error.
+A field that is null is as good as absent. Every wrong field is reported in one error. Fields that
+change nothing here are in fields.tsv.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -37,22 +40,11 @@ MOST_FIELDS = 256  # each wrong one is named in the answer
 MOST_SEQUENCES = 2048
 MOST_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
-_TEXT_ONLY = "is not supported: this server answers with text"
 # Values that this server itself gives to a chat template.
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "tools",
                   "bos_token", "eos_token", "pad_token", "unk_token", "chat_template")  # fmt: skip
 BAN = -100.0  # a token with this bias is never chosen
-# These concern the account and the service, not the answer.
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("parallel_tool_calls", "verbosity", "reasoning_effort", "prompt_cache_retention"),
-        # Other servers': beam search alone has these, or a tokenizer of another kind.
-        *("length_penalty", "early_stopping", "spaces_between_special_tokens"),
-        *("request_id", "session_id", "include_reasoning"),
-    }
-)
-_T = TypeVar("_T", bound="_Record")
+_T = TypeVar("_T", bound="RequestRecord")
 
 
 def _whole(default: int | None, least: int, most: int) -> Any:
@@ -67,15 +59,16 @@ def _flag(*, default: bool = False) -> Any:
     return Field(default, description="true or false")
 
 
+_Stop = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
 _Stops = Annotated[
-    list[Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]],
+    _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)],
     Field(
-        max_length=MOST_STOPS,
         description=f"a string or a list of strings, at most {MOST_STOPS} of "
-        f"{MOST_STOP_CHARACTERS} characters each",
+        f"{MOST_STOP_CHARACTERS} characters each"
     ),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    AfterValidator(lambda stops: [each for each in stops if each]),
+    AfterValidator(
+        lambda value: [each for each in ([value] if isinstance(value, str) else value) if each]
+    ),
 ]
 
 
@@ -164,28 +157,43 @@ def _check_names(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-# Fields that ask for what this server does not do: the values that they may have, next to those
-# that are false, and the reason.
-_Fields = Mapping[str, tuple[tuple[Any, ...], str]]
-_NEVER_SUPPORTED: _Fields = {
-    "num_beams": ((1,), "must be 1: beams are for clients of Triton's protocol"),
-    "use_beam_search": ((), "must be false: beams are for clients of Triton's protocol"),
-    "include_stop_str_in_output": ((), "must be false"),
-    "truncate_prompt_tokens": ((), "is not supported: a prompt is never cut"),
-    "priority": ((), "must be 0: requests are answered in their order"),
+class _Fixed(NamedTuple):
+    """A field of fields.tsv: the values that it may have, None for any, and why others are not."""
+
+    values: list[Any] | None
+    reason: str
+
+
+def _fixed_fields() -> Iterator[tuple[str, str, _Fixed]]:
+    text = Path(__file__).with_name("fields.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines()[3:]:
+        name, kinds, values, reason = line.split("\t")
+        taken = None if values == "any" else [json.loads(each) for each in values.split()]
+        yield from ((kind, name, _Fixed(taken, reason)) for kind in kinds.split())
+
+
+_FIXED = tuple(_fixed_fields())
+# Names of an answer's length, the first of which counts, and of its form: OpenAI's, vLLM's former
+# ones and its present one.
+SPELLINGS = {
+    "max_tokens": ("max_completion_tokens", "max_tokens", "max_new_tokens"),
+    "structured_outputs": (
+        *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "structured_outputs",
+    ),
 }
-# Names of max_tokens, the first of which counts.
-_LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-# Names of an answer's form: OpenAI's, vLLM's former ones and its present one.
-_STRUCTURES = (
-    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    "structured_outputs",
-)
 
 
-class _Record(BaseModel):
+class RequestRecord(BaseModel):
+    """A request, or a part of one: strict types, and no other fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    unsupported: ClassVar[_Fields] = {}
+    kind: ClassVar[str] = ""
+
+    @classmethod
+    def fixed(cls) -> dict[str, _Fixed]:
+        """Return the fields that change nothing here."""
+        return {name: field for kind, name, field in _FIXED if kind in ("*", cls.kind)}
 
     @model_validator(mode="before")
     @classmethod
@@ -200,15 +208,15 @@ def _given(names: Sequence[str], body: Mapping[str, Any]) -> str | None:
     return next((name for name in names if body.get(name) is not None), None)
 
 
-class StreamOptions(_Record):
+class StreamOptions(RequestRecord):
     """Options of a stream."""
 
     include_usage: bool = _flag()
     continuous_usage_stats: bool = _flag()  # in each chunk; not OpenAI's
-    include_obfuscation: bool = _flag()
+    include_obfuscation: Literal[False] = False
 
 
-class _Open(_Record):
+class _Open(RequestRecord):
     """A part of a conversation; the chat template reads what else it has."""
 
     model_config = ConfigDict(extra="allow")
@@ -272,10 +280,9 @@ class Tool(_Open):
     function: Function
 
 
-class Sampling(_Record):
+class Sampling(RequestRecord):
     """Options of the choice of answers, which both kinds of requests have."""
 
-    is_chat: ClassVar[bool] = False
     n: int = _whole(1, 1, MOST_CHOICES)
     temperature: float = _number(1.0, 0.0, 2.0)
     top_p: float = _number(1.0, 0.0, 1.0)
@@ -286,7 +293,11 @@ class Sampling(_Record):
     stop: _Stops = []
     max_tokens: int | None = _whole(None, 0, _INT32)
     stream: bool = _flag()
-    stream_options: StreamOptions = Field(StreamOptions(), description="an object")
+    stream_options: StreamOptions = Field(
+        StreamOptions(),
+        description="an object with include_usage, continuous_usage_stats, or a false "
+        "include_obfuscation",
+    )
     model: str = Field("", description="a string")
     # Not OpenAI's; spelled as in other servers.
     top_k: int = _whole(0, -1, _INT32)
@@ -307,12 +318,12 @@ class Sampling(_Record):
         """Gather what several names stand for."""
         if not isinstance(value, dict):
             return value
-        several = {*_LENGTHS, *_STRUCTURES}
-        rest = {name: each for name, each in value.items() if name not in several}
-        if (length := _given(_LENGTHS, value)) is not None:
+        lengths, structures = SPELLINGS.values()
+        rest = {name: each for name, each in value.items() if name not in lengths + structures}
+        if (length := _given(lengths, value)) is not None:
             rest["max_tokens"] = value[length]
-        if _given(_STRUCTURES, value) is not None:
-            rest["structured_outputs"] = {name: value.get(name) for name in _STRUCTURES}
+        if _given(structures, value) is not None:
+            rest["structured_outputs"] = {name: value.get(name) for name in structures}
         return rest
 
     best_of: int | None = _whole(None, 1, MOST_CHOICES)
@@ -362,10 +373,7 @@ class Sampling(_Record):
 class CompletionRequest(Sampling):
     """A request of /v1/completions; each prompt is a text or token ids."""
 
-    unsupported: ClassVar[_Fields] = {
-        **_NEVER_SUPPORTED,
-        "suffix": ((), "is not supported: the model continues a text at its end"),
-    }
+    kind: ClassVar[str] = "completions"
     prompt: _Prompts
     max_tokens: int | None = _whole(16, 0, _INT32)
     add_special_tokens: bool = _flag(default=True)
@@ -396,18 +404,7 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """A request of /v1/chat/completions; messages as the chat template takes them."""
 
-    is_chat: ClassVar[bool] = True
-    unsupported: ClassVar[_Fields] = {
-        **_NEVER_SUPPORTED,
-        **dict.fromkeys(("functions", "audio", "prediction", "web_search_options"),
-                        ((), _TEXT_ONLY)),
-        "function_call": (("none", "auto"), _TEXT_ONLY),
-        "modalities": ((["text"],), 'must be ["text"]'),
-        "best_of": ((1,), "must be 1"),
-        "echo": ((), "must be false"),
-        "chat_template": ((), "is this server's own: deploy.openai.chat_template"),
-        "documents": ((), "is not supported; a template may take them as chat_template_kwargs"),
-    }  # fmt: skip
+    kind: ClassVar[str] = "chat"
     messages: list[Message] = Field(
         min_length=1,
         fail_fast=True,
@@ -419,6 +416,9 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto"] = Field(
         "auto", description='"none" or "auto": an answer is not made to call a tool'
     )
+    parallel_tool_calls: bool = _flag(default=True)
+    # A template has its own words for it.
+    reasoning_effort: str | None = Field(None, description="a string")
     add_generation_prompt: bool = _flag(default=True)
     continue_final_message: bool = _flag()
     add_special_tokens: bool = _flag()
@@ -436,27 +436,27 @@ class ChatRequest(Sampling):
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
         found = super().problems()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             found["top_logprobs"] = "needs logprobs=true"
         if self.max_tokens == 0:
             found["max_tokens"] = "must be at least 1"
         if self.continue_final_message and self.add_generation_prompt:
             found["continue_final_message"] = "needs add_generation_prompt=false"
+        if self.tools and not self.parallel_tool_calls:
+            found["parallel_tool_calls"] = "must be true: calls in an answer are not counted"
         return found
 
 
-class EmbeddingRequest(_Record):
+class EmbeddingRequest(RequestRecord):
     """A request of /v1/embeddings; each input is a text or token ids."""
 
-    unsupported: ClassVar[_Fields] = {
-        "dimensions": ((), "is not supported: a vector is as long as the model's hidden states"),
-    }
+    kind: ClassVar[str] = "embeddings"
     input: _Prompts
     model: str = Field("", description="a string")
     encoding_format: Literal["float", "base64"] = Field("float", description='"float" or "base64"')
 
 
-class TokenizeRequest(_Record):
+class TokenizeRequest(RequestRecord):
     """A request of /tokenize."""
 
     prompt: Annotated[str, AfterValidator(_check_length)] = Field(description="a string")
@@ -464,7 +464,7 @@ class TokenizeRequest(_Record):
     add_special_tokens: bool = _flag(default=True)
 
 
-class DetokenizeRequest(_Record):
+class DetokenizeRequest(RequestRecord):
     """A request of /detokenize."""
 
     tokens: list[_TokenId] = Field(
@@ -482,8 +482,8 @@ def read_request(
     """
     if len(body) > MOST_FIELDS:
         raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
-    other = _WITHOUT_EFFECT | kind.unsupported.keys()
-    values = {name: value for name, value in body.items() if name not in other}
+    fixed = kind.fixed()
+    values = {name: value for name, value in body.items() if name not in fixed}
     for name, value in (defaults or {}).items():
         # A request's presence_penalty takes the place of a repetition_penalty.
         is_replaced = name == "repetition_penalty" and values.get("presence_penalty")
@@ -501,10 +501,11 @@ def read_request(
             problems.setdefault(str(each["loc"][0])[:100], _words(kind, each))
         if found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1:
             code = "unknown_parameter"
-    for name, (allowed, reason) in kind.unsupported.items():
-        if body.get(name) and body[name] not in allowed:
-            problems[name] = reason
-    for name, names in (("max_tokens", _LENGTHS), ("structured_outputs", _STRUCTURES)):
+    for name, field in fixed.items():
+        value = body.get(name)
+        if value is not None and field.values is not None and value not in field.values:
+            problems[name] = field.reason
+    for name, names in SPELLINGS.items():
         if name in problems:  # the client may have called it something else
             problems[_given(names, body) or name] = problems.pop(name)
     if problems:
@@ -513,7 +514,7 @@ def read_request(
     return request
 
 
-def _words(kind: type[_Record], error: Any) -> str:
+def _words(kind: type[RequestRecord], error: Any) -> str:
     name, *inner = error["loc"]
     if error["type"] == "missing":
         return "is missing"

@@ -56,6 +56,8 @@ def test_a_recorded_body_is_taken(record: dict[str, Any]) -> None:
         ({"stop": list("abcdefghijklmnop")}, {"stop": list("abcdefghijklmnop")}),
         ({"stop_token_ids": [1, 2.0]}, {"stop_token_ids": [1, 2]}),
         ({"num_beams": 1, "use_beam_search": False, "early_stopping": True}, {}),
+        ({"bad_words": [], "stream_interval": 1, "include_reasoning": True, "suffix": ""}, {}),
+        ({"reasoning_effort": "none", "prompt_cache_options": {"ttl": "30m"}}, {}),
     ],
 )
 def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -> None:
@@ -68,6 +70,14 @@ def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -
     [
         ({"num_beams": 2}, "num_beams"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"cache_salt": "mine"}, "cache_salt"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "messages": TALK}, "reasoning_effort"),
+        ({"verbosity": "low", "messages": TALK}, "verbosity"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"stop_token_ids": ["</s>"]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"min_p": 2}, "min_p"),
@@ -240,6 +250,58 @@ def test_variables_of_the_template_come_from_the_server_and_the_request() -> Non
     assert template.render(TALK, answers=False) == "user: Who?\n"
 
 
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "-- Who?"),
+        ({"reasoning_effort": "low"}, "low-True Who?"),
+        ({"reasoning_effort": "none"}, "none-False Who?"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "low-False Who?",
+        ),
+    ],
+)
+def test_the_effort_of_reasoning_is_the_templates(fields: dict[str, Any], prompt: str) -> None:
+    template = ChatTemplate(
+        "{{ reasoning_effort or '-' }}-{{ enable_thinking }} {{ messages[0].content }}", {}
+    )
+    codec, spoken = Codec(Received(), template), Received.spoken
+    codec.encode_chat(read_request(ChatRequest, {"messages": TALK, **fields}))
+    assert spoken.pop() == prompt
+
+
+def test_an_answer_has_the_fields_that_clients_read() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        answer = await ask(client, CHAT, messages=TALK, top_logprobs=0)
+        assert answer["service_tier"] == "default"
+        assert answer["usage"]["prompt_tokens_details"] is None
+        *_, last, _ = await events(
+            client, CHAT, messages=TALK, stream_options={"include_usage": True}
+        )
+        assert last["usage"] == answer["usage"]
+
+    run(check, template=ChatTemplate(TEMPLATE, {}))
+
+
+def test_the_description_has_every_field_and_its_spellings() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        async with client.get("/openapi.json") as response:
+            description = await response.json()
+        chat, whole = (
+            description["components"]["schemas"][each]["properties"]
+            for each in ("ChatRequest", "CompletionRequest")
+        )
+        assert chat.keys() >= ChatRequest.model_fields.keys() | {"max_completion_tokens", "user"}
+        assert whole["suffix"]["enum"] == [""]
+        assert whole["temperature"]["maximum"] == 2
+        assert description["paths"].keys() >= {"/v1/completions", CHAT, "/v1/embeddings"}
+        for record in RECORDED:
+            assert record["body"].keys() <= (chat if "messages" in record["body"] else whole).keys()
+
+    run(check)
+
+
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALLED = {"name": "weather", "arguments": '{"at": "Rome"}'}
 CALL = {"id": "1", "type": "function", "function": CALLED}
@@ -286,6 +348,7 @@ def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "a"}}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, "messages"),
+        ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [WEATHER]}, "tools"),  # the template has no place for them
     ],
 )

@@ -72,7 +72,8 @@ def test_a_completion_ends_at_the_end_token_and_counts_it() -> None:
         (choice,) = answer["choices"]
         assert choice["text"] == "Hello, you there!"
         assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
-        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 18, "total_tokens": 20}
+        counts = {"prompt_tokens": 2, "completion_tokens": 18, "total_tokens": 20}
+        assert answer["usage"].items() >= counts.items()
         short = await ask(client, max_tokens=5, echo=True)
         assert short["choices"][0]["text"] == "OhHello"
         assert short["choices"][0]["finish_reason"] == "length"
