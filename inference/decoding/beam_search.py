@@ -9,17 +9,16 @@ its own length.
 # Shapes: K beams, m running beams, W candidates of a beam, R tokens asked for
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from inference.decoding.answer import GrowingAnswer
 from inference.decoding.candidates import Candidates, GroupKey
-from inference.decoding.draws import RowBias, join_bias, prompt_ids
-from inference.decoding.processors import LogitRules
-from inference.decoding.rows import FinishReason, PromptResult, RowRequest, RowResult
+from inference.decoding.processors import LogitRules, temperature_divisor
+from inference.decoding.rows import FinishReason, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
-from inference.decoding.word_lists import banned_ids, ends_with
+from inference.decoding.word_lists import ends_with
 
 # The score that every beam but the first starts from, so that the first step fills all from one.
 UNSTARTED = -1e20
@@ -57,28 +56,21 @@ class Extensions(NamedTuple):
     scores: Array
 
 
-class BeamRow:
-    """One row of a decoder-only beam search; beams are kept in the order of their last ranking."""
-
-    rank_chooses = False
+class BeamSearch(GrowingAnswer):
+    """A decoder-only beam search; beams are kept in the order of their last ranking."""
 
     def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
-        self.request = request
-        self.options = o = request.options
+        super().__init__(request, vocab_size=vocab_size)
+        o = self.options
         self.slots = o.beam_width
         self.generated = 0
         self.beams = [Hypothesis(), *[Hypothesis(cum_log_prob=UNSTARTED)] * (self.slots - 1)]
-        self._vocab_size = vocab_size
-        self.prompt = PromptResult()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
-        # Values that all beams share; each has its own answer.
-        self._logit_bias = RowBias(o, output_len=0).arrays()
-        self._prompt_ids = prompt_ids(request.context_ids, vocab_size)
 
     @property
     def is_finished(self) -> bool:
         """True when no beam runs any more."""
-        return not self.running
+        return self.error is not None or not self.running
 
     @property
     def running(self) -> list[int]:
@@ -92,19 +84,12 @@ class BeamRow:
 
     def rules(self) -> list[LogitRules]:
         """Return what to do to the logits of each running slot in this step."""
-        o = self.options
-        penalised = o.is_penalised and self.request.context_len + self.generated > 1
-        forbidden_ids = o.end_ids if self.generated < o.min_length else ()
+        divisor = temperature_divisor(self.options.temperature)
+        penalty, forbidden = self.penalty(self.generated), self._forbidden(self.generated)
         rules = []
         for tokens in (self.beams[k].tokens for k in self.running):
-            answer = np.array(tokens, np.int64)
-            seen = np.concatenate([self._prompt_ids, answer]) if penalised else None
-            parts = [self._logit_bias] if o.logit_bias else []
-            if o.frequency_penalty:
-                ids, counts = np.unique(answer, return_counts=True)
-                parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
-            banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
-            rules.append(LogitRules(o, join_bias(*parts, banned=banned), seen, forbidden_ids))
+            marks = self._marks(tokens, self._newest(tokens))
+            rules.append(LogitRules(1.0, divisor, penalty, marks, forbidden))
         return rules
 
     def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,13 +98,14 @@ class BeamRow:
             return ()
         return self.request.context_ids[-self._tail :] + tokens[-self._tail :]
 
-    def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
-        """Take the step; return the newest token and the parent of each slot."""
+    def advance(self, candidates: Candidates) -> None:
+        """Take the step."""
         # All beams of a row share this length: its own cache entries, not the padded ones.
         best = self._extensions(candidates, length=self.request.context_len + self.generated)
         self.beams = [self._extended(best, i) for i in range(self.slots)]
         self.generated += 1
-        return best.tokens[: self.slots].tolist(), best.parents[: self.slots].tolist()
+        self.tokens = tuple(best.tokens[: self.slots].tolist())
+        self.parents = best.parents[: self.slots].tolist()
 
     def _extensions(self, candidates: Candidates, *, length: int) -> Extensions:
         """Rank all extensions; a finished beam has one, by its end id at no cost."""
@@ -176,8 +162,8 @@ class BeamRow:
         )
 
 
-class PooledBeamRow(BeamRow):
-    """One row of an encoder-decoder beam search, which ends when its pool of hypotheses is full."""
+class PooledBeamSearch(BeamSearch):
+    """An encoder-decoder beam search, which ends when its pool of hypotheses is full."""
 
     def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
@@ -190,10 +176,11 @@ class PooledBeamRow(BeamRow):
     @property
     def is_finished(self) -> bool:
         """True when the pool is full or the answer has its length."""
-        return self._is_full or self.generated == self.request.output_len
+        is_done = self._is_full or self.generated == self.request.output_len
+        return self.error is not None or is_done
 
-    def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
-        """Take the step; return the newest token and the parent of each running beam."""
+    def advance(self, candidates: Candidates) -> None:
+        """Take the step."""
         best = self._extensions(candidates, length=self.generated + 1)
         kept: list[Hypothesis] = []
         parents = [0] * self.slots
@@ -212,7 +199,8 @@ class PooledBeamRow(BeamRow):
         dead = Hypothesis(tokens, (*first.log_probs, 0.0), UNSTARTED, reason)
         self.beams = kept + [dead] * (self.slots - len(kept))
         self.generated += 1
-        return [beam.tokens[-1] for beam in self.beams], parents
+        self.tokens = tuple(beam.tokens[-1] for beam in self.beams)
+        self.parents = parents
 
     def _offer(self, hypothesis: Hypothesis) -> bool:
         """Take a hypothesis into the pool; False if it is full of better ones.

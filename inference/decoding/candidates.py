@@ -40,12 +40,12 @@ class Candidates:
 
 
 class GroupKey(NamedTuple):
-    """The settings that rows share whose candidates are selected together.
+    """The settings that answers share whose candidates are selected together.
 
-    A plain row takes the best of the raw logits; the logits of the others are processed first.
+    A plain one takes the best of the raw logits; the logits of the others are processed first.
     """
 
-    kind: Literal["plain", "greedy", "top_k", "nucleus", "beam"]
+    kind: Literal["plain", "sample", "beam"]
     width: int
     needs_norm: bool
 

@@ -68,16 +68,9 @@ class TokenMarks(NamedTuple):
     bias: Array
 
 
-def join_bias(
-    *parts: tuple[Array, Array], banned: Sequence[int] = ()
-) -> tuple[Array, Array] | None:
-    """Return ids and their biases of all parts and bans; None for no ids. Those of an id add up."""
-    if banned:
-        parts = (*parts, (np.asarray(banned, np.int64), np.full(len(banned), -np.inf, np.float32)))
-    if not parts:
-        return None
-    ids, bias = zip(*parts, strict=True)
-    return np.concatenate(ids), np.concatenate(bias)
+NO_IDS = np.empty(0, np.int64)
+NO_BIAS = np.empty(0, np.float32)
+NO_MARKS = TokenMarks(NO_IDS, NO_IDS, NO_BIAS)
 
 
 def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
@@ -86,31 +79,20 @@ def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
     return ids[ids < vocab_size]
 
 
-class RowBias:
-    """The bias of a sampled row, which the frequency penalty changes token by token.
+def biases(params: RowOptions, answer: Sequence[int]) -> tuple[Array, Array]:
+    """Return the ids with a bias after the tokens of an answer, and the biases (fp32).
 
-    It is subtracted once for each token, as ranks do: the sums round alike.
+    The frequency penalty is subtracted once for each token, as ranks do: the sums round alike.
     """
-
-    def __init__(self, options: RowOptions, output_len: int) -> None:
-        self._frequency = np.float32(options.frequency_penalty)
-        self._place = {token: n for n, (token, _) in enumerate(options.logit_bias)}
-        room = len(self._place) + (output_len if self._frequency else 0)
-        self._ids, self._bias = np.zeros(room, np.int64), np.zeros(room, np.float32)
-        for n, (token, value) in enumerate(options.logit_bias):
-            self._ids[n], self._bias[n] = token, value
-
-    def append(self, token: int) -> None:
-        """Add a generated token."""
-        if self._frequency:
-            place = self._place.setdefault(token, len(self._place))
-            self._ids[place] = token
-            self._bias[place] -= self._frequency
-
-    def arrays(self) -> tuple[Array, Array]:
-        """Return the ids and their biases."""
-        count = len(self._place)
-        return self._ids[:count], self._bias[:count]
+    if not params.is_biased:
+        return NO_IDS, NO_BIAS
+    given = dict(params.logit_bias)
+    tokens = [*given, *(answer if params.frequency_penalty else ())]
+    ids, places = np.unique(np.array(tokens, np.int64), return_inverse=True)
+    bias = np.zeros(len(ids), np.float32)
+    bias[places[: len(given)]] = list(given.values())
+    np.subtract.at(bias, places[len(given) :], np.float32(params.frequency_penalty))
+    return ids, bias
 
 
 class Xorwow:

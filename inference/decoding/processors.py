@@ -7,12 +7,12 @@ not depend on the other slots, bit for bit.
 # Shapes: N slots of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from inference.decoding.options import RowOptions
+from inference.decoding.draws import NO_MARKS, UNMARKED, Penalty, TokenMarks
 from inference.decoding.rows import TokenScore
 from inference.decoding.tensor_fields import Array
 
@@ -25,20 +25,20 @@ _BOUNDS = torch.from_numpy(np.where(_BITS, np.inf, -np.inf).astype(np.float32)) 
 _TEMPERATURE_EPSILON = np.float32(1e-6)
 
 
-@dataclass(frozen=True)
-class LogitRules:
-    """Rules for the logits of one slot in this step.
+class LogitRules(NamedTuple):
+    """Rules for the logits of one slot in this step, as `draws` has them.
 
-    `bias` holds ids and what is added to their logits, as `join_bias` returns them. `seen` lists
-    the ids that the penalties of `options` act on; an id may occur more than once. `forbidden_ids`
-    are the end ids while the minimum length is not reached. `mask` has a bit for each token that
-    may come next, lowest first, (X / 8,) uint8.
+    Beam search has a `divisor` in place of the factor. `forbidden_ids` are the end ids while the
+    minimum length is not reached. `mask` has a bit for each token that may come next, lowest first,
+    (X / 8,) uint8.
     """
 
-    options: RowOptions
-    bias: tuple[Array, Array] | None = None
-    seen: Array | None = None
+    factor: float = 1.0
+    divisor: float = 1.0
+    penalty: Penalty = UNMARKED
+    marks: TokenMarks = NO_MARKS
     forbidden_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
     mask: Array | None = None
 
 
@@ -47,22 +47,37 @@ def process_logits(
 ) -> torch.Tensor:
     """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
-    apply_masks(x, rules)
-    given = [(i, *r.bias) for i, r in enumerate(rules) if r.bias is not None]
-    if given:
-        rows, ids, bias = zip(*given, strict=True)
-        each_row = np.repeat(rows, [len(each) for each in ids])
-        places = (_to(x, each_row), _to(x, np.concatenate(ids)))
-        x.index_put_(places, _to(x, np.concatenate(bias)).to(x.dtype), accumulate=True)
-    apply_temperature(x, rules)
-    apply_penalty(x, rules)
-    # A model's own end id may lie outside its vocabulary, where it cannot come up anyway.
-    pairs = [(i, token) for i, rule in enumerate(rules) for token in rule.forbidden_ids]
-    if banned := [pair for pair in pairs if 0 <= pair[1] < vocab_size]:
-        index = _to(x, np.asarray(banned, np.int64))  # (count, 2)
-        x[index[:, 0], index[:, 1]] = LOWEST
-    apply_min_p(x, rules)
+    _apply_masks(x, rules)
+    if biased := _places(x, [rule.marks.ids for rule in rules]):
+        bias = np.concatenate([rule.marks.bias for rule in rules])
+        x.index_put_(biased, _to(x, bias).to(x.dtype), accumulate=True)
+    if (factors := _column(x, [rule.factor for rule in rules])) is not None:
+        x.mul_(factors)
+    if (divisors := _column(x, [rule.divisor for rule in rules])) is not None:
+        x.div_(divisors)
+    _apply_penalty(x, rules)
+    if forbidden := _places(x, [rule.forbidden_ids for rule in rules]):
+        x[forbidden] = LOWEST
+    _apply_min_p(x, rules)
     return x
+
+
+def _column(x: torch.Tensor, values: Sequence[float]) -> torch.Tensor | None:
+    """Return a number for each row of `x` (n, 1) fp32; None if all of them are 1."""
+    if all(value == 1 for value in values):
+        return None
+    return _to(x, np.array(values, np.float32))[:, None]
+
+
+def _places(
+    x: torch.Tensor, ids: Sequence[Sequence[int] | Array]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the row and the id of each of the `ids` of rows of `x`, None for no ids."""
+    sizes = [len(row_ids) for row_ids in ids]
+    if not any(sizes):
+        return None
+    places = np.repeat(np.arange(len(sizes)), sizes), np.concatenate(ids).astype(np.int64)
+    return _to(x, places[0]), _to(x, places[1])
 
 
 def pad_vocabulary(logits: torch.Tensor) -> torch.Tensor:
@@ -89,40 +104,27 @@ def temperature_factor(temperature: float) -> float:
     """
     if temperature == 1:
         return 1.0
-    return float(np.float32(1) / (np.float32(temperature) + _TEMPERATURE_EPSILON))
+    return float(np.float32(1) / np.float32(temperature_divisor(temperature)))
 
 
-def apply_temperature(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
-    """Scale each row of `x` by its temperature: sampling multiplies, beam search divides."""
-    factors, divisors = np.ones(len(rules), np.float32), np.ones(len(rules), np.float32)
-    for nth, options in enumerate(rule.options for rule in rules):
-        if options.beam_width == 1:
-            factors[nth] = temperature_factor(options.temperature)
-        elif options.temperature != 1:
-            divisors[nth] = np.float32(options.temperature) + _TEMPERATURE_EPSILON
-    if (factors != 1).any():
-        x.mul_(_to(x, factors)[:, None])
-    if (divisors != 1).any():
-        x.div_(_to(x, divisors)[:, None])
+def temperature_divisor(temperature: float) -> float:
+    """Return the number by which beam search divides logits; 1 leaves them untouched."""
+    return 1.0 if temperature == 1 else float(np.float32(temperature) + _TEMPERATURE_EPSILON)
 
 
-def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
-    """Penalise every id a slot has seen, once, whatever its count."""
-    where = [(i, r.seen) for i, r in enumerate(rules) if r.seen is not None and len(r.seen)]
-    if not where:
+def _apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+    """Penalise every id that a slot has seen, once, whatever its count."""
+    ids = [rule.marks.seen for rule in rules]
+    if (seen := _places(x, ids)) is None:
         return
-    sizes = [len(seen) for _, seen in where]
-    which = [i for i, _ in where]
-    rows = _to(x, np.repeat(np.asarray(which, np.int64), sizes))
-    ids = _to(x, np.concatenate([seen for _, seen in where]).astype(np.int64))
-    repetition = np.asarray([rules[i].options.repetition_penalty for i in which], np.float32)
-    presence = np.asarray([rules[i].options.presence_penalty for i in which], np.float32)
-    r, a = _to(x, np.repeat(repetition, sizes)), _to(x, np.repeat(presence, sizes))
-    old = x[rows, ids]  # an id that occurs twice is read twice before it is written
-    x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
+    sizes = [len(row_ids) for row_ids in ids]
+    penalties = np.array([rule.penalty for rule in rules], np.float32)
+    r, a = (_to(x, np.repeat(penalties[:, nth], sizes)) for nth in (0, 1))
+    old = x[seen]  # an id that occurs twice is read twice before it is written
+    x[seen] = torch.where(old < 0, old * r, old / r) - a
 
 
-def apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+def _apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     """Exclude the tokens that the mask of a row does not have."""
     masked = [(i, rule.mask) for i, rule in enumerate(rules) if rule.mask is not None]
     if not masked:
@@ -134,9 +136,9 @@ def apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
         x[row, : len(bound)].clamp_(max=bound)
 
 
-def apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+def _apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     """Exclude the ids of a row that are less likely than `min_p` times its likeliest one."""
-    shares = np.asarray([rule.options.min_p for rule in rules], np.float32)
+    shares = np.asarray([rule.min_p for rule in rules], np.float32)
     if not shares.any():
         return
     with np.errstate(divide="ignore"):

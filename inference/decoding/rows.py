@@ -143,22 +143,6 @@ class SessionTurn:
 
 
 @dataclass(frozen=True)
-class RowStep:
-    """One decoding step of one row.
-
-    `tokens` holds the newest token of each of its slots, and `parents` the slot (0-based, within
-    the row) whose cache each slot continues; None means that every slot continues its own. After
-    `finished` the row takes no more steps. A row whose logits were unusable has `error` set and is
-    finished; the others are not affected.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...] | None
-    finished: bool
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class TokenScore:
     """The log probability of one token under the model, and the best tokens of its place.
 

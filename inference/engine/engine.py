@@ -12,7 +12,6 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.families.layout.config import FTConfig
-from inference.decoding.generate import BatchDecoder
 from inference.decoding.rows import (
     PREFIX_PROMPT,
     GenerationRequest,
@@ -20,6 +19,7 @@ from inference.decoding.rows import (
     RequestError,
     SessionTurn,
 )
+from inference.decoding.sampler import Sampler
 from inference.engine.base import EngineBase
 from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
@@ -146,7 +146,7 @@ class Engine(EngineBase[RunningRequest]):
         return self.submit(request, turn=turn).result()
 
     def _make_scheduler(self) -> Scheduler:
-        decoder = BatchDecoder(
+        sampler = Sampler(
             self.limits.vocab_size,
             hypothesis_pool=self.limits.encoder_decoder,
             output_log_probs_mode=self.options.output_log_probs_mode,
@@ -163,7 +163,7 @@ class Engine(EngineBase[RunningRequest]):
             rotary=getattr(architecture, "rotary", None),
         )
         return Scheduler(
-            decoder,
+            sampler,
             cache,
             embedding_base=self._embedding_base,
             chunk=ChunkSize(self.options.max_stall_s, **size),

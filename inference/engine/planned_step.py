@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inference.decoding.draws import ARG_MAX, UNMARKED, DrawParameters, Penalty, TokenMarks
-from inference.decoding.sampling import SamplingRow
+from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
 from inference.engine.queued_request import PlannedStep
 from inference.engine.running import RunningRequest, RunningRow
@@ -140,7 +140,7 @@ def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
         draws += [ARG_MAX] * unread
         if chooses:
             choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
-            assert isinstance(row.decoded, SamplingRow)
+            assert isinstance(row.decoded, SampledAnswer)
             if row.has_marks:
                 penalties[len(draws)] = row.decoded.penalty(row.produced)
                 if row.needs_marks:

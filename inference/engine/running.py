@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from inference.decoding.generate import DecodedRow
+from inference.decoding.answer import GrowingAnswer
 from inference.decoding.options import RowOptions
 from inference.decoding.processors import token_scores
 from inference.decoding.rows import (
@@ -27,7 +27,7 @@ from inference.decoding.rows import (
     SessionTurn,
     TokenScore,
 )
-from inference.decoding.sampling import SamplingRow
+from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
 from inference.engine.queued_request import QueuedRequest
@@ -150,7 +150,7 @@ class RunningRow:
     forgotten: int = 0  # of these, how many no longer are: the first ones
     memory_len: int | None = None  # most tokens that a slot keeps, None for all
     shift: int = 0  # of its positions, see `rotary.position_shift`
-    decoded: DecodedRow | None = None  # its tokens, from when it begins until it ends
+    decoded: GrowingAnswer | None = None  # its tokens, from when it begins until it ends
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
     rank_chooses: bool = False  # whether ranks can choose its tokens
@@ -201,11 +201,11 @@ class RunningRow:
     @property
     def has_tokens(self) -> bool:
         """Return whether any token of its answer is known."""
-        return self.decoded is not None and self.decoded.generated > 0
+        return self.decoded is not None and bool(self.decoded.tokens)
 
     def preempt(self) -> None:
         """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
-        generated = self.decoded.generated_ids if isinstance(self.decoded, SamplingRow) else []
+        generated = self.decoded.generated_ids if isinstance(self.decoded, SampledAnswer) else []
         self.prompt = self.prompt[: self.prompt_tokens] + generated
         prompt = self.request.prompt  # a loaded prefix is cached when the row begins
         self.cached = 0 if prompt is None or self.prefix_task is None else prompt.length

@@ -1,7 +1,7 @@
 """Scheduler of generation: continuous batching with chunked prompts.
 
 Rows join when slots are free and leave when they finish, between steps. The scheduler belongs to
-one thread and does no input or output; `decoder` chooses the tokens.
+one thread and does no input or output; `sampler` chooses the tokens.
 """
 
 import logging
@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 
-from inference.decoding.generate import BatchDecoder, take_chosen
-from inference.decoding.rows import RequestError, RowRequest, RowResult, RowStep
-from inference.decoding.sampling import SamplingRow
+from inference.decoding.answer import GrowingAnswer
+from inference.decoding.rows import RequestError, RowRequest, RowResult
+from inference.decoding.sampler import Sampler
+from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad, RequestTimes
@@ -39,7 +41,7 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def __init__(
         self,
-        decoder: BatchDecoder,
+        sampler: Sampler,
         cache: RowCache,
         *,
         embedding_base: int,
@@ -50,7 +52,7 @@ class Scheduler(StepScheduler[RunningRequest]):
     ) -> None:
         """Start empty; with `ranks_choose` ranks can choose tokens, which lets steps overlap."""
         super().__init__()
-        self._decoder, self._cache = decoder, cache
+        self._sampler, self._cache = sampler, cache
         self._embedding_base = embedding_base
         self._chunk = chunk
         self._ranks_choose = ranks_choose
@@ -197,7 +199,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         if gathered.wants_logits:
             first = work.first + 1  # the token that the first row of logits predicts
             next_ids = row.prompt[first : first + len(work.ids)]
-            vocab_size = self._decoder.vocab_size
+            vocab_size = self._sampler.vocab_size
             gathered.add_logits(result.logits[outputs], next_ids, vocab_size=vocab_size)
         if work.first + len(work.ids) == row.prompt_len:
             gathered.commit()
@@ -218,43 +220,51 @@ class Scheduler(StepScheduler[RunningRequest]):
         logit_rows = [number for numbers in rows.values() for number in numbers]
         if logit_rows != list(range(len(logits))):
             logits = logits[logit_rows]
-        decoded = [row.decoded for row in rows if row.decoded is not None]
-        for row, step in zip(rows, self._decoder.step(decoded, logits), strict=True):
-            self._advance(row, step)
+        self._sampler.step([row.decoded for row in rows if row.decoded is not None], logits)
+        for row in rows:
+            self._advance(row)
         return {row.owner for row in rows}
 
     def _take_chosen(
         self, outputs: Sequence[tuple[RowWork, int]], chosen: Array
     ) -> set[RunningRequest]:
-        """Record the tokens that the rank chose, (n, 2); return the requests to report to."""
-        rows = [work.row for work, _ in outputs]
-        decoded = [row.decoded for row in rows if isinstance(row.decoded, SamplingRow)]
-        steps = take_chosen(decoded, chosen[[number for _, number in outputs]])
+        """Record the tokens that a rank chose; return the requests to report to.
+
+        `chosen` (n, 2) int32 holds the bits of each one's best logit, and the token.
+        """
+        usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
+        tokens = chosen[:, 1].tolist()
         to_report = set()
-        for row, step in zip(rows, steps, strict=True):
-            if step is not None:
-                self._advance(row, step)
-            if step is not None or row.owner.on_step is not None:
+        for work, number in outputs:
+            row, answer = work.row, work.row.decoded
+            assert isinstance(answer, SampledAnswer)
+            if not usable[number]:
+                answer.fail()
+            else:
+                answer.append(tokens[number])
+            if answer.is_finished:
+                self._advance(row)
+            if answer.is_finished or row.owner.on_step is not None:
                 to_report.add(row.owner)
         return to_report
 
-    def _advance(self, row: RunningRow, step: RowStep) -> None:
-        """Record a row's newest tokens; release it when it has finished."""
-        if step.error is not None:
-            row.owner.fail(RowError(f"row {row.index}: {step.error}"))
+    def _advance(self, row: RunningRow) -> None:
+        """Go on from a row's newest tokens; release it when it has finished."""
+        answer = row.decoded
+        assert answer is not None
+        if answer.error is not None:
+            row.owner.fail(RowError(f"row {row.index}: {answer.error}"))
             row.has_nonfinite = True
-            return
-        if step.finished:
-            self._retire(row, step)
-            return
-        if len(row.slots) > 1:
-            self._cache.move(row, _parents(row, step))
-        row.next_ids = step.tokens
+        elif answer.is_finished:
+            self._retire(row, answer)
+        else:
+            if len(row.slots) > 1:
+                self._cache.move(row, _parents(row, answer))
+            row.next_ids = answer.tokens
 
-    def _retire(self, row: RunningRow, step: RowStep) -> None:
+    def _retire(self, row: RunningRow, answer: GrowingAnswer) -> None:
         """Record the result of a row, and free its slots unless its session goes on."""
-        assert row.decoded is not None
-        result = row.decoded.result()
+        result = answer.result()
         row.owner.results[row.index] = result
         row.owner.active.remove(row)
         if row.owner.session is None:
@@ -263,7 +273,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             if len(row.slots) > 1:
                 # The conversation goes on in the first slot, from the best beam.
                 first = row.slots[0]
-                self._cache.move(row, {first: _parents(row, step)[first]})
+                self._cache.move(row, {first: _parents(row, answer)[first]})
             self._sessions.remember(row, result)
         row.end()
 
@@ -342,7 +352,7 @@ class Scheduler(StepScheduler[RunningRequest]):
     def _activate(self, row: RunningRow) -> None:
         row.shift = self._cache.shift(row)
         if row.decoded is None:
-            row.decoded = self._decoder.make_row(row.request)
+            row.decoded = self._sampler.begin(row.request)
             row.rank_chooses = row.decoded.rank_chooses
             self._begun_tokens += len(row.request.input_ids)
         row.owner.times.began = row.owner.times.began or perf_counter()
@@ -414,9 +424,9 @@ def _may_start(row: RunningRow) -> bool:
     return all(fellow.is_encoded for fellow in fellows)
 
 
-def _parents(row: RunningRow, step: RowStep) -> dict[int, int]:
+def _parents(row: RunningRow, answer: GrowingAnswer) -> dict[int, int]:
     """Return the slot whose tokens each slot of a row continues."""
     if not row.next_ids:  # the first slot has computed the prompt
         return dict.fromkeys(row.slots, row.slots[0])
-    parents = step.parents or range(len(row.slots))
+    parents = answer.parents or range(len(row.slots))
     return {slot: row.slots[parent] for slot, parent in zip(row.slots, parents, strict=True)}

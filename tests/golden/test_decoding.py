@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
-from inference.decoding.draws import Xorwow
-from inference.decoding.generate import BatchDecoder, take_chosen
+from inference.decoding.draws import NO_MARKS, Penalty, Xorwow
 from inference.decoding.options import (
     RowOptions,
     normalise_selection,
     read_options,
 )
 from inference.decoding.outputs import assemble_outputs
-from inference.decoding.processors import LogitRules, apply_penalty, process_logits
+from inference.decoding.processors import LogitRules, process_logits, temperature_factor
 from inference.decoding.request import parse_request
 from inference.decoding.rows import ModelLimits, RowRequest, RowResult
-from inference.decoding.sampling import SamplingRow
+from inference.decoding.sampler import Sampler
+from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import TensorFields
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries
 from inference.model.token_feed import TokenFeed
@@ -69,7 +69,7 @@ def test_temperature_scales_the_real_vocabulary(case: Case) -> None:
     processed = process_logits(
         torch.tensor(case["logits"]),
         slots=range(len(temperatures)),
-        rules=[LogitRules(RowOptions(0, temperature=t)) for t in temperatures],
+        rules=[LogitRules(temperature_factor(t)) for t in temperatures],
         vocab_size=case["vocab"],
     )
     # A row at exactly 1 is left alone whatever its neighbours; the recorded mixed batches scale
@@ -82,11 +82,15 @@ def test_temperature_scales_the_real_vocabulary(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("repetition_presence"))
 def test_penalty_acts_once_on_each_id_seen(case: Case) -> None:
-    x = torch.tensor([case["logits"]])
     seen = np.asarray(case["padded_prompt"][: case["input_length"]] + case["generated"])
     assert sorted(set(seen.tolist())) == case["penalised"]
-    options = RowOptions(0, **{f"{case['kind']}_penalty": case["value"]})
-    apply_penalty(x, [LogitRules(options, seen=seen)])
+    repetition, presence = {"repetition": (case["value"], 0), "presence": (1, case["value"])}[
+        case["kind"]
+    ]
+    rules = LogitRules(penalty=Penalty(repetition, presence, 0), marks=NO_MARKS._replace(seen=seen))
+    size = len(case["logits"])
+    logits = torch.tensor([case["logits"]])
+    x = process_logits(logits, slots=[0], rules=[rules], vocab_size=size)[:, :size]
     np.testing.assert_allclose(x[0].numpy(), np.float32(case["expected"]), rtol=1e-6)
 
 
@@ -97,11 +101,11 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
         pytest.skip("a CUDA device is needed")
     prompt = tuple(case["padded_prompt"][: case["input_length"]])
     options = RowOptions(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
-    decoder = BatchDecoder(vocab_size=(size := len(case["logits"])))
-    decoded = decoder.make_row(row(options, context=prompt, output_len=99))
-    assert isinstance(decoded, SamplingRow)
+    sampler = Sampler(vocab_size=(size := len(case["logits"])))
+    decoded = sampler.begin(row(options, context=prompt, output_len=99))
+    assert isinstance(decoded, SampledAnswer)
     for token in case["generated"]:
-        take_chosen([decoded], np.array([[0, token]], np.int32))
+        decoded.append(token)
     penalty = decoded.penalty(len(case["generated"]))
     feed = TokenFeed(size, torch.device(device), vocab=range(size))
     for slot in range(size):  # which may choose one id only
@@ -124,13 +128,13 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
 def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
     end_id = case["end_id"]
     for length, allowed in enumerate(case["end_allowed_at_generated_index"]):
-        decoder = BatchDecoder(vocab_size=6)
+        sampler = Sampler(vocab_size=6)
         options = RowOptions(end_id=end_id, min_length=case["min_length"])
-        decoded = decoder.make_row(row(options, output_len=length + 1))
+        decoded = sampler.begin(row(options, output_len=length + 1))
         for _ in range(length):
-            decoder.step([decoded], torch.eye(6)[[4]])
-        (step,) = decoder.step([decoded], torch.eye(6)[[end_id]])
-        assert (step.tokens == (end_id,)) == allowed
+            sampler.step([decoded], torch.eye(6)[[4]])
+        sampler.step([decoded], torch.eye(6)[[end_id]])
+        assert (decoded.tokens == (end_id,)) == allowed
 
 
 @pytest.mark.parametrize("case", cases("top_p_decay"))
@@ -144,12 +148,12 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
         if value is not None
     }
     (options,), _ = read_options(TensorFields(tensors, 1), start_id=0, end_ids=(19,))
-    decoder = BatchDecoder(vocab_size=20)
-    decoded = decoder.make_row(row(options, output_len=len(case["tokens"]) + 1))
-    assert isinstance(decoded, SamplingRow)
+    sampler = Sampler(vocab_size=20)
+    decoded = sampler.begin(row(options, output_len=len(case["tokens"]) + 1))
+    assert isinstance(decoded, SampledAnswer)
     sizes = [decoded.top_p]
     for token in case["tokens"]:
-        decoder.step([decoded], torch.eye(20)[[token]] * 50)  # one token holds all the mass
+        sampler.step([decoded], torch.eye(20)[[token]] * 50)  # one token holds all the mass
         sizes.append(decoded.top_p)
     assert decoded.result().output_ids == (tuple(case["tokens"]),)
     np.testing.assert_allclose(sizes, case["p_before_each_draw_and_after_last"], rtol=1e-6)
@@ -166,13 +170,13 @@ def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
         random_seed=int(case["random_seed"]),
         return_log_probs=True,
     )
-    decoder = BatchDecoder(vocab_size=case["vocab"], output_log_probs_mode=mode)
-    decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
+    sampler = Sampler(vocab_size=case["vocab"], output_log_probs_mode=mode)
+    decoded = sampler.begin(row(options, output_len=len(case["steps"])))
     expected_log_probs = []
     for step in case["steps"]:
-        (taken,) = decoder.step([decoded], torch.tensor([step["logits"]]))
+        sampler.step([decoded], torch.tensor([step["logits"]]))
         assert step["margin"] >= MARGIN, "the vectors hold no undecidable draw"
-        assert taken.tokens == (step["token"],)
+        assert decoded.tokens == (step["token"],)
         expected_log_probs.append(step["output_logp" if mode == "renormalized" else "full_logp"])
         (cum,) = decoded.result().cum_log_probs
         assert cum == pytest.approx(step["cum_log_prob"], abs=LOG_PROB_TOLERANCE)
@@ -189,9 +193,9 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
     options = RowOptions(
         end_id=case["vocab"], top_k=k, top_p=p, random_seed=int(case["random_seed"])
     )
-    decoder = BatchDecoder(vocab_size=case["vocab"])
-    decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
-    assert isinstance(decoded, SamplingRow)
+    sampler = Sampler(vocab_size=case["vocab"])
+    decoded = sampler.begin(row(options, output_len=len(case["steps"])))
+    assert isinstance(decoded, SampledAnswer)
     feed = TokenFeed(1, torch.device(device), vocab=range(case["vocab"]))
     nothing, slots = torch.tensor([[-1], [0]], device=device)
     for step in case["steps"]:
@@ -200,7 +204,7 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
             *(slots, nothing),
             torch.tensor([decoded.draw()], device=device),
         )
-        take_chosen([decoded], chosen.cpu().numpy())
+        decoded.append(int(chosen[0, 1]))
     assert decoded.result().output_ids == (tuple(s["token"] for s in case["steps"]),)
 
 
@@ -229,13 +233,13 @@ def search(case: Case, *, prompt: list[int], output_len: int, pool: bool) -> tup
         beam_search_diversity_rate=case["beam_search_diversity_rate"],
         return_log_probs=True,
     )
-    decoder = BatchDecoder(vocab_size=len(table), hypothesis_pool=pool)
-    decoded = decoder.make_row(row(options, context=tuple(prompt), output_len=output_len))
+    sampler = Sampler(vocab_size=len(table), hypothesis_pool=pool)
+    decoded = sampler.begin(row(options, context=tuple(prompt), output_len=output_len))
     newest = [prompt[-1]] * case["beam_width"]
     for n in range(output_len):
-        (step,) = decoder.step([decoded], table[newest] + bias[n])
-        newest = list(step.tokens)
-        if step.finished:
+        sampler.step([decoded], table[newest] + bias[n])
+        newest = list(decoded.tokens)
+        if decoded.is_finished:
             break
     return decoded.result(), n + 1
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.generate import BatchDecoder, DecodedRow
+from inference.decoding.answer import GrowingAnswer
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest, RowResult
+from inference.decoding.sampler import Sampler
 
 VOCAB = 1003  # no multiple of any vector width
 END = 7
@@ -83,17 +84,17 @@ def decode(
     requests: dict[int, RowRequest], model: MarkovModel, *, pool: bool, shuffle: random.Random
 ) -> dict[int, RowResult]:
     """Decode the rows together; each joins at a random step, at a random place of the batch."""
-    decoder = BatchDecoder(VOCAB, hypothesis_pool=pool)
+    sampler = Sampler(VOCAB, hypothesis_pool=pool)
     waiting = list(requests)
-    newest: dict[DecodedRow, list[int]] = {}
-    numbers: dict[DecodedRow, int] = {}
-    steps: dict[DecodedRow, int] = {}
+    newest: dict[GrowingAnswer, list[int]] = {}
+    numbers: dict[GrowingAnswer, int] = {}
+    steps: dict[GrowingAnswer, int] = {}
     results = {}
     while waiting or newest:
         for number in list(waiting):
             if not newest or shuffle.random() < 0.5:
                 waiting.remove(number)
-                row = decoder.make_row(requests[number])
+                row = sampler.begin(requests[number])
                 newest[row] = [requests[number].context_ids[-1]] * row.slots
                 numbers[row], steps[row] = number, 0
         rows = shuffle.sample(list(newest), len(newest))
@@ -101,11 +102,11 @@ def decode(
             [model(numbers[row], token, steps[row]) for row in rows for token in newest[row]]
         )
         padding = shuffle.choice([0, 5])
-        taken = decoder.step(rows, torch.nn.functional.pad(logits, (0, padding), value=50.0))
-        for row, step in zip(rows, taken, strict=True):
-            newest[row] = list(step.tokens)
+        sampler.step(rows, torch.nn.functional.pad(logits, (0, padding), value=50.0))
+        for row in rows:
+            newest[row] = list(row.tokens)
             steps[row] += 1
-            if step.finished:
+            if row.is_finished:
                 results[numbers[row]] = row.result()
                 del newest[row]
     return results
@@ -135,15 +136,15 @@ def test_asking_for_results_on_the_way_changes_nothing(
     model = MarkovModel(seed)
     final = []
     for watched in (False, True):
-        decoder = BatchDecoder(VOCAB, hypothesis_pool=pool)
-        row = decoder.make_row(request)
+        sampler = Sampler(VOCAB, hypothesis_pool=pool)
+        row = sampler.begin(request)
         newest = [request.context_ids[-1]] * row.slots
         for n in range(request.output_len):
-            (step,) = decoder.step([row], torch.stack([model(0, t, n) for t in newest]))
-            newest = list(step.tokens)
+            sampler.step([row], torch.stack([model(0, t, n) for t in newest]))
+            newest = list(row.tokens)
             if watched:
                 row.result()
-            if step.finished:
+            if row.is_finished:
                 break
         final.append(row.result())
     assert final[0] == final[1]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import PromptResult, RowRequest, RowResult
+from inference.decoding.sampler import Sampler
 
 END = 0
 
@@ -25,17 +25,17 @@ def search(
 ) -> RowResult:
     """Search where the logits after a token are its row of `table`; check every step's slots."""
     row = RowRequest(context, output_len, RowOptions(end_id=END, **options), context)
-    decoder = BatchDecoder(table.shape[1], hypothesis_pool=pool)
-    decoded = decoder.make_row(row)
+    sampler = Sampler(table.shape[1], hypothesis_pool=pool)
+    decoded = sampler.begin(row)
     newest = [context[-1]] * decoded.slots
     for _ in range(output_len):
-        (step,) = decoder.step([decoded], table[newest])
-        assert step.parents is not None
-        assert len(step.tokens) == len(step.parents) == options["beam_width"]
-        newest = list(step.tokens)
-        if step.finished:
+        sampler.step([decoded], table[newest])
+        assert decoded.parents is not None
+        assert len(decoded.tokens) == len(decoded.parents) == options["beam_width"]
+        newest = list(decoded.tokens)
+        if decoded.is_finished:
             break
-    assert step.finished
+    assert decoded.is_finished
     return decoded.result()
 
 
@@ -168,9 +168,9 @@ def test_log_probs_follow_the_hypothesis_and_add_up(pool: bool) -> None:
 def test_context_score_is_added_to_every_beam() -> None:
     flags: dict[str, Any] = {"return_log_probs": True, "return_context_cum_log_probs": True}
     row = RowRequest((3,), 2, RowOptions(end_id=END, beam_width=2, **flags), (3,))
-    decoder = BatchDecoder(6)
-    decoded = decoder.make_row(row)
-    decoder.step([decoded], torch.zeros(2, 6))
+    sampler = Sampler(6)
+    decoded = sampler.begin(row)
+    sampler.step([decoded], torch.zeros(2, 6))
     before = decoded.result().cum_log_probs
     decoded.prompt = PromptResult(-3.0)
     assert decoded.result().cum_log_probs == tuple(value - 3.0 for value in before)

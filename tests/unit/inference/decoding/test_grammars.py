@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from inference.decoding.generate import BatchDecoder
 from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Grammars, TokenTexts, compiled
 from inference.decoding.options import RowOptions
 from inference.decoding.request import STRUCTURE, parse_request
 from inference.decoding.rows import ModelLimits, RowRequest
+from inference.decoding.sampler import Sampler
 from tests.unit.inference.decoding.contract_tensors import column, gpt, options, problems
 
 SIZE, END = 300, 256  # bytes, the end token, and ids that the tokenizer lacks
@@ -38,12 +38,12 @@ def said(grammars: Grammars, structure: dict[str, Any], *, seed: int = 0, **choi
     """Return the text, and the reason of its end, that random logits give."""
     given = RowOptions(end_id=END, random_seed=seed, **choice)
     made = grammars.constraint(json.dumps(structure))
-    decoder = BatchDecoder(SIZE)
-    row = decoder.make_row(RowRequest((1,), 80, given, (1,), constraint=made))
+    sampler = Sampler(SIZE)
+    row = sampler.begin(RowRequest((1,), 80, given, (1,), constraint=made))
     generator = torch.Generator().manual_seed(seed)
     while not row.is_finished:
-        (step,) = decoder.step([row], torch.randn(1, SIZE, generator=generator) * 3)
-        assert step.error is None
+        sampler.step([row], torch.randn(1, SIZE, generator=generator) * 3)
+        assert row.error is None
     result = row.result()
     ids = [token for token in result.output_ids[0] if token != END]
     return bytes(ids).decode(), result.finish_reasons[0]
@@ -73,17 +73,16 @@ def test_json_of_a_schema_is_json_of_that_schema(grammars: Grammars) -> None:
 
 
 def test_rows_with_and_without_a_form_are_chosen_together(grammars: Grammars) -> None:
-    decoder = BatchDecoder(SIZE)
+    sampler = Sampler(SIZE)
     made = grammars.constraint('{"choice": ["yes"]}')
     options_ = RowOptions(end_id=END)
     rows = [
-        decoder.make_row(RowRequest((1,), 3, options_, (1,), constraint=each))
-        for each in (None, made)
+        sampler.begin(RowRequest((1,), 3, options_, (1,), constraint=each)) for each in (None, made)
     ]
     logits = torch.zeros(2, SIZE)
     logits[:, 7] = 9.0
-    steps = decoder.step(rows, logits)
-    assert [step.tokens for step in steps] == [(7,), (ord("y"),)]
+    sampler.step(rows, logits)
+    assert [row.tokens for row in rows] == [(7,), (ord("y"),)]
     assert [row.rank_chooses for row in rows] == [True, False]
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from inference.decoding.draws import Xorwow
-from inference.decoding.generate import UNUSABLE, BatchDecoder
+from inference.decoding.answer import UNUSABLE
+from inference.decoding.candidates import select
+from inference.decoding.draws import ARG_MAX, Xorwow
 from inference.decoding.options import RowOptions
-from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
 from inference.decoding.rows import PromptResult, RowRequest, RowResult
-from inference.decoding.sampling import DescendingMass
+from inference.decoding.sampler import Sampler
+from inference.decoding.sampling import _draw_from_all
 
 VOCAB = 52
 END = 51
@@ -37,11 +37,11 @@ def favouring(*tokens: int, by: float = 9.0) -> torch.Tensor:
 
 
 def run(row: RowRequest, *logits: torch.Tensor, **config: Any) -> RowResult:
-    decoder = BatchDecoder(VOCAB, **config)
-    decoded = decoder.make_row(row)
+    sampler = Sampler(VOCAB, **config)
+    decoded = sampler.begin(row)
     for step_logits in logits:
-        (step,) = decoder.step([decoded], step_logits)
-        if step.finished:
+        sampler.step([decoded], step_logits)
+        if decoded.is_finished:
             break
     return decoded.result()
 
@@ -125,9 +125,11 @@ def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary()
 
 
 def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
-    logits = torch.zeros(1, ALIGNMENT)
-    rules = [LogitRules(RowOptions(0), forbidden_ids=(-1,))]
-    assert torch.equal(process_logits(logits, slots=[0], rules=rules, vocab_size=ALIGNMENT), logits)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    best = int(logits.argmax())
+    for selection in ({}, {"repetition_penalty": 1.5}, {"beam_width": 2}):
+        row = RowRequest((3, 4), 1, RowOptions(end_id=-1, min_length=2, **selection), (3, 4))
+        assert run(row, logits.repeat(row.options.beam_width, 1)).output_ids[0] == (best,)
 
 
 def test_padded_vocabulary_is_never_chosen() -> None:
@@ -207,8 +209,8 @@ def test_no_log_probs_unless_asked() -> None:
 
 
 def test_the_score_of_the_prompt_starts_the_sum() -> None:
-    decoder = BatchDecoder(VOCAB)
-    decoded = decoder.make_row(request(return_log_probs=True))
+    sampler = Sampler(VOCAB)
+    decoded = sampler.begin(request(return_log_probs=True))
     decoded.prompt = PromptResult(-2.5)
     assert decoded.result().cum_log_probs == (-2.5,)
 
@@ -244,14 +246,14 @@ def test_tokens_far_below_the_likeliest_are_not_drawn(selection: dict[str, Any])
 def test_rows_of_both_rules_for_the_boundary_are_drawn_together() -> None:
     logits = torch.full((1, VOCAB), -1e4)
     logits[0, :3] = torch.tensor([0.5, 0.4, 0.1]).log()
-    decoder = BatchDecoder(VOCAB)
+    sampler = Sampler(VOCAB)
     options: dict[str, Any] = {"top_k": 0, "top_p": 0.55, "output_len": 500}
     rows = [
-        decoder.make_row(request(whole_boundary=whole, random_seed=3, **options))
+        sampler.begin(request(whole_boundary=whole, random_seed=3, **options))
         for whole in (False, True)
     ]
     for _ in range(500):
-        decoder.step(rows, logits.repeat(2, 1))
+        sampler.step(rows, logits.repeat(2, 1))
     shares = [np.mean(row.result().output_ids[0]) for row in rows]
     np.testing.assert_allclose(shares, [0.05 / 0.55, 0.4 / 0.9], atol=0.07)
 
@@ -270,19 +272,19 @@ def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> No
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(3)) / 10
     order = sorted(range(size), key=lambda token: (-float(logits[0, token]), token))
     sums = torch.softmax(logits.double(), -1)[0, order].cumsum(0)
-    decoder = BatchDecoder(size)
+    sampler = Sampler(size)
     options = RowOptions(end_id=END, top_k=0, top_p=0.75, random_seed=5)
-    decoded = decoder.make_row(RowRequest((1,), 50, options, (1,)))
+    decoded = sampler.begin(RowRequest((1,), 50, options, (1,)))
     generator = Xorwow(5)
     for _ in range(50):
-        (step,) = decoder.step([decoded], logits)
+        sampler.step([decoded], logits)
         threshold = generator.uniform() * 0.75
         place = int(torch.searchsorted(sums, threshold))
         # FP32 masses and their norm against FP64 ones: the neighbour is as good this near to the
         # boundary, a twentieth of a token's mass.
         near = {order[i] for i in (place - 1, place, place + 1) if 0 <= i < size}
-        assert step.tokens[0] in near
-        assert step.tokens[0] == order[place] or abs(sums[place] - threshold) < 1e-5
+        assert decoded.tokens[0] in near
+        assert decoded.tokens[0] == order[place] or abs(sums[place] - threshold) < 1e-5
 
 
 def test_equal_seeds_draw_equal_tokens_and_others_differ() -> None:
@@ -301,18 +303,21 @@ def test_equal_seeds_draw_equal_tokens_and_others_differ() -> None:
     [{}, {"top_k": 4}, {"top_k": 0, "top_p": 0.5}, {"return_log_probs": True}, {"beam_width": 2}],
 )
 def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any]) -> None:
-    decoder = BatchDecoder(VOCAB)
-    decoded = [decoder.make_row(request(**options)) for _ in range(2)]
+    sampler = Sampler(VOCAB)
+    decoded = [sampler.begin(request(**options)) for _ in range(2)]
     slots = options.get("beam_width", 1)
     logits = torch.cat([torch.full((slots, VOCAB), bad), favouring(7).repeat(slots, 1)])
-    failed, fine = decoder.step(decoded, logits)
-    assert (failed.error, failed.finished) == (UNUSABLE, True)
+    sampler.step(decoded, logits)
+    failed, fine = decoded
+    assert (failed.error, failed.is_finished) == (UNUSABLE, True)
     assert (fine.error, fine.tokens[0]) == (None, 7)
 
 
-def test_mass_of_a_whole_row_is_found_in_order() -> None:
-    logits = np.array([math.log(p) for p in (0.1, 0.4, 0.1, 0.3, 0.1)], np.float32)
-    mass = DescendingMass(logits)
-    unit = 1 / 0.4  # masses are relative to the best
-    places = [mass.find(threshold * unit)[0] for threshold in (0.1, 0.41, 0.75, 0.85, 0.95, 2.0)]
-    assert places == [1, 3, 0, 2, 4, 4]
+def test_a_whole_row_is_drawn_from_in_order() -> None:
+    row = torch.tensor([[0.1, 0.4, 0.1, 0.3, 0.1]]).log()
+    whole = select(row, width=1, with_norm=True)
+    tokens = [
+        _draw_from_all(whole, 0, ARG_MAX._replace(top_k=0, uniform=uniform))[0]
+        for uniform in (0.1, 0.41, 0.75, 0.85, 0.95, 1.0, 2.0)
+    ]
+    assert tokens == [1, 3, 0, 2, 4, 4, 4]

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
+from inference.decoding.sampler import Sampler
 
 VOCAB = 24
 END = 0
@@ -27,10 +27,10 @@ def best_ids(logits: list[float]) -> list[int]:
 
 
 def first_token(logits: list[float], options: RowOptions) -> int:
-    decoder = BatchDecoder(VOCAB)
-    decoded = decoder.make_row(RowRequest((1,), 1, options, (1,)))
-    (step,) = decoder.step([decoded], torch.tensor([logits]))
-    return int(step.tokens[0])
+    sampler = Sampler(VOCAB)
+    decoded = sampler.begin(RowRequest((1,), 1, options, (1,)))
+    sampler.step([decoded], torch.tensor([logits]))
+    return int(decoded.tokens[0])
 
 
 @settings(deadline=None)
@@ -63,11 +63,11 @@ def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
     """The same logits at each step: the two orders of two tokens have the same score."""
     logits[END] = -50.0
     row = RowRequest((1,), 2, RowOptions(end_id=END, beam_width=beams), (1,))
-    decoder = BatchDecoder(VOCAB, hypothesis_pool=pool)
-    decoded = decoder.make_row(row)
+    sampler = Sampler(VOCAB, hypothesis_pool=pool)
+    decoded = sampler.begin(row)
     for _ in range(2):
-        (step,) = decoder.step([decoded], torch.tensor([logits] * decoded.slots))
-    assert step.finished
+        sampler.step([decoded], torch.tensor([logits] * decoded.slots))
+    assert decoded.is_finished
 
     ids = best_ids(logits)[: 2 * beams]
     pairs = itertools.product(ids[:beams], ids)  # by parent, then by rank

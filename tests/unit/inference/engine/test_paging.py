@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from export_scripts.families.layout.architecture import Rotary
-from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.sampler import Sampler
 from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
@@ -36,7 +36,7 @@ from tests.unit.inference.engine.fake_ranks import FakeRanks, let_ranks_choose, 
 
 VOCAB, END = 50, 13
 BLOCKS, SIZE, SLOTS = 24, 4, 6
-START = 1  # before the tokens of a decoder that has an encoder
+START = 1  # before the tokens of a sampler that has an encoder
 WHOLE = 200  # tokens of a slot that is one block
 STEP_S, TOKEN_S = 0.01, 0.0001  # of a simulated step, and of each of its tokens
 
@@ -57,11 +57,11 @@ class World:
         bound_s: float = 0.1,
         rotary: Rotary | None = None,
     ) -> None:
-        decoder = BatchDecoder(vocab_size=VOCAB)
+        sampler = Sampler(vocab_size=VOCAB)
         self.pool = BlockPool(blocks=blocks, block_tokens=SIZE) if blocks else BlockPool()
         self.blocks, self.slots, self.encodes = blocks, slots, encoder_layers > 0
         self.scheduler = Scheduler(
-            decoder,
+            sampler,
             RowCache(slots, self.pool, shares_prefixes=True, rotary=rotary),
             embedding_base=VOCAB,
             chunk=ChunkSize(bound_s),

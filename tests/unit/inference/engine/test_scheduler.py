@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import torch
 
-from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.sampler import Sampler
 from inference.engine.blocks import BlockPool
 from inference.engine.planned_step import GeneratingStep
 from inference.engine.row_cache import RowCache
@@ -24,9 +24,9 @@ END = 19
 
 
 def make_scheduler(slots: int) -> Scheduler:
-    decoder = BatchDecoder(vocab_size=VOCAB)
+    sampler = Sampler(vocab_size=VOCAB)
     cache = RowCache(slots, BlockPool(), shares_prefixes=False, rotary=None)
-    return Scheduler(decoder, cache, embedding_base=VOCAB, chunk=ChunkSize(0.1))
+    return Scheduler(sampler, cache, embedding_base=VOCAB, chunk=ChunkSize(0.1))
 
 
 def make_running(

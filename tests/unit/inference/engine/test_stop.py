@@ -98,7 +98,7 @@ def test_no_tensor_outlives_the_stop(
         monkeypatch.setattr("inference.engine.base.logger.disabled", True)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "inference.decoding.generate.BatchDecoder.step",
+                "inference.decoding.sampler.Sampler.step",
                 lambda *_: (_ for _ in ()).throw(RuntimeError("broken")),
             )
             future = engine.submit(request_of(engine))

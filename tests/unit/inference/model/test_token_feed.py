@@ -11,10 +11,10 @@ import torch
 
 from inference.decoding.candidates import select
 from inference.decoding.draws import ARG_MAX, UNMARKED, Penalty, TokenMarks
-from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
-from inference.decoding.sampling import SamplingRow
+from inference.decoding.sampler import Sampler
+from inference.decoding.sampling import SampledAnswer
 from inference.model.token_feed import (
     NEWEST,
     TokenFeed,
@@ -91,7 +91,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
     logits = 4 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
     logits[::3] = logits[::3].round()  # many are equal
     logits[1::4, 1::2] = -torch.inf
-    decoder = BatchDecoder(vocab_size, nucleus_include_boundary=include_boundary)
+    sampler = Sampler(vocab_size, nucleus_include_boundary=include_boundary)
     draws, forbidden, theirs = [], [], []
     for seed in range(rows):
         options = RowOptions(
@@ -103,13 +103,13 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
             random_seed=seed,
         )
         request = RowRequest((0, 0), 2, options, (0, 0))
-        theirs.append(decoder.make_row(request))
-        ours = decoder.make_row(request)
-        assert isinstance(ours, SamplingRow)
+        theirs.append(sampler.begin(request))
+        ours = sampler.begin(request)
+        assert isinstance(ours, SampledAnswer)
         assert ours.rank_chooses
         draws.append(ours.draw())
         forbidden.append(options.end_id if options.min_length else -1)
-    steps = decoder.step(theirs, logits)
+    sampler.step(theirs, logits)
 
     def drawn(more: float) -> list[int]:
         """Return the tokens of random numbers that are larger by `more`."""
@@ -118,11 +118,11 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
         return draw_by_sorting(logits.clone(), torch.tensor(forbidden), given)[:, 1].tolist()
 
     # Closer to the boundary of two tokens the sums' rounding decides.
-    for step, *near in zip(steps, drawn(0.0), drawn(-1e-5), drawn(1e-5), strict=True):
-        if step.error is None:
-            assert step.tokens[0] in near
-    usable = [step.error is None for step in steps]
-    assert np.mean([a == s.tokens[0] for a, s in zip(drawn(0.0), steps, strict=True)]) > 0.9
+    for answer, *near in zip(theirs, drawn(0.0), drawn(-1e-5), drawn(1e-5), strict=True):
+        if answer.error is None:
+            assert answer.tokens[0] in near
+    usable = [answer.error is None for answer in theirs]
+    assert np.mean([a == s.tokens[0] for a, s in zip(drawn(0.0), theirs, strict=True)]) > 0.9
     assert sum(usable) >= rows - rows // 4
 
 
@@ -135,10 +135,10 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
     {"beam_width": 2},
 ], ids=str)  # fmt: skip
 def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[str, Any]) -> None:
-    decoder = BatchDecoder(60)
+    sampler = Sampler(60)
     plain = {"end_id": 1, "top_k": 5, "top_p": 0.5, "temperature": 0.5}
     for options, expected in (plain, True), ({**plain, **changed}, False):
-        row = decoder.make_row(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
+        row = sampler.begin(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
         assert row.rank_chooses == expected
 
 
@@ -146,7 +146,7 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
 def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     rows, steps = 48, 6
-    decoder = BatchDecoder(vocab_size)
+    sampler = Sampler(vocab_size)
     ours, theirs = [], []
     for seed in range(rows):
         context = tuple(rng.integers(vocab_size + 2, size=rng.integers(1, 9)).tolist())
@@ -163,14 +163,14 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
             random_seed=seed,
         )
         request = RowRequest(context, steps, options, context)
-        theirs.append(decoder.make_row(request))
-        row = decoder.make_row(request)
-        assert isinstance(row, SamplingRow)
+        theirs.append(sampler.begin(request))
+        row = sampler.begin(request)
+        assert isinstance(row, SampledAnswer)
         ours.append(row)
     feed = TokenFeed(rows, CPU, vocab=range(vocab_size))
     for produced in range(steps):
         logits = torch.from_numpy(rng.normal(size=(rows, vocab_size)).astype(np.float32) * 3)
-        expected = decoder.step(theirs, logits)
+        sampler.step(theirs, logits)
         slots = torch.arange(rows)
         if produced > 3:  # the rows were preempted, and have other slots now
             slots = slots.roll(5)
@@ -181,8 +181,9 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
         draws = torch.tensor([row.draw() for row in ours])
         nothing = torch.full((rows,), -1)
         chosen = feed.choose(logits, slots, nothing, draws, penalties).numpy()
-        assert chosen[:, 1].tolist() == [step.tokens[0] for step in expected]
-        take_chosen(ours, chosen)
+        assert chosen[:, 1].tolist() == [row.tokens[0] for row in theirs]
+        for row, token in zip(ours, chosen[:, 1].tolist(), strict=True):
+            row.append(token)
 
 
 MARKS = TokenMarks(np.array([6]), np.array([7]), np.array([-np.inf], np.float32))

@@ -1,0 +1,94 @@
+"""The growing answer of a sequence, and what each of its steps does to logits."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference.decoding.candidates import GroupKey
+from inference.decoding.draws import NO_IDS, Penalty, TokenMarks, biases, prompt_ids
+from inference.decoding.processors import LogitRules
+from inference.decoding.rows import PromptResult, RowRequest, RowResult
+from inference.decoding.word_lists import banned_ids
+
+UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
+
+
+class GrowingAnswer(ABC):
+    """The answer of one sequence, from its first token to its result.
+
+    Attributes:
+        slots: Rows of logits that a step reads, one for each beam.
+        tokens: The newest token of each slot.
+        parents: The slot whose cache each slot continues; None if each continues its own.
+        prompt: The outputs of the prompt.
+        error: The reason why no token could be chosen; the answer is finished then.
+        rank_chooses: Whether a rank can choose its tokens.
+    """
+
+    slots = 1
+    rank_chooses = False
+
+    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+        self.request, self.options = request, request.options
+        self.tokens: tuple[int, ...] = ()
+        self.parents: Sequence[int] | None = None
+        self.prompt = PromptResult()
+        self.error: str | None = None
+        self._vocab_size = vocab_size
+        penalised = request.context_ids if self.options.is_penalised else ()
+        self._prompt_ids = prompt_ids(penalised, vocab_size)
+
+    @property
+    @abstractmethod
+    def running(self) -> Sequence[int]:
+        """The slots whose logits matter."""
+
+    @property
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """True when the answer takes no more steps."""
+
+    @abstractmethod
+    def group_key(self, device: str) -> GroupKey:
+        """Return what this step's selection needs; widths are rounded so that answers share it."""
+
+    @abstractmethod
+    def rules(self) -> list[LogitRules]:
+        """Return what to do to the logits of each running slot in this step."""
+
+    @abstractmethod
+    def result(self) -> RowResult:
+        """Return the answer so far."""
+
+    def fail(self) -> None:
+        """Finish the answer: its logits are unusable."""
+        constraint = self.request.constraint
+        self.error = (constraint.problem if constraint is not None else "") or UNUSABLE
+        self.tokens, self.parents = (self.options.end_id,) * self.slots, None
+
+    def penalty(self, generated: int) -> Penalty:
+        """Return the penalty of the token that follows `generated` ones of the answer."""
+        o = self.options
+        # A lone first token has nothing before it: FasterTransformer starts at the second step.
+        if not o.is_penalised or self.request.context_len + generated <= 1:
+            return Penalty(1, 0, o.frequency_penalty)
+        return Penalty(o.repetition_penalty, o.presence_penalty, o.frequency_penalty)
+
+    def _marks(self, answer: Sequence[int], newest: Sequence[int]) -> TokenMarks:
+        """Return the marks after the tokens of an answer; `newest` end prompt and answer."""
+        o = self.options
+        seen = NO_IDS
+        if o.is_penalised:
+            seen = np.concatenate((self._prompt_ids, np.asarray(answer, np.int64)))
+        ids, bias = biases(o, answer)
+        if banned := banned_ids(newest, o.bad_words, self._vocab_size):
+            ids = np.concatenate((ids, np.asarray(banned, np.int64)))
+            bias = np.concatenate((bias, np.full(len(banned), -np.inf, np.float32)))
+        return TokenMarks(seen, ids, bias)
+
+    def _forbidden(self, generated: int) -> tuple[int, ...]:
+        """Return the end ids of the vocabulary while the answer is too short to end."""
+        if generated >= self.options.min_length:
+            return ()
+        return tuple(token for token in self.options.end_ids if 0 <= token < self._vocab_size)

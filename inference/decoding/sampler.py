@@ -1,0 +1,138 @@
+"""The sampler of all running sequences: one step turns a batch of logits into the next tokens.
+
+Sequences join and leave between steps; what one decodes never depends on the others.
+"""
+
+# Shapes: N slots of all answers of a step, V vocabulary
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from inference.decoding.answer import GrowingAnswer
+from inference.decoding.beam_search import BeamSearch, PooledBeamSearch
+from inference.decoding.candidates import Candidates, GroupKey, select
+from inference.decoding.processors import pick_slots, process_logits, token_scores
+from inference.decoding.rows import RowRequest
+from inference.decoding.sampling import SampledAnswer, sample
+
+# Answers whose candidates are selected together, and the slots of theirs that still run.
+_Groups = dict[GroupKey, tuple[list[GrowingAnswer], list[int]]]
+
+
+class Sampler:
+    """Chooses the tokens of the answers that it begins; each occupies `beam_width` slots."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        hypothesis_pool: bool = False,
+        output_log_probs_mode: Literal["renormalized", "full"] = "renormalized",
+        nucleus_include_boundary: bool = False,
+    ) -> None:
+        """Take the settings that hold for every sequence of a model.
+
+        `hypothesis_pool` selects the beam search of encoder-decoder models.
+        `nucleus_include_boundary` gives the token that crosses the nucleus boundary its whole mass.
+        """
+        self.vocab_size = vocab_size
+        self._beam_search = PooledBeamSearch if hypothesis_pool else BeamSearch
+        self._full_log_probs = output_log_probs_mode == "full"
+        self._include_boundary = nucleus_include_boundary
+
+    def begin(self, request: RowRequest) -> GrowingAnswer:
+        """Return an answer without tokens."""
+        if request.options.beam_width > 1:
+            return self._beam_search(request, vocab_size=self.vocab_size)
+        return SampledAnswer(
+            request,
+            vocab_size=self.vocab_size,
+            full_log_probs=self._full_log_probs,
+            include_boundary=self._include_boundary,
+        )
+
+    @torch.inference_mode()
+    def step(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> None:
+        """Choose the next token of every slot of the given answers, none of which has finished.
+
+        `logits`, (N, V) fp32 or wider, have the slots of the answers in their order; they are kept.
+        """
+        groups = self._group(answers, logits)
+        found = self._candidates(groups, logits)
+        for (key, (members, _)), candidates in zip(groups.items(), found, strict=True):
+            if key.kind == "beam":
+                _search(members, candidates)
+            else:
+                sample([each for each in members if isinstance(each, SampledAnswer)], candidates)
+        self._score(answers, logits)
+
+    def _score(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> None:
+        """Score the newest tokens of the answers that want it."""
+        wanted: list[tuple[SampledAnswer, int]] = []  # with its slot
+        slot = 0
+        for answer in answers:
+            is_scored = answer.options.num_log_probs and answer.error is None
+            if is_scored and isinstance(answer, SampledAnswer):
+                wanted.append((answer, slot))
+            slot += answer.slots
+        if not wanted:
+            return
+        scored, slots = zip(*wanted, strict=True)
+        found = token_scores(
+            pick_slots(logits, slots),
+            [answer.tokens[0] for answer in scored],
+            top=max(answer.options.num_log_probs for answer in scored),
+            vocab_size=self.vocab_size,
+        )
+        for answer, score in zip(scored, found, strict=True):
+            answer.scores.append(score)
+
+    def _group(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> _Groups:
+        device = logits.device.type
+        groups: _Groups = {}
+        slot = 0
+        for answer in answers:
+            assert not answer.is_finished, "a finished answer takes no steps"
+            members, running = groups.setdefault(answer.group_key(device), ([], []))
+            members.append(answer)
+            running.extend(slot + k for k in answer.running)
+            slot += answer.slots
+        shape = list(logits.shape)
+        assert shape[0] == slot, f"logits {shape} for {slot} slots"
+        assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
+        return groups
+
+    def _candidates(self, groups: _Groups, logits: torch.Tensor) -> list[Candidates]:
+        """Process what needs processing at once, and select per group."""
+        vocab_size = self.vocab_size
+        changed = [group for key, group in groups.items() if key.kind != "plain"]
+        x = logits
+        if changed:
+            rules = [rule for members, _ in changed for each in members for rule in each.rules()]
+            slots = [slot for _, running in changed for slot in running]
+            x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
+        found, start = [], 0
+        for key, (_, running) in groups.items():
+            if key.kind == "plain":
+                rows = pick_slots(logits[:, :vocab_size], running)
+            else:
+                rows = x[start : start + len(running)]
+                start += len(running)
+            width = min(key.width, vocab_size)
+            found.append(select(rows, width=width, with_norm=key.needs_norm))
+        return found
+
+
+def _search(members: Sequence[GrowingAnswer], candidates: Candidates) -> None:
+    start = 0
+    for answer in members:
+        own = candidates.rows(start, len(answer.running))
+        start += len(answer.running)
+        assert isinstance(answer, BeamSearch)
+        if np.isfinite(own.values[:, 0]).all():
+            answer.advance(own)
+        else:
+            answer.fail()
