@@ -11,7 +11,7 @@ import torch
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.engine import Engine
-from inference.engine.running import PromptOutputs, RunningRequest
+from inference.engine.sequence import PromptOutputs, RunningRequest
 
 
 class KeptLogits(PromptOutputs):
@@ -37,7 +37,7 @@ def prompt_logits(engine: Engine, input_ids: Sequence[int]) -> torch.Tensor:
     row = RowRequest(ids, 1, RowOptions(end_id=engine.limits.end_id), context_ids=ids)
     future: Future[Any] = Future()
     running = RunningRequest(GenerationRequest((row,), padded_len=len(ids)), future)
-    running.waiting = [engine._make_row(running, 0, row)]
+    running.waiting = [engine._make_sequence(running, 0, row)]
     outputs = running.waiting[0].prompt_outputs = KeptLogits(row.options)
     engine._queue(running)
     future.result()

@@ -19,7 +19,7 @@ from inference.decoding.request import TASK_IDS
 from inference.decoding.rows import P_TUNING, RequestError
 
 if TYPE_CHECKING:
-    from inference.engine.running import GenerationResult
+    from inference.engine.sequence import GenerationResult
 
 TASK = "text_generation"
 # NeMo's (nemo/collections/nlp/modules/common/text_generation_utils.py).

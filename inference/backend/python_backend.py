@@ -22,7 +22,7 @@ from inference.decoding.rows import ModelLimits, RequestError
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine
-    from inference.engine.running import GenerationResult, GenerationStep
+    from inference.engine.sequence import GenerationResult, GenerationStep
 
 # Responses that wait: from then on newer frames replace older ones.
 _BACKLOG = 128

@@ -22,7 +22,7 @@ from inference.decoding.request import parse_request
 from inference.decoding.rows import RequestError, RowRequest
 
 if TYPE_CHECKING:
-    from inference.engine.running import GenerationResult
+    from inference.engine.sequence import GenerationResult
 
 RowRead = tuple[list[int], Tensors]  # tokens of a prompt, and the other tensors of its row
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.decoding.tensor_fields import TensorFields
+from inference.decoding.tensor_fields import ANY, Range, TensorFields
 from inference.decoding.word_lists import MOST_IDS, Words, read_word_lists
 
 MAX_TOP_K = 1024
@@ -22,6 +22,29 @@ MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
 _SCORES = ("num_log_probs", "num_prompt_log_probs")
+# The tensors of numbers that are options as they are, with the least and the largest value.
+_RANGES: dict[str, Range] = {
+    "beam_width": (1, MAX_BEAM_WIDTH),
+    "random_seed": ANY,
+    "min_length": (0, math.inf),
+    "len_penalty": ANY,
+    "beam_search_diversity_rate": ANY,
+    "num_log_probs": (0, MAX_LOG_PROBS),
+    "num_prompt_log_probs": (0, MAX_LOG_PROBS),
+    "temperature": (0, math.inf),
+    "repetition_penalty": (LEAST_PENALTY, math.inf),
+    "presence_penalty": ANY,
+    "frequency_penalty": (-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY),
+    "min_p": (0, 1),
+    "top_p_decay": ANY,
+    "top_p_min": ANY,
+}
+_FLAGS = {
+    "ignore_eos": "ignore_eos",
+    "return_log_probs": "is_return_log_probs",
+    "return_context_cum_log_probs": "is_return_context_cum_log_probs",
+    "return_context_embeddings": "is_return_context_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -111,40 +134,28 @@ def read_options(
     `end_ids` are the model's; a request that states an `end_id` ends there alone.
     """
     warnings: list[str] = []
-    most = MOST_FREQUENCY_PENALTY
-    decays = fields.floats("top_p_decay", default=1.0, per_row=True)
-    minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
     others = () if "end_id" in fields.tensors else tuple(end_ids[1:])
     columns: dict[str, list[Any]] = {
-        "start_id": fields.integers("start_id", default=start_id, per_row=True),
-        "end_id": fields.integers("end_id", default=end_ids[0], per_row=True),
+        "start_id": fields.numbers("start_id", default=start_id, per_row=True),
+        "end_id": fields.numbers("end_id", default=end_ids[0], per_row=True),
         "other_end_ids": [others] * fields.batch,
-        "ignore_eos": fields.flags("ignore_eos"),
-        "beam_width": fields.integers("beam_width", default=1, within=(1, MAX_BEAM_WIDTH)),
-        "random_seed": [s % 2**64 for s in fields.integers("random_seed", default=0)],
         "bad_words": read_word_lists(fields, "bad_words_list", shared=True),
         "stop_words": read_word_lists(fields, "stop_words_list", shared=False),
-        "min_length": fields.integers("min_length", default=0, within=(0, math.inf)),
-        "len_penalty": fields.floats("len_penalty", default=0.0),
-        "beam_search_diversity_rate": fields.floats("beam_search_diversity_rate", default=0.0),
-        "return_log_probs": fields.flags("is_return_log_probs"),
-        "return_context_cum_log_probs": fields.flags("is_return_context_cum_log_probs"),
-        "return_context_embeddings": fields.flags("is_return_context_embeddings"),
-        **{name: fields.integers(name, default=0, within=(0, MAX_LOG_PROBS)) for name in _SCORES},
-        "temperature": fields.floats("temperature", default=1.0, within=(0, math.inf)),
-        "repetition_penalty": fields.floats(
-            "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
-        ),
-        "presence_penalty": fields.floats("presence_penalty", default=0.0),
-        "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
         "logit_bias": _logit_bias(fields),
-        **_selection_columns(fields, warnings),
-        "min_p": fields.floats("min_p", default=0.0, within=(0, 1)),
         "whole_boundary": _whole_boundary(fields),
-        "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
-        "top_p_min": [float(np.float32(least)) if 0 < least <= 1 else 0.5 for least in minima],
-        "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
+        "top_p_reset_id": fields.numbers("top_p_reset_ids", default=-1, per_row=True),
+        **{name: fields.flags(tensor) for name, tensor in _FLAGS.items()},
+        **_selection_columns(fields, warnings),
     }
+    for name, within in _RANGES.items():
+        default = getattr(RowOptions, name)
+        per_row = name in ("top_p_decay", "top_p_min")
+        columns[name] = fields.numbers(name, default=default, within=within, per_row=per_row)
+    columns["random_seed"] = [seed % 2**64 for seed in columns["random_seed"]]
+    columns["top_p_decay"] = [value if 0 < value <= 1 else 1.0 for value in columns["top_p_decay"]]
+    columns["top_p_min"] = [
+        float(np.float32(value)) if 0 < value <= 1 else 0.5 for value in columns["top_p_min"]
+    ]
     if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
         fields.problems.append(
             "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
@@ -201,8 +212,8 @@ def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
 
 
 def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:
-    counts = fields.integers("runtime_top_k", default=0, within=(0, math.inf))
-    masses = fields.floats("runtime_top_p", default=0.0)
+    counts = fields.numbers("runtime_top_k", default=0, within=(0, math.inf))
+    masses = fields.numbers("runtime_top_p", default=0.0)
     rows = [normalise_selection(*row) for row in zip(counts, masses, strict=True)]
     for b, (_, _, clamped) in enumerate(rows):
         warnings.extend(f"{text} in row {b}" for text in clamped)

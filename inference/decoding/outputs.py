@@ -25,9 +25,11 @@ def assemble_outputs(
     """
     shown = [_NOT_STARTED if result is None else result for result in results]
     if request.encoder_decoder:
-        return _answer_tensors(request, shown) | _log_prob_tensors(request, shown)
+        tensors = _answer_tensors(request, shown)
+    else:
+        tensors = _continuation_tensors(request, shown, strict_lengths)
     return (
-        _continuation_tensors(request, shown, strict_lengths)
+        tensors
         | _log_prob_tensors(request, shown)
         | _score_tensors(request, shown)
         | _embedding_tensors(request, shown)

@@ -98,7 +98,7 @@ class _Parser:
         )
         rows = zip(ids.astype(np.int64), lengths, strict=True)
         self.inputs = [tuple(row[:length].tolist()) for row, length in rows]
-        self.output_lens = self.fields.integers(self.output_len, default=1, within=(1, math.inf))
+        self.output_lens = self.fields.numbers(self.output_len, default=1, within=(1, math.inf))
         self.options, self.warnings = read_options(
             self.fields, start_id=limits.start_id, end_ids=limits.end_ids
         )
@@ -137,7 +137,7 @@ class _Parser:
         sizes: dict[str, int | None] = {"session_len": None, "memory_len": None}
         for name in sizes:
             if name in self.fields.tensors:
-                values = self.fields.integers(name, default=0)
+                values = self.fields.numbers(name, default=0)
                 sizes[name] = values[0]
                 if len(set(values)) > 1:
                     self.problems.append(f"{name} must be identical for all rows of a request")
@@ -279,7 +279,7 @@ def _loaded_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTab
         return [None] * fields.batch
     known = ", ".join(map(str, sorted(limits.prompt_lengths))) or "none"
     tables: list[PromptTable | None] = []
-    for b, task_id in enumerate(fields.integers(TASK_IDS, default=0)):
+    for b, task_id in enumerate(fields.numbers(TASK_IDS, default=0)):
         length = limits.prompt_lengths.get(task_id)
         if length is None:
             fields.problems.append(f"{TASK_IDS}[{b}]={task_id} is unknown; loaded tasks: {known}")
@@ -291,10 +291,10 @@ def _loaded_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTab
 
 def _sent_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
     embedding = _embedding(fields, limits)
-    lengths = fields.integers(LENGTHS, default=0)
+    lengths = fields.numbers(LENGTHS, default=0)
     kinds = [P_TUNING] * fields.batch
     if not limits.encoder_decoder:
-        kinds = fields.integers(TYPE, default=NO_PROMPT)
+        kinds = fields.numbers(TYPE, default=NO_PROMPT)
     for b, kind in enumerate(kinds if TYPE in fields.tensors else ()):
         if kind not in (NO_PROMPT, SOFT_PROMPT, P_TUNING):
             fields.problems.append(f"{TYPE}[{b}]={kind} must be one of 0, 1, 3 for this model")

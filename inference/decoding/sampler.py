@@ -60,24 +60,45 @@ class Sampler:
 
         `logits`, (N, V) fp32 or wider, have the slots of the answers in their order; they are kept.
         """
-        groups = self._group(answers, logits)
-        found = self._candidates(groups, logits)
-        for (key, (members, _)), candidates in zip(groups.items(), found, strict=True):
+        for key, (members, slots) in self._groups(answers, logits).items():
+            if key.kind == "plain":
+                x = pick_slots(logits[:, : self.vocab_size], slots)
+            else:
+                rules = [rule for answer in members for rule in answer.rules()]
+                x = process_logits(logits, slots=slots, rules=rules, vocab_size=self.vocab_size)
+            width = min(key.width, self.vocab_size)
+            candidates = select(x, width=width, with_norm=key.needs_norm)
             if key.kind == "beam":
                 _search(members, candidates)
-            else:
-                sample([each for each in members if isinstance(each, SampledAnswer)], candidates)
-        self._score(answers, logits)
+                continue
+            sampled = [answer for answer in members if isinstance(answer, SampledAnswer)]
+            sample(sampled, candidates)
+            self._score(sampled, slots, logits)
 
-    def _score(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> None:
-        """Score the newest tokens of the answers that want it."""
-        wanted: list[tuple[SampledAnswer, int]] = []  # with its slot
+    def _groups(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> _Groups:
+        groups: _Groups = {}
         slot = 0
         for answer in answers:
-            is_scored = answer.options.num_log_probs and answer.error is None
-            if is_scored and isinstance(answer, SampledAnswer):
-                wanted.append((answer, slot))
+            assert not answer.is_finished, "a finished answer takes no steps"
+            key = answer.group_key(logits.device.type)
+            members, running = groups.setdefault(key, ([], []))
+            members.append(answer)
+            running.extend(slot + k for k in answer.running)
             slot += answer.slots
+        shape = list(logits.shape)
+        assert shape[0] == slot, f"logits {shape} for {slot} slots"
+        assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
+        return groups
+
+    def _score(
+        self, answers: Sequence[SampledAnswer], slots: Sequence[int], logits: torch.Tensor
+    ) -> None:
+        """Score the newest tokens of the answers that want it."""
+        wanted = [
+            (answer, slot)
+            for answer, slot in zip(answers, slots, strict=True)
+            if answer.options.num_log_probs and answer.error is None
+        ]
         if not wanted:
             return
         scored, slots = zip(*wanted, strict=True)
@@ -89,41 +110,6 @@ class Sampler:
         )
         for answer, score in zip(scored, found, strict=True):
             answer.scores.append(score)
-
-    def _group(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> _Groups:
-        device = logits.device.type
-        groups: _Groups = {}
-        slot = 0
-        for answer in answers:
-            assert not answer.is_finished, "a finished answer takes no steps"
-            members, running = groups.setdefault(answer.group_key(device), ([], []))
-            members.append(answer)
-            running.extend(slot + k for k in answer.running)
-            slot += answer.slots
-        shape = list(logits.shape)
-        assert shape[0] == slot, f"logits {shape} for {slot} slots"
-        assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
-        return groups
-
-    def _candidates(self, groups: _Groups, logits: torch.Tensor) -> list[Candidates]:
-        """Process what needs processing at once, and select per group."""
-        vocab_size = self.vocab_size
-        changed = [group for key, group in groups.items() if key.kind != "plain"]
-        x = logits
-        if changed:
-            rules = [rule for members, _ in changed for each in members for rule in each.rules()]
-            slots = [slot for _, running in changed for slot in running]
-            x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
-        found, start = [], 0
-        for key, (_, running) in groups.items():
-            if key.kind == "plain":
-                rows = pick_slots(logits[:, :vocab_size], running)
-            else:
-                rows = x[start : start + len(running)]
-                start += len(running)
-            width = min(key.width, vocab_size)
-            found.append(select(rows, width=width, with_norm=key.needs_norm))
-        return found
 
 
 def _search(members: Sequence[GrowingAnswer], candidates: Candidates) -> None:

@@ -199,8 +199,10 @@ def _draw(
     mass = np.where(top_k > 0, within, norms) + rest
     inside = top_p * mass
     is_certain = (whole == 0) | (within >= inside)
-    edge = np.take_along_axis(sums, _crossing(sums, inside), 1)
-    inside = uniform * np.where(whole > 0, edge, inside)
+    if whole.any():
+        edge = np.take_along_axis(sums, _crossing(sums, inside), 1)
+        inside = np.where(whole > 0, edge, inside)
+    inside *= uniform
     is_certain &= within >= inside
     places = _crossing(sums, inside)
     return places[:, 0].tolist(), is_certain[:, 0].tolist(), np.log(mass[:, 0]).tolist()

@@ -20,18 +20,17 @@ class TensorFields:
     batch: int
     problems: list[str] = field(default_factory=list)
 
-    def integers(
-        self, name: str, *, default: int, per_row: bool = False, within: Range = ANY
-    ) -> list[int]:
-        """Return one integer per row; `per_row` forbids a single value for all rows."""
-        values = self._values(name, "iu", "an integer type", per_row, within)
-        return values or [default] * self.batch
-
-    def floats(
+    def numbers(
         self, name: str, *, default: float, per_row: bool = False, within: Range = ANY
-    ) -> list[float]:
-        """Return one finite FP32 value per row as a Python float."""
-        values = self._values(name, "fiu", "a floating-point type", per_row, within)
+    ) -> list[Any]:
+        """Return one number per row, of the type of `default`: integers, or finite fp32 values.
+
+        `per_row` forbids a single value for all rows.
+        """
+        kinds, expected = "iu", "an integer type"
+        if isinstance(default, float):
+            kinds, expected = "fiu", "a floating-point type"
+        values = self._values(name, kinds, expected, per_row, within)
         return values or [default] * self.batch
 
     def flags(self, name: str) -> list[bool]:
@@ -52,14 +51,14 @@ class TensorFields:
         `may_be_empty` allows rows without tokens where there are no columns.
         """
         least = 0 if may_be_empty and width == 0 else 1
-        lengths = self.integers(name, default=0, within=(least, width))
+        lengths = self.numbers(name, default=0, within=(least, width))
         return [min(max(length, 0), width) for length in lengths]
 
     def ia3_tasks(self, count: int) -> list[int | None]:
         """Return the IA3 task of each row, of `count` that are loaded; None where not asked for."""
         name = "ia3_tasks"
         if name in self.tensors and count:
-            return [*self.integers(name, default=0, within=(0, count - 1))]
+            return [*self.numbers(name, default=0, within=(0, count - 1))]
         if name in self.tensors:
             self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
         return [None] * self.batch

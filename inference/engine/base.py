@@ -155,14 +155,15 @@ class EngineBase(ABC, Generic[RequestT]):
         Raises:
             EngineFailedError: Some rank could not load or connect; every reason is given.
         """
+        # A thread that the interpreter's end cuts off within torch ends the process with an abort.
+        atexit.register(self.stop)
         self._thread.start()
         # This ends: the others may load for start_timeout_s; every wait among ranks has a limit.
         self._ready.wait()
         if self._failure is not None:
+            atexit.unregister(self.stop)
             self._thread.join()
             raise EngineFailedError(self._failure)
-        # A thread that the interpreter's end cuts off within CUDA ends the process with an abort.
-        atexit.register(self.stop)
         if self._settings.layout.world_size > 1:
             self._watcher.start()
         logger.info("ready: %s", self.description)

@@ -30,14 +30,14 @@ from inference.engine.capacity import (
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
-from inference.engine.row_cache import RowCache
-from inference.engine.running import (
+from inference.engine.scheduler import Scheduler
+from inference.engine.sequence import (
     GenerationResult,
     OnStep,
     RunningRequest,
-    make_row,
+    make_sequence,
 )
-from inference.engine.scheduler import Scheduler
+from inference.engine.sequence_cache import SequenceCache
 from inference.engine.sessions import turn_problems
 from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
@@ -72,7 +72,7 @@ class Engine(EngineBase[RunningRequest]):
         )
         table_rows, table_size = _table_rows(self.config)
         vocab_size = self.architecture.vocab_size
-        self._make_row = partial(make_row, vocab_size=vocab_size, table_rows=table_rows)
+        self._make_sequence = partial(make_sequence, vocab_size=vocab_size, table_rows=table_rows)
         self._embedding_base = vocab_size + table_size
         return replace(
             settings,
@@ -118,7 +118,7 @@ class Engine(EngineBase[RunningRequest]):
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
         running = RunningRequest(request, future)
-        running.waiting = [self._make_row(running, *each) for each in enumerate(request.rows)]
+        running.waiting = [self._make_sequence(running, *each) for each in enumerate(request.rows)]
         running.on_step, running.turn = on_step, turn
         frames_line_up = on_step is not None and len(request.rows) > 1
         running.lock_step = frames_line_up and self.capacity.holds_at_once(request)
@@ -156,7 +156,7 @@ class Engine(EngineBase[RunningRequest]):
         has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
         on_gpu = capacity.device == "cuda"
         size = _GPU_CHUNK if on_gpu else {}
-        cache = RowCache(
+        cache = SequenceCache(
             capacity.slots,
             BlockPool(blocks=capacity.blocks or None, block_tokens=capacity.block_tokens),
             shares_prefixes=self.options.share_prefixes,
@@ -166,7 +166,7 @@ class Engine(EngineBase[RunningRequest]):
             sampler,
             cache,
             embedding_base=self._embedding_base,
-            chunk=ChunkSize(self.options.max_stall_s, **size),
+            chunk_size=ChunkSize(self.options.max_stall_s, **size),
             encoder_layers=architecture.num_layer if has_encoder else 0,
             session_idle_s=self.options.session_idle_s,
             ranks_choose=on_gpu and self._settings.pp_size == 1,

@@ -30,34 +30,32 @@ class RequestTimes:
 
     @property
     def queued_s(self) -> float | None:
-        """Time until the first row held a slot."""
-        return None if self.began is None else self.began - self.arrived
+        """Time until the first sequence held a slot."""
+        return _between(self.arrived, self.began)
 
     @property
     def first_token_s(self) -> float | None:
         """Time until the first token."""
-        return None if self.first_token is None else self.first_token - self.arrived
+        return _between(self.arrived, self.first_token)
 
     @property
     def prefill_s(self) -> float | None:
         """Time from the first slot to the first token: that of the prompts."""
-        if self.began is None or self.first_token is None:
-            return None
-        return self.first_token - self.began
+        return _between(self.began, self.first_token)
 
     @property
     def decode_s(self) -> float | None:
         """Time from the first token to the last."""
-        if self.first_token is None or self.last_token is None:
-            return None
-        return self.last_token - self.first_token
+        return _between(self.first_token, self.last_token)
 
     @property
     def between_tokens_s(self) -> float | None:
         """Mean time between two steps that gave it tokens."""
-        if self.first_token is None or self.last_token is None or self.steps < 2:
-            return None
-        return (self.last_token - self.first_token) / (self.steps - 1)
+        return None if self.decode_s is None or self.steps < 2 else self.decode_s / (self.steps - 1)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 @dataclass(frozen=True)

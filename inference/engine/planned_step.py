@@ -1,4 +1,4 @@
-"""One step of the scheduler: the work of each row, laid out as the plan that ranks run."""
+"""One step of the scheduler: its chunks of sequences, laid out as the plan that ranks run."""
 
 # Shapes: E hidden
 
@@ -13,34 +13,34 @@ from inference.decoding.draws import ARG_MAX, UNMARKED, DrawParameters, Penalty,
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
 from inference.engine.queued_request import PlannedStep
-from inference.engine.running import RunningRequest, RunningRow
+from inference.engine.sequence import RunningRequest, RunningSequence
 from inference.model.kv_cache import Move, TableEntry
 from inference.model.step import Segment
 from inference.ranks.plan import EncoderRow, StepPlan
 
 
 @dataclass(slots=True)
-class RowWork:
-    """The work of one row in a step, on one of its slots."""
+class Chunk:
+    """The tokens of a sequence that a step computes, on one of its slots."""
 
-    row: RunningRow
+    sequence: RunningSequence
     slot: int
     ids: list[int]
-    outputs: range  # of its tokens here, those whose logits are wanted
-    samples: bool  # whether the last of them is for choosing a token
-    first: int  # of its tokens, counted from the conversation's beginning
-    is_prompt: bool
+    outputs: int = 1  # logits that are wanted, those of the last tokens
+    samples: bool = True  # whether the last of them is for choosing a token
+    first: int = 0  # of its tokens, counted from the conversation's beginning
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True)
 class EncoderWork:
-    """The rows that go through some of the encoder's layers in a step.
+    """The sequences that go through some of the encoder's layers in a step.
 
     `begins` marks the first step of their pass; `tokens` is the number of tokens whose whole pass
     would cost as much.
     """
 
-    rows: tuple[RunningRow, ...] = ()
+    sequences: tuple[RunningSequence, ...] = ()
     layers: int = 0
     begins: bool = False
     tokens: int = 0
@@ -48,21 +48,21 @@ class EncoderWork:
 
 @dataclass(frozen=True)
 class GeneratingStep(PlannedStep[RunningRequest]):
-    """A step, and the rows it works for."""
+    """A step, and the sequences it works for."""
 
-    work: tuple[RowWork, ...]
+    chunks: tuple[Chunk, ...]
     prompt_tokens: int
     encoding: EncoderWork
 
     @property
     def owners(self) -> list[RunningRequest]:
         """Requests with work in this step, each once."""
-        rows = [*self.encoding.rows, *(work.row for work in self.work)]
-        return list(dict.fromkeys(row.owner for row in rows))
+        sequences = [*self.encoding.sequences, *(chunk.sequence for chunk in self.chunks)]
+        return list(dict.fromkeys(sequence.owner for sequence in sequences))
 
 
 def lay_out(
-    work: Sequence[RowWork],
+    chunks: Sequence[Chunk],
     encoding: EncoderWork,
     *,
     moves: Sequence[Move],
@@ -70,7 +70,7 @@ def lay_out(
     ranks_choose: bool,
     embedding_base: int,
 ) -> GeneratingStep:
-    """Return the step that does this work: by ascending slot, then prompts, each after its sources.
+    """Return the step of chunks, which are in this order: by ascending slot, then prompts.
 
     Ids from `embedding_base` on name the rows of embeddings that are sent with a step.
     """
@@ -78,28 +78,27 @@ def lay_out(
     outputs: list[int] = []
     sent: list[Array] = []
     segments: list[Segment] = []
-    for each in work:
-        row, count = each.row, len(each.ids)
-        shift = row.forgotten + row.shift
-        segments.append(Segment(each.slot, row.cached - row.forgotten, count, shift))
-        if each.is_prompt:
-            outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
-            ids += _with_sent(row, each.ids, sent, embedding_base)
+    for chunk in chunks:
+        table, stop = chunk.sequence.table, len(ids) + len(chunk.ids)
+        shift = table.forgotten + table.shift
+        segments.append(Segment(chunk.slot, table.held, len(chunk.ids), shift))
+        outputs += range(stop - chunk.outputs, stop)
+        if chunk.is_prompt:
+            ids += _with_sent(chunk.sequence, chunk.ids, sent, embedding_base)
         else:
-            outputs.append(len(ids))
-            ids += each.ids
+            ids += chunk.ids
     encoder_ids: list[int] = []
-    begun = encoding.rows if encoding.begins else ()
-    for row in begun:
-        encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
-    prompts = [each for each in work if each.is_prompt]
+    begun = encoding.sequences if encoding.begins else ()
+    for sequence in begun:
+        encoder_ids += _with_sent(sequence, sequence.encoder_ids or [], sent, embedding_base)
+    prompts = [chunk for chunk in chunks if chunk.is_prompt]
     # Whether the host needs some of the logits.
     needed = [
-        (each.samples and not each.row.rank_chooses)
-        or (each.is_prompt and each.row.prompt_outputs.wants_logits)
-        for each in work
+        (chunk.samples and not chunk.sequence.answer.rank_chooses)
+        or (chunk.is_prompt and chunk.sequence.prompt_outputs.wants_logits)
+        for chunk in chunks
     ]
-    choices = _rank_choices(work) if ranks_choose and not all(needed) else {}
+    choices = _rank_choices(chunks) if ranks_choose and not all(needed) else {}
     plan = StepPlan(
         ids=ids,
         segments=tuple(segments),
@@ -110,43 +109,44 @@ def lay_out(
         with_logits=any(needed) or not choices,
         # A chunk need not hold any of the rows that its request sent.
         has_virtual=bool(sent)
-        or any(row.has_table for row in (*begun, *(each.row for each in prompts))),
+        or any(sequence.has_table for sequence in (*begun, *(chunk.sequence for chunk in prompts))),
         embedding_rows=len(sent),
-        pool=any(each.row.prompt_outputs.wants_pooled for each in prompts),
+        pool=any(chunk.sequence.prompt_outputs.wants_pooled for chunk in prompts),
         encoder_rows=tuple(
-            EncoderRow(row.encoder_len, tuple(row.slots), row.request.ia3_task) for row in begun
+            EncoderRow(each.encoder_len, tuple(each.slots), each.request.ia3_task) for each in begun
         ),
         encoder_ids=encoder_ids,
         encoder_layers=encoding.layers,
     )
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
-    prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
+    prompt_tokens = sum(len(chunk.ids) for chunk in prompts) + encoding.tokens
     # The next step depends on what the host reads.
     overlaps = not (plan.with_logits or plan.pool)
-    return GeneratingStep(plan, embeddings, overlaps, tuple(work), prompt_tokens, encoding)
+    return GeneratingStep(plan, embeddings, overlaps, tuple(chunks), prompt_tokens, encoding)
 
 
-def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
+def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:
     """Return the fields of `StepPlan` that say what ranks choose."""
     choices: list[tuple[int, int]] = []
     draws: list[DrawParameters] = []
     penalties: dict[int, Penalty] = {}  # by place among the choices
     marks: list[tuple[int, TokenMarks]] = []
-    for each in work:
-        row = each.row
-        chooses = each.samples and row.rank_chooses
-        unread = len(each.outputs) - chooses
+    for chunk in chunks:
+        sequence, answer = chunk.sequence, chunk.sequence.answer
+        chooses = chunk.samples and answer.rank_chooses
+        unread = chunk.outputs - chooses
         choices += [(-1, -1)] * unread
         draws += [ARG_MAX] * unread
         if chooses:
-            choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
-            assert isinstance(row.decoded, SampledAnswer)
-            if row.has_marks:
-                penalties[len(draws)] = row.decoded.penalty(row.produced)
-                if row.needs_marks:
-                    marks.append((each.slot, row.decoded.marks()))
-                    row.needs_marks = False
-            draws.append(ARG_MAX if row.is_arg_max else row.decoded.draw())
+            is_short = sequence.produced < sequence.min_length
+            choices.append((chunk.slot, sequence.end_id if is_short else -1))
+            assert isinstance(answer, SampledAnswer)
+            if sequence.has_marks:
+                penalties[len(draws)] = answer.penalty(sequence.produced)
+                if sequence.needs_marks:
+                    marks.append((chunk.slot, answer.marks()))
+                    sequence.needs_marks = False
+            draws.append(answer.draw())
     return {
         "choices": choices,
         "draws": draws if any(draw is not ARG_MAX for draw in draws) else None,
@@ -156,14 +156,14 @@ def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
 
 
 def _with_sent(
-    row: RunningRow, ids: list[int], sent: list[Array], embedding_base: int
+    sequence: RunningSequence, ids: list[int], sent: list[Array], embedding_base: int
 ) -> list[int]:
     """Return ids that name the embeddings sent with the step, which are added to `sent`."""
-    if row.embeddings is None:
+    if sequence.embeddings is None:
         return ids
     named = []
     for token in ids:
         if token < 0:
-            sent.append(row.embeddings[-1 - token])
+            sent.append(sequence.embeddings[-1 - token])
         named.append(token if token >= 0 else embedding_base + len(sent) - 1)
     return named

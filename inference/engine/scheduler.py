@@ -1,31 +1,36 @@
 """Scheduler of generation: continuous batching with chunked prompts.
 
-Rows join when slots are free and leave when they finish, between steps. The scheduler belongs to
-one thread and does no input or output; `sampler` chooses the tokens.
+Sequences join when slots are free and leave when they finish, between steps. The scheduler belongs
+to one thread and does no input or output; `sampler` chooses the tokens.
 """
 
 import logging
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from time import perf_counter
 
 import numpy as np
 import torch
 
-from inference.decoding.answer import GrowingAnswer
 from inference.decoding.rows import RequestError, RowRequest, RowResult
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad, RequestTimes
-from inference.engine.planned_step import GeneratingStep, RowWork, lay_out
+from inference.engine.planned_step import Chunk, GeneratingStep, lay_out
 from inference.engine.queued_request import StepScheduler
-from inference.engine.row_cache import RowCache
-from inference.engine.running import GenerationResult, GenerationStep, RunningRequest, RunningRow
+from inference.engine.sequence import (
+    GenerationResult,
+    GenerationStep,
+    RunningRequest,
+    RunningSequence,
+    SequenceStatus,
+)
+from inference.engine.sequence_cache import SequenceCache
 from inference.engine.sessions import Sessions
-from inference.engine.step_budget import ChunkSize, EncoderProgress, decoding_work, prompt_work
+from inference.engine.step_budget import ChunkSize, EncoderProgress, decoding_chunks, prompt_chunks
 from inference.model.kv_cache import prefix_source
 from inference.model.rotary import position_shift
 from inference.model.token_feed import NEWEST
@@ -37,15 +42,15 @@ _NEWEST = (NEWEST,)
 
 
 class Scheduler(StepScheduler[RunningRequest]):
-    """The rows of all requests, from waiting to finished."""
+    """The sequences of all requests, from waiting to finished."""
 
     def __init__(
         self,
         sampler: Sampler,
-        cache: RowCache,
+        cache: SequenceCache,
         *,
         embedding_base: int,
-        chunk: ChunkSize,
+        chunk_size: ChunkSize,
         encoder_layers: int = 0,
         session_idle_s: float = 60.0,
         ranks_choose: bool = False,
@@ -54,7 +59,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         super().__init__()
         self._sampler, self._cache = sampler, cache
         self._embedding_base = embedding_base
-        self._chunk = chunk
+        self._chunk_size = chunk_size
         self._ranks_choose = ranks_choose
         self._shifts = position_shift(cache.rotary, sys.maxsize) > 0
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
@@ -93,18 +98,20 @@ class Scheduler(StepScheduler[RunningRequest]):
         request.future.add_done_callback(
             lambda future: self._cancelled.append(request) if future.cancelled() else None
         )
-        for row in [row for row in request.waiting if row.slots]:
-            if self._cache.forks(row):
-                self._cache.blocks.extend(row.slots[0], row.prompt_len)
-            self._activate(row)
+        for sequence in list(request.waiting):
+            sequence.answer = self._sampler.begin(sequence.request)
+            if sequence.slots:  # kept by its session
+                if self._cache.forks(sequence):
+                    self._cache.blocks.extend(sequence.slots[0], sequence.prompt_len)
+                self._activate(sequence)
 
     def drop(self, request: RunningRequest) -> None:
         """Drop a request and free its slots."""
-        for row in request.active:
+        for sequence in request.active:
             # The results of a failed step must not be shared.
-            self._cache.vacate(row, forget=True)
-        for row in [*request.active, *request.waiting]:
-            row.end()
+            self._cache.vacate(sequence, forget=True)
+        for sequence in [*request.active, *request.waiting]:
+            sequence.become(SequenceStatus.ABORTED)
         self._encoder.drop(request.active)
         if request.session is not None:  # whose state is unknown
             self._sessions.end(request.session)
@@ -125,108 +132,110 @@ class Scheduler(StepScheduler[RunningRequest]):
         if not self._restart_outgrown(under_way=under_way):
             return None
         self._admit()
-        rows = [row for request in self.requests for row in request.active]
-        if not self._extend_or_preempt(rows, under_way=under_way):
+        running = [sequence for request in self.requests for sequence in request.active]
+        if not self._extend_or_preempt(running, under_way=under_way):
             return None
-        work = [each for row in rows if row.needs_step for each in decoding_work(row)]
-        work.sort(key=lambda each: each.slot)
-        budget = self._chunk.tokens(somebody_waits=bool(work))
-        encoding = self._encoder.plan(rows, budget)
-        begun = [row for row in rows if not row.next_ids and _may_start(row)]
-        work += prompt_work(begun, budget, self._cache)
-        if not work and not encoding.layers:
-            assert not rows or under_way, "active rows without work"
+        chunks = [
+            chunk
+            for sequence in running
+            if sequence.needs_step
+            for chunk in decoding_chunks(sequence)
+        ]
+        chunks.sort(key=lambda chunk: chunk.slot)
+        budget = self._chunk_size.tokens(somebody_waits=bool(chunks))
+        encoding = self._encoder.plan(running, budget)
+        prefill = [
+            each for each in running if each.status is SequenceStatus.PREFILL and _may_start(each)
+        ]
+        chunks += prompt_chunks(prefill, budget, self._cache)
+        if not chunks and not encoding.layers:
+            assert not running or under_way, "running sequences without work"
             return None
-        self._cache.forget_oldest(work)
+        self._cache.forget_oldest(chunks)
         step = lay_out(
-            work,
+            chunks,
             encoding,
             moves=self._cache.take_moves(),
             entries=self._cache.blocks.take_entries(),
             ranks_choose=self._ranks_choose,
             embedding_base=self._embedding_base,
         )
-        # The rows are as if the step had run: cached tokens, and tokens the rank chooses.
+        # Sequences are as if the step had run: cached tokens, and tokens that the rank chooses.
         chooses = step.plan.choices is not None
-        for each in work:
-            row = each.row
-            if each.is_prompt or each.slot == row.slots[-1]:
-                row.cached += len(each.ids)
-                row.produced += each.samples
-            if chooses and each.samples and row.rank_chooses:
-                row.next_ids = _NEWEST
-        for row in rows:
-            row.is_cached = True
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if chunk.is_prompt or chunk.slot == sequence.slots[-1]:
+                sequence.table.cached += len(chunk.ids)
+                sequence.produced += chunk.samples
+            if chooses and chunk.samples and sequence.answer.rank_chooses:
+                sequence.decode(_NEWEST)
+        for sequence in running:
+            sequence.table.is_written = True
         return step
 
     def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:
         """Process the results of a planned step: choose tokens, answer finished requests."""
         if step.prompt_tokens:
-            self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
+            self._chunk_size.observe(tokens=step.prompt_tokens, seconds=seconds)
         grown = self._take(step, result)
         # Requests without a listener that only got a token from a rank need no report.
         self._answer(step.owners if step.plan.with_logits else grown, grown)
 
     def _take(self, step: GeneratingStep, result: StepResult) -> set[RunningRequest]:
         """Process the results of a step; return the requests that have more to report."""
-        outputs: list[tuple[RowWork, int]] = []  # work that samples, and its row of logits
-        first = 0
-        for number, work in enumerate(step.work):
-            last = first + len(work.outputs) - 1
-            # Rows may have ended, or their clients left, after this step was planned.
-            if not work.row.is_released:
-                if work.is_prompt:
-                    self._take_prompt(work, number, result, slice(first, last + 1))
-                if work.samples:
-                    outputs.append((work, last))
-            first = last + 1
-        self._generated_tokens += len(outputs)
-        now = perf_counter()
-        for work, _ in outputs:
-            work.row.owner.times.note_token(now)
+        sampled: dict[RunningSequence, list[int]] = {}  # with their rows of logits, slot by slot
+        first, now = 0, perf_counter()
+        for number, chunk in enumerate(step.chunks):
+            sequence, stop = chunk.sequence, first + chunk.outputs
+            # It may have ended, or its client left, after this step was planned.
+            if not sequence.is_over:
+                if chunk.is_prompt:
+                    self._take_prompt(chunk, number, result, slice(first, stop))
+                if chunk.samples:
+                    # All beams start from the prompt's one row of logits.
+                    beams = len(sequence.slots) if chunk.is_prompt else 1
+                    sampled.setdefault(sequence, []).extend([stop - 1] * beams)
+                    self._generated_tokens += 1
+                    sequence.owner.times.note_token(now)
+            first = stop
         grown: set[RunningRequest] = set()
         if result.chosen is not None:
-            chosen = [each for each in outputs if each[0].row.rank_chooses]
-            outputs = [each for each in outputs if not each[0].row.rank_chooses]
+            by_ranks = [sequence for sequence in sampled if sequence.answer.rank_chooses]
+            chosen = {sequence: sampled.pop(sequence)[0] for sequence in by_ranks}
             grown = self._take_chosen(chosen, result.chosen.array())
-        return grown | self._choose(outputs, result.logits)
+        return grown | self._choose(sampled, result.logits)
 
-    def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
-        """Gather what a chunk of a prompt gives; the last chunk makes it final."""
-        row, gathered = work.row, work.row.prompt_outputs
+    def _take_prompt(self, chunk: Chunk, number: int, result: StepResult, rows: slice) -> None:
+        """Gather the outputs of a chunk of a prompt; the last chunk makes them final."""
+        sequence, gathered = chunk.sequence, chunk.sequence.prompt_outputs
+        stop = chunk.first + len(chunk.ids)
         if gathered.wants_pooled and result.pooled is not None:
             gathered.add_pooled(result.pooled[number])
         if gathered.wants_logits:
-            first = work.first + 1  # the token that the first row of logits predicts
-            next_ids = row.prompt[first : first + len(work.ids)]
+            # The first row of logits predicts the token after the first of the chunk.
+            next_ids = sequence.prompt[chunk.first + 1 : stop + 1]
             vocab_size = self._sampler.vocab_size
-            gathered.add_logits(result.logits[outputs], next_ids, vocab_size=vocab_size)
-        if work.first + len(work.ids) == row.prompt_len:
+            gathered.add_logits(result.logits[rows], next_ids, vocab_size=vocab_size)
+        if stop == sequence.prompt_len:
             gathered.commit()
-            assert row.decoded is not None
-            row.decoded.prompt = gathered.result
+            sequence.answer.prompt = gathered.result
 
     def _choose(
-        self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
+        self, sampled: Mapping[RunningSequence, Sequence[int]], logits: torch.Tensor
     ) -> set[RunningRequest]:
         """Choose tokens from rows of logits; return the requests that got any."""
-        rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending slot
-        for work, number in outputs:
-            # All beams start from the prompt's one row of logits.
-            beams = len(work.row.slots) if work.is_prompt else 1
-            rows.setdefault(work.row, []).extend([number] * beams)
-        if not rows:
+        if not sampled:
             return set()
-        logit_rows = [number for numbers in rows.values() for number in numbers]
-        if logit_rows != list(range(len(logits))):
-            logits = logits[logit_rows]
-        self._sampler.step([row.decoded for row in rows if row.decoded is not None], logits)
-        for row in rows:
-            self._advance(row)
-        return {row.owner for row in rows}
+        rows = [row for its_rows in sampled.values() for row in its_rows]
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        self._sampler.step([sequence.answer for sequence in sampled], logits)
+        for sequence in sampled:
+            self._advance(sequence)
+        return {sequence.owner for sequence in sampled}
 
     def _take_chosen(
-        self, outputs: Sequence[tuple[RowWork, int]], chosen: Array
+        self, sampled: Mapping[RunningSequence, int], chosen: Array
     ) -> set[RunningRequest]:
         """Record the tokens that a rank chose; return the requests to report to.
 
@@ -235,64 +244,62 @@ class Scheduler(StepScheduler[RunningRequest]):
         usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
         tokens = chosen[:, 1].tolist()
         to_report = set()
-        for work, number in outputs:
-            row, answer = work.row, work.row.decoded
+        for sequence, row in sampled.items():
+            answer = sequence.answer
             assert isinstance(answer, SampledAnswer)
-            if not usable[number]:
+            if not usable[row]:
                 answer.fail()
             else:
-                answer.append(tokens[number])
+                answer.append(tokens[row])
             if answer.is_finished:
-                self._advance(row)
-            if answer.is_finished or row.owner.on_step is not None:
-                to_report.add(row.owner)
+                self._advance(sequence)
+            if answer.is_finished or sequence.owner.on_step is not None:
+                to_report.add(sequence.owner)
         return to_report
 
-    def _advance(self, row: RunningRow) -> None:
-        """Go on from a row's newest tokens; release it when it has finished."""
-        answer = row.decoded
-        assert answer is not None
+    def _advance(self, sequence: RunningSequence) -> None:
+        """Go on from a sequence's newest tokens; release it when it has finished."""
+        answer = sequence.answer
         if answer.error is not None:
-            row.owner.fail(RowError(f"row {row.index}: {answer.error}"))
-            row.has_nonfinite = True
+            sequence.owner.fail(RowError(f"row {sequence.index}: {answer.error}"))
         elif answer.is_finished:
-            self._retire(row, answer)
+            self._retire(sequence)
         else:
-            if len(row.slots) > 1:
-                self._cache.move(row, _parents(row, answer))
-            row.next_ids = answer.tokens
+            if len(sequence.slots) > 1:
+                self._cache.move(sequence, _parents(sequence))
+            sequence.decode(answer.tokens)
 
-    def _retire(self, row: RunningRow, answer: GrowingAnswer) -> None:
-        """Record the result of a row, and free its slots unless its session goes on."""
-        result = answer.result()
-        row.owner.results[row.index] = result
-        row.owner.active.remove(row)
-        if row.owner.session is None:
-            self._cache.vacate(row)
+    def _retire(self, sequence: RunningSequence) -> None:
+        """Record the result of a sequence, and free its slots unless its session goes on."""
+        owner = sequence.owner
+        result = owner.results[sequence.index] = sequence.answer.result()
+        owner.active.remove(sequence)
+        if owner.session is None:
+            self._cache.vacate(sequence)
         else:
-            if len(row.slots) > 1:
+            if len(sequence.slots) > 1:
                 # The conversation goes on in the first slot, from the best beam.
-                first = row.slots[0]
-                self._cache.move(row, {first: _parents(row, answer)[first]})
-            self._sessions.remember(row, result)
-        row.end()
+                first = sequence.slots[0]
+                self._cache.move(sequence, {first: _parents(sequence)[first]})
+            self._sessions.remember(sequence, result)
+        sequence.become(SequenceStatus.FINISHED)
 
     def _admit(self) -> None:
-        """Give slots to waiting rows: fewest running rows first, then in order of arrival."""
+        """Give slots to waiting sequences: fewest running ones first, then in order of arrival."""
         self._sessions.expire()
         while request := self._first_waiting():
-            rows = request.waiting if request.joins_whole else request.waiting[:1]
-            if not self._cache.could_hold(rows, *self._sessions.held):
+            sequences = request.waiting if request.joins_whole else request.waiting[:1]
+            if not self._cache.could_hold(sequences, *self._sessions.held):
                 if not self._sessions.give_up_abandoned():
                     self._refuse(request)
                 continue
-            if not self._cache.take(rows, self.requests):
+            if not self._cache.take(sequences, self.requests):
                 return  # no overtaking: wide requests would starve
-            for row in list(rows):
-                self._activate(row)
+            for sequence in list(sequences):
+                self._activate(sequence)
 
     def _first_waiting(self) -> RunningRequest | None:
-        """Return the request whose row joins next."""
+        """Return the request whose sequence joins next."""
         waiting = (request for request in self.requests if request.waiting)
         idle = next((request for request in waiting if not request.active), None)
         if idle is not None:
@@ -300,68 +307,72 @@ class Scheduler(StepScheduler[RunningRequest]):
         waiting = (request for request in self.requests if request.waiting)
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
 
-    def _extend_or_preempt(self, rows: list[RunningRow], *, under_way: bool) -> bool:
-        """Give decoding rows the blocks of their next tokens; the newest rows are preempted.
+    def _extend_or_preempt(self, running: list[RunningSequence], *, under_way: bool) -> bool:
+        """Give decoding sequences the blocks of their next tokens; the newest ones are preempted.
 
-        Preempted rows leave `rows`. False if the running step must be finished first: the tokens
-        it chooses are among those that a preempted row computes again.
+        Preempted ones leave `running`. False if the running step must be finished first: the tokens
+        it chooses are among those that a preempted sequence computes again.
         """
         blocks = self._cache.blocks
-        growing = [row for row in rows if row.held >= row.capacity and row.needs_step]
+        growing = [
+            each for each in running if each.table.held >= each.table.capacity and each.needs_step
+        ]
         while len(growing) > blocks.free:
             if under_way:
                 return False
             newest = max(
-                (row for row in rows if not row.owner.stays),
-                key=lambda row: (row.owner.arrival, row.index),
+                (sequence for sequence in running if not sequence.owner.stays),
+                key=lambda sequence: (sequence.owner.arrival, sequence.index),
             )
             self._preempt(newest)
-            rows.remove(newest)
-            growing = [row for row in growing if row is not newest]
-        for row in growing:
-            row.capacity = blocks.extend(row.slots[0], row.held + 1)
+            running.remove(newest)
+            growing = [sequence for sequence in growing if sequence is not newest]
+        for sequence in growing:
+            table = sequence.table
+            table.capacity = blocks.extend(table.slots[0], table.held + 1)
         return True
 
     def _restart_outgrown(self, *, under_way: bool) -> bool:
-        """Begin rows again whose next token exceeds what their keys were rotated for.
+        """Preempt sequences whose positions are rotated otherwise with their next token.
 
         False if the running step must be finished first, see `_extend_or_preempt`.
         """
-        rows = [
-            row
+        outgrown = [
+            sequence
             for request in (self.requests if self._shifts else ())
-            for row in request.active
-            if not request.stays and row.needs_step
-            if row.shift != position_shift(self._cache.rotary, row.cached + 1)
+            for sequence in request.active
+            if not request.stays and sequence.needs_step
+            if sequence.table.shift != position_shift(self._cache.rotary, sequence.table.cached + 1)
         ]
-        if rows and under_way:
+        if outgrown and under_way:
             return False
-        for row in rows:
-            self._preempt(row)
+        for sequence in outgrown:
+            self._preempt(sequence)
         return True
 
-    def _preempt(self, row: RunningRow) -> None:
-        """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
-        logger.debug("a row of %d tokens is preempted", row.cached)
-        self._encoder.drop([row])
-        self._cache.vacate(row)
-        row.preempt()
-        row.owner.active.remove(row)
-        row.owner.waiting.insert(0, row)
+    def _preempt(self, sequence: RunningSequence) -> None:
+        """Free the slot and blocks of a sequence: it waits, and computes its tokens again."""
+        logger.debug("a row of %d tokens is preempted", sequence.table.cached)
+        self._encoder.drop([sequence])
+        self._cache.vacate(sequence)
+        sequence.preempt()
+        sequence.owner.active.remove(sequence)
+        sequence.owner.waiting.insert(0, sequence)
 
-    def _activate(self, row: RunningRow) -> None:
-        row.shift = self._cache.shift(row)
-        if row.decoded is None:
-            row.decoded = self._sampler.begin(row.request)
-            row.rank_chooses = row.decoded.rank_chooses
-            self._begun_tokens += len(row.request.input_ids)
-        row.owner.times.began = row.owner.times.began or perf_counter()
-        row.owner.waiting.remove(row)
-        row.owner.active.append(row)
-        if row.owner.session is not None:
-            row.owner.session.holds_slots = True
-        if row.prefix_task is not None:
-            self._cache.moves.append((prefix_source(row.prefix_task), row.slots[0], 0, row.cached))
+    def _activate(self, sequence: RunningSequence) -> None:
+        table, owner = sequence.table, sequence.owner
+        table.shift = self._cache.shift(sequence)
+        if sequence.status is SequenceStatus.WAITING:
+            self._begun_tokens += len(sequence.request.input_ids)
+        sequence.begin()
+        owner.times.began = owner.times.began or perf_counter()
+        owner.waiting.remove(sequence)
+        owner.active.append(sequence)
+        if owner.session is not None:
+            owner.session.holds_slots = True
+        if sequence.prefix_task is not None:
+            source = prefix_source(sequence.prefix_task)
+            self._cache.moves.append((source, table.slots[0], 0, table.cached))
 
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
@@ -397,15 +408,15 @@ class Scheduler(StepScheduler[RunningRequest]):
                 self._report(request)
 
     def _report(self, request: RunningRequest) -> None:
-        rows = list(request.results)
-        for row in [*request.active, *request.waiting]:
-            if row.decoded is not None and row.has_tokens:
-                rows[row.index] = row.decoded.result()
-        if all(row is None for row in rows):
+        results = list(request.results)
+        for sequence in [*request.active, *request.waiting]:
+            if sequence.answer.tokens:
+                results[sequence.index] = sequence.answer.result()
+        if all(result is None for result in results):
             return
         assert request.on_step is not None
         try:
-            request.on_step(GenerationStep(request.request, tuple(rows)))
+            request.on_step(GenerationStep(request.request, tuple(results)))
         except Exception as error:  # the listener's fault costs its own request alone
             logger.exception("a listener failed")
             request.fail(error)
@@ -418,15 +429,16 @@ def _note_end(times: RequestTimes, asked: Sequence[RowRequest], rows: Sequence[R
     times.reasons = tuple(each or "length" for row in rows for each in row.finish_reasons)
 
 
-def _may_start(row: RunningRow) -> bool:
-    """Return whether a row's encoder output is available, in lock step that of all rows."""
-    fellows = row.owner.active if row.owner.lock_step else [row]
-    return all(fellow.is_encoded for fellow in fellows)
+def _may_start(sequence: RunningSequence) -> bool:
+    """Return whether its encoder output is available, in lock step that of all sequences."""
+    fellows = sequence.owner.active if sequence.owner.lock_step else [sequence]
+    return all(fellow.status is not SequenceStatus.ENCODE for fellow in fellows)
 
 
-def _parents(row: RunningRow, answer: GrowingAnswer) -> dict[int, int]:
-    """Return the slot whose tokens each slot of a row continues."""
-    if not row.next_ids:  # the first slot has computed the prompt
-        return dict.fromkeys(row.slots, row.slots[0])
-    parents = answer.parents or range(len(row.slots))
-    return {slot: row.slots[parent] for slot, parent in zip(row.slots, parents, strict=True)}
+def _parents(sequence: RunningSequence) -> dict[int, int]:
+    """Return the slot whose tokens each slot of a sequence continues."""
+    slots, parents = sequence.slots, sequence.answer.parents
+    if sequence.status is SequenceStatus.PREFILL:  # the first slot has computed the prompt
+        return dict.fromkeys(slots, slots[0])
+    parents = range(len(slots)) if parents is None else parents
+    return {slot: slots[parent] for slot, parent in zip(slots, parents, strict=True)}

@@ -18,7 +18,7 @@ from inference.decoding.rows import (
     SessionTurn,
 )
 from inference.engine.capacity import Capacity
-from inference.engine.running import RunningRequest, RunningRow, Session
+from inference.engine.sequence import RunningRequest, RunningSequence, Session
 
 # After so long a conversation that has only been started makes room for others that need it.
 ABANDONED_S = 5.0
@@ -86,7 +86,7 @@ class Sessions:
                 self.end(session)
             request.session = self._sessions[turn.session_id] = begun
             for row in request.waiting:
-                row.memory_len = begun.start.memory_len
+                row.table.memory_len = begun.start.memory_len
         elif session is None:
             raise RequestError(
                 [
@@ -100,24 +100,24 @@ class Sessions:
             session.turn, session.is_busy = turn, True
             _continue(session, request)
 
-    def remember(self, row: RunningRow, result: RowResult) -> None:
-        """Keep a row that was answered; the conversation goes on from its best hypothesis."""
-        session = row.owner.session
+    def remember(self, sequence: RunningSequence, result: RowResult) -> None:
+        """Keep a sequence that was answered; its conversation goes on from the best hypothesis."""
+        session, request, table = sequence.owner.session, sequence.request, sequence.table
         assert session is not None
         answer = result.output_ids[0]
         if result.finish_reasons[0] in ("end", "stop"):
             # As in FasterTransformer, the next turn's first token takes this one's place.
             answer = answer[:-1]
-        row.prompt = [*row.prompt, *answer]
-        row.request = replace(
-            row.request,
-            context_ids=row.request.context_ids + answer,
-            returned_ids=row.request.returned_ids + answer,
+        sequence.prompt = [*sequence.prompt, *answer]
+        sequence.request = replace(
+            request,
+            context_ids=request.context_ids + answer,
+            returned_ids=request.returned_ids + answer,
         )
         # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
-        row.cached = min(row.cached, row.prompt_len)
-        row.forgotten = min(row.forgotten, row.cached)
-        session.rows[row.index] = row
+        table.cached = min(table.cached, sequence.prompt_len)
+        table.forgotten = min(table.forgotten, table.cached)
+        session.kept[sequence.index] = sequence
 
     def leave(self, request: RunningRequest) -> None:
         """Note that a turn was answered."""
@@ -130,7 +130,7 @@ class Sessions:
     def end(self, session: Session) -> None:
         """End a conversation, and free its slots."""
         del self._sessions[session.turn.session_id]
-        for row in session.rows.values():
+        for row in session.kept.values():
             self._free(row.slots)
 
 
@@ -222,7 +222,7 @@ def _check_turn(session: Session, request: RunningRequest) -> None:
 def _check_room(session: Session, request: RunningRequest) -> None:
     problems = []
     for row in request.waiting:
-        kept = session.rows.get(row.index)
+        kept = session.kept.get(row.index)
         history = 0 if kept is None else len(kept.prompt)
         new, more = row.prompt_len, row.request.output_len
         if history + new + more > session.session_len:
@@ -238,9 +238,8 @@ def _continue(session: Session, request: RunningRequest) -> None:
     """Put a conversation's tokens before the new tokens of each row."""
     request.session = session
     for row in request.waiting:
-        kept = session.rows.pop(row.index)
-        row.slots, row.cached = kept.slots, kept.cached
-        row.forgotten, row.memory_len = kept.forgotten, kept.memory_len
+        kept = session.kept.pop(row.index)
+        row.table = replace(kept.table, is_written=False)
         row.prompt = kept.prompt + row.prompt
         row.prompt_tokens = len(row.prompt)
         row.request = replace(

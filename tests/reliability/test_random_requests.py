@@ -35,8 +35,8 @@ from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineBusyError
 from inference.engine.options import EngineOptions
-from inference.engine.running import GenerationStep
 from inference.engine.scheduler import Scheduler
+from inference.engine.sequence import GenerationStep
 from inference.ranks.settings import Placement
 from tests.engine_logits import prompt_logits
 from tests.reference_decoding import (

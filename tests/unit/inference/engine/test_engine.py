@@ -22,7 +22,7 @@ from inference.engine.capacity import Capacity, plan_capacity
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
-from inference.engine.running import GenerationStep
+from inference.engine.sequence import GenerationStep
 from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement, RankSettings
 from tests.engine_logits import prompt_logits

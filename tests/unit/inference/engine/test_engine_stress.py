@@ -14,7 +14,7 @@ from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest, SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
-from inference.engine.running import GenerationStep
+from inference.engine.sequence import GenerationStep
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 

@@ -17,7 +17,7 @@ from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest, RequestError
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
-from inference.engine.running import GenerationStep, RunningRow
+from inference.engine.sequence import GenerationStep, RunningSequence
 from inference.ranks.settings import Placement
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
@@ -189,14 +189,14 @@ def test_blocks_of_a_few_tokens_give_the_same_tokens(
 ) -> None:
     if ranks_choose:
         let_ranks_choose(monkeypatch)
-    preempted: list[RunningRow] = []
-    preempt = RunningRow.preempt
+    preempted: list[RunningSequence] = []
+    preempt = RunningSequence.preempt
 
-    def note(row: RunningRow) -> None:
+    def note(row: RunningSequence) -> None:
         preempted.append(row)
         preempt(row)
 
-    monkeypatch.setattr(RunningRow, "preempt", note)
+    monkeypatch.setattr(RunningSequence, "preempt", note)
     block_bytes = 4 * 2 * MODEL.decoder_layers * MODEL.inner * 4
     small = EngineOptions(
         max_lanes=SLOTS, max_seq_len=40, kv_block_tokens=4, kv_cache_bytes=41 * block_bytes

@@ -22,9 +22,9 @@ from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.engine.planned_step import GeneratingStep
-from inference.engine.row_cache import RowCache
-from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
+from inference.engine.sequence import OnStep, RunningRequest, make_sequence
+from inference.engine.sequence_cache import SequenceCache
 from inference.engine.step_budget import ChunkSize
 from inference.model.kv_cache import WIPE
 from inference.model.rotary import position_shift
@@ -62,9 +62,9 @@ class World:
         self.blocks, self.slots, self.encodes = blocks, slots, encoder_layers > 0
         self.scheduler = Scheduler(
             sampler,
-            RowCache(slots, self.pool, shares_prefixes=True, rotary=rotary),
+            SequenceCache(slots, self.pool, shares_prefixes=True, rotary=rotary),
             embedding_base=VOCAB,
-            chunk=ChunkSize(bound_s),
+            chunk_size=ChunkSize(bound_s),
             ranks_choose=overlap,
             encoder_layers=encoder_layers,
         )
@@ -99,7 +99,7 @@ class World:
             GenerationRequest((row,), len(ids), encoder_decoder=self.encodes),
             *(Future(), self._arrivals, on_step),
         )
-        running.waiting = [make_row(running, 0, row, vocab_size=VOCAB, table_rows={})]
+        running.waiting = [make_sequence(running, 0, row, vocab_size=VOCAB, table_rows={})]
         self.scheduler.add(running)
         return running
 
@@ -263,8 +263,8 @@ def test_a_failed_beam_search_wipes_each_block_once() -> None:
     for _ in range(4):
         world.turn()
     (row,) = failing.active
-    slots, end = row.slots, row.held
-    row.has_nonfinite = True
+    slots, end = row.slots, row.table.held
+    row.answer.fail()
     world.scheduler.drop(failing)
     step = world.scheduler.plan()
     assert step is not None
@@ -310,8 +310,8 @@ def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others() -> Non
         layers.append(step.encoding.layers)
         # Steps of one token for each sequence, planned one ahead: graphs on a GPU.
         assert world.overlapped == overlapped + 1
-        assert [segment.count for segment in step.plan.segments] == [1] * len(step.work)
-        assert step.work[0].row.owner is running
+        assert [segment.count for segment in step.plan.segments] == [1] * len(step.chunks)
+        assert step.chunks[0].sequence.owner is running
     assert [count for count in layers if count] == [2, 2]
     world.run()
     assert output_of(running) == world.answer(running)
@@ -458,8 +458,8 @@ def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> Non
     other = world.add([*header, 9], 5)
     world.turn()
     (row,) = failing.active
-    (slot,), end = row.slots, row.held
-    row.has_nonfinite = True
+    (slot,), end = row.slots, row.table.held
+    row.answer.fail()
     world.scheduler.drop(failing)
     step = world.scheduler.plan()
     assert step is not None
@@ -478,7 +478,7 @@ def test_a_prompt_that_is_given_up_halfway_is_wiped(blocks: int) -> None:
     left = world.add(prompt, 9)
     world.turn()
     (row,) = left.active
-    (slot,), end = row.slots, row.held
+    (slot,), end = row.slots, row.table.held
     assert 0 < end < len(prompt)
     assert left.future.cancel()
     step = world.scheduler.plan()

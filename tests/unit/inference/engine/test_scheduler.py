@@ -12,9 +12,9 @@ from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.decoding.sampler import Sampler
 from inference.engine.blocks import BlockPool
 from inference.engine.planned_step import GeneratingStep
-from inference.engine.row_cache import RowCache
-from inference.engine.running import GenerationStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
+from inference.engine.sequence import GenerationStep, RunningRequest, make_sequence
+from inference.engine.sequence_cache import SequenceCache
 from inference.engine.step_budget import ChunkSize
 from inference.ranks.base import StepResult
 from tests.conftest import present
@@ -25,8 +25,8 @@ END = 19
 
 def make_scheduler(slots: int) -> Scheduler:
     sampler = Sampler(vocab_size=VOCAB)
-    cache = RowCache(slots, BlockPool(), shares_prefixes=False, rotary=None)
-    return Scheduler(sampler, cache, embedding_base=VOCAB, chunk=ChunkSize(0.1))
+    cache = SequenceCache(slots, BlockPool(), shares_prefixes=False, rotary=None)
+    return Scheduler(sampler, cache, embedding_base=VOCAB, chunk_size=ChunkSize(0.1))
 
 
 def make_running(
@@ -45,7 +45,7 @@ def make_running(
     running = RunningRequest(GenerationRequest(tuple(rows), 3), Future(), arrival)
     running.lock_step = lock_step
     running.waiting = [
-        make_row(running, index, row, vocab_size=VOCAB, table_rows={})
+        make_sequence(running, index, row, vocab_size=VOCAB, table_rows={})
         for index, row in enumerate(rows)
     ]
     return running
@@ -136,7 +136,7 @@ def test_a_short_prompt_overtakes_long_ones_that_still_get_on() -> None:
     scheduler.add(short)
     step = scheduler.plan()
     assert step is not None
-    pieces = {id(work.row.owner): len(work.ids) for work in step.work}
+    pieces = {id(chunk.sequence.owner): len(chunk.ids) for chunk in step.chunks}
     run(scheduler, step)
     assert short.future.done()
     # The oldest loses no more than half of a step to whoever comes later.

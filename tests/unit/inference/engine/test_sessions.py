@@ -19,7 +19,7 @@ from inference.engine import sessions
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineBusyError
 from inference.engine.options import EngineOptions
-from inference.engine.running import GenerationStep
+from inference.engine.sequence import GenerationStep
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 from tests.unit.inference.engine.fake_ranks import let_ranks_choose

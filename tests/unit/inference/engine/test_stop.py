@@ -46,15 +46,30 @@ print(*sizes)
 """
 
 _RUN_AND_LEAVE = """
-import atexit, sys
+import atexit, contextlib, sys, threading, time
 from inference.engine.engine import Engine
+from inference.engine.errors import EngineFailedError
 from inference.ranks.settings import Placement
-from tests.engine_logits import prompt_logits
+from tests.unit.inference.engine.test_stop import LONG, request_of
 
 engine = Engine(sys.argv[1], Placement(device="cpu", tp_size=int(sys.argv[2])))
 atexit.register(lambda: print(engine._thread.is_alive(), engine.healthy()))  # the last
-engine.start()
-prompt_logits(engine, [5, 3, 9])
+
+def start():
+    with contextlib.suppress(EngineFailedError):
+        engine.start()
+
+if sys.argv[3] == "loading":
+    threading.Thread(target=start, daemon=True).start()
+    while not engine._thread.is_alive():
+        time.sleep(0.001)
+else:
+    engine.start()
+    frames = []
+    request = request_of(engine, request_output_len=LONG)
+    engine.submit(request, on_step=lambda step: (frames.append(step), time.sleep(0.05)))
+    while not frames:
+        time.sleep(0.001)
 """
 
 
@@ -136,11 +151,11 @@ def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) 
     assert after_second < after_first + 20  # MiB
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_end_of_a_process_stops_its_engine(tp_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp_size", "when"), [(1, "decoding"), (2, "decoding"), (1, "loading")])
+def test_the_end_of_a_process_stops_its_engine(tp_size: int, when: str, tmp_path: Path) -> None:
     ft_dir = write_gpt(tmp_path, tp_size=tp_size)
     done = subprocess.run(
-        [sys.executable, "-c", _RUN_AND_LEAVE, str(ft_dir), str(tp_size)],
+        [sys.executable, "-c", _RUN_AND_LEAVE, str(ft_dir), str(tp_size), when],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,9 +1,10 @@
-"""State of running requests: their rows, slots, sessions and progress."""
+"""Running requests: their sequences, what the cache holds of these, and their sessions."""
 
 # Shapes: n prompt tokens of a chunk, V vocabulary, E hidden
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -58,11 +59,11 @@ OnStep = Callable[[GenerationStep], object]
 
 @dataclass(eq=False)
 class Session:
-    """One conversation. `rows` holds those that are not running, each as its next turn finds it."""
+    """One conversation; `kept` are its sequences that do not run, as their next turn finds them."""
 
     turn: SessionTurn  # the newest
     start: GenerationRequest  # whose sizes hold for all turns
-    rows: dict[int, RunningRow] = field(default_factory=dict)
+    kept: dict[int, RunningSequence] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
     blocks: int = 0  # reserved for its slots
@@ -124,13 +125,69 @@ class PromptOutputs:
         return PromptResult(total, tuple(self._scores) if self._top else (), pooled)
 
 
+class SequenceStatus(enum.Enum):
+    """The state of a sequence; docs/engine.md draws the transitions."""
+
+    WAITING = "waiting"  # for its first slot
+    ENCODE = "encode"  # has slots; an encoder reads its input
+    PREFILL = "prefill"  # its prompt is being computed
+    DECODE = "decode"  # each step computes its newest token
+    PREEMPTED = "preempted"  # waits again, and begins with its tokens as its prompt
+    FINISHED = "finished"
+    ABORTED = "aborted"  # its client has left, or a step has failed
+
+
+_S = SequenceStatus
+TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
+    _S.WAITING: {_S.ENCODE, _S.PREFILL, _S.ABORTED},
+    _S.PREEMPTED: {_S.ENCODE, _S.PREFILL, _S.ABORTED},
+    _S.ENCODE: {_S.PREFILL, _S.PREEMPTED, _S.ABORTED},
+    _S.PREFILL: {_S.DECODE, _S.FINISHED, _S.PREEMPTED, _S.ABORTED},
+    _S.DECODE: {_S.FINISHED, _S.PREEMPTED, _S.ABORTED},
+    _S.FINISHED: set(),
+    _S.ABORTED: set(),
+}
+
+
+@dataclass
+class BlockTable:
+    """The tokens of a sequence in the cache, and the slots that hold them, one for each beam.
+
+    Attributes:
+        cached: Tokens that have been in the cache.
+        forgotten: How many of these no longer are: the first ones.
+        memory_len: Most tokens that a slot keeps, None for all.
+        shift: Of their positions, see `rotary.position_shift`.
+        capacity: Tokens that the blocks of its slot hold.
+        is_written: Whether a step has run with the slots.
+        prefix_hashes: Of the blocks that can be shared.
+        registered: How many of these blocks others can share by now.
+    """
+
+    slots: list[int] = field(default_factory=list)
+    cached: int = 0
+    forgotten: int = 0
+    memory_len: int | None = None
+    shift: int = 0
+    capacity: float = math.inf
+    is_written: bool = False
+    prefix_hashes: list[bytes] = field(default_factory=list)
+    registered: int = 0
+
+    @property
+    def held(self) -> int:
+        """Tokens that a slot holds."""
+        return self.cached - self.forgotten
+
+
 @dataclass(eq=False)
-class RunningRow:
-    """One row of a request in the engine.
+class RunningSequence:
+    """One sequence of a request in the engine.
 
     `prompt` is the input to the first stage: token ids, ids of loaded virtual tokens from the
     vocabulary's end on, and -1 - i for row i of embeddings sent with the request. The places of a
-    loaded prefix of `prefix_task` precede these, and are cached when the row begins.
+    loaded prefix of `prefix_task` precede these, and are cached when the sequence begins. The
+    `answer` begins when the scheduler takes the sequence.
     """
 
     owner: RunningRequest
@@ -140,25 +197,14 @@ class RunningRow:
     has_table: bool = False  # of loaded virtual tokens
     embeddings: Array | None = None  # (rows, hidden) fp32
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
-    is_encoded: bool = True
-    slots: list[int] = field(default_factory=list)
-    prefix_hashes: list[bytes] = field(default_factory=list)  # of its blocks that can be shared
-    registered: int = 0  # how many of them others can share by now
-    capacity: float = math.inf  # tokens that its slot's blocks hold
-    cached: int = 0  # tokens that have been in the cache
-    is_cached: bool = False  # whether a step has run with its slots
-    forgotten: int = 0  # of these, how many no longer are: the first ones
-    memory_len: int | None = None  # most tokens that a slot keeps, None for all
-    shift: int = 0  # of its positions, see `rotary.position_shift`
-    decoded: GrowingAnswer | None = None  # its tokens, from when it begins until it ends
-    next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
-    produced: int = 0  # tokens that were chosen, or will be in running steps
-    rank_chooses: bool = False  # whether ranks can choose its tokens
-    needs_marks: bool = True  # whether ranks must mark ids in its slot before they choose
-    prompt_tokens: int = 0  # of `prompt`, without those that a preempted row had generated
     prefix_task: int | None = None
-    is_released: bool = False  # has ended, or its client has left
-    has_nonfinite: bool = False  # the cache holds values that are not finite
+    prompt_tokens: int = 0  # of `prompt`, without those that a preempted sequence had generated
+    status: SequenceStatus = SequenceStatus.WAITING
+    table: BlockTable = field(default_factory=BlockTable)
+    answer: GrowingAnswer = field(init=False)
+    next_ids: tuple[int, ...] = ()  # per slot, to decode; NEWEST where only ranks know it
+    produced: int = 0  # tokens that were chosen, or will be in running steps
+    needs_marks: bool = True  # whether ranks must mark ids in its slot before they choose
 
     def __post_init__(self) -> None:
         self.prompt_outputs = PromptOutputs(self.request.options)
@@ -166,7 +212,21 @@ class RunningRow:
         self.end_id = next(iter(self.request.options.end_ids), -1)
         self.min_length = self.request.options.min_length
         self.has_marks = self.request.options.has_marks
-        self.is_arg_max = self.request.options.is_greedy and not self.has_marks
+
+    def become(self, status: SequenceStatus) -> None:
+        """Change the status."""
+        assert status in TRANSITIONS[self.status], f"{self.status} cannot become {status}"
+        self.status = status
+
+    @property
+    def is_over(self) -> bool:
+        """Whether results of steps that still run are ignored."""
+        return self.status in (SequenceStatus.FINISHED, SequenceStatus.ABORTED)
+
+    @property
+    def slots(self) -> list[int]:
+        """Its slots, one for each beam; none while it waits."""
+        return self.table.slots
 
     @property
     def prompt_len(self) -> int:
@@ -179,45 +239,40 @@ class RunningRow:
         return len(self.encoder_ids or ())
 
     @property
-    def held(self) -> int:
-        """Tokens that a slot holds."""
-        return self.cached - self.forgotten
-
-    @property
     def needs_step(self) -> bool:
-        """Return whether it decodes and lacks tokens that no running step produces."""
-        if not self.next_ids:
+        """Whether it decodes and lacks tokens that no running step produces."""
+        if self.status is not SequenceStatus.DECODE:
             return False
         return self.next_ids[0] != NEWEST or self.produced < self.request.output_len
 
     @property
     def can_share(self) -> bool:
-        """Return whether its prompt is nothing but tokens, and nothing is wanted of them."""
+        """Whether its prompt is nothing but tokens, and nothing is wanted of them."""
         if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
             return False
         # Not by ==: embeddings are an array.
         return all(each is None for each in (self.embeddings, self.prefix_task, self.encoder_ids))
 
-    @property
-    def has_tokens(self) -> bool:
-        """Return whether any token of its answer is known."""
-        return self.decoded is not None and bool(self.decoded.tokens)
+    def begin(self) -> None:
+        """Leave the queue: the sequence has slots."""
+        self.become(SequenceStatus.PREFILL if self.encoder_ids is None else SequenceStatus.ENCODE)
+
+    def decode(self, next_ids: tuple[int, ...]) -> None:
+        """Let the next step compute the newest token of each slot."""
+        self.next_ids = next_ids
+        if self.status is SequenceStatus.PREFILL:
+            self.become(SequenceStatus.DECODE)
 
     def preempt(self) -> None:
-        """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
-        generated = self.decoded.generated_ids if isinstance(self.decoded, SampledAnswer) else []
+        """Preempt it: it begins again, with its generated tokens as part of its prompt."""
+        self.become(SequenceStatus.PREEMPTED)
+        generated = self.answer.generated_ids if isinstance(self.answer, SampledAnswer) else []
         self.prompt = self.prompt[: self.prompt_tokens] + generated
-        prompt = self.request.prompt  # a loaded prefix is cached when the row begins
-        self.cached = 0 if prompt is None or self.prefix_task is None else prompt.length
-        self.forgotten = 0
-        self.is_encoded = self.encoder_ids is None
-        self.slots, self.next_ids, self.needs_marks = [], (), True
-        self.prefix_hashes, self.registered = [], 0
+        prompt = self.request.prompt  # a loaded prefix is cached when the sequence begins
+        has_prefix = prompt is not None and self.prefix_task is not None
+        self.table = BlockTable(cached=prompt.length if prompt is not None and has_prefix else 0)
+        self.needs_marks = True
         self.prompt_outputs.restart()
-
-    def end(self) -> None:
-        """Let go of its tokens; results of steps that still run are ignored."""
-        self.is_released, self.decoded = True, None
 
 
 @dataclass(eq=False)
@@ -235,8 +290,8 @@ class RunningRequest(QueuedRequest):
     lock_step: bool = False
     turn: SessionTurn | None = None
     session: Session | None = None
-    waiting: list[RunningRow] = field(default_factory=list)
-    active: list[RunningRow] = field(default_factory=list)
+    waiting: list[RunningSequence] = field(default_factory=list)
+    active: list[RunningSequence] = field(default_factory=list)
     times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
@@ -253,36 +308,36 @@ class RunningRequest(QueuedRequest):
         return self.lock_step or self.turn is not None
 
 
-def make_row(
+def make_sequence(
     owner: RunningRequest,
     index: int,
     request: RowRequest,
     *,
     vocab_size: int,
     table_rows: dict[int, int],
-) -> RunningRow:
-    """Return the running row of a request's row, with its input to the first stage.
+) -> RunningSequence:
+    """Return a sequence of a request, with its input to the first stage.
 
     `table_rows` maps a task's id to the first row of its table among all loaded prompt tables.
     """
     ids, prompt = list(request.input_ids), request.prompt
-    row = RunningRow(owner, index, request, ids)
+    sequence = RunningSequence(owner, index, request, ids)
     if prompt is not None and prompt.kind == PREFIX_PROMPT:
-        row.prompt = [0] * prompt.length + ids
-        row.prefix_task, row.cached = prompt.task_id, prompt.length
+        sequence.prompt = [0] * prompt.length + ids
+        sequence.prefix_task, sequence.table.cached = prompt.task_id, prompt.length
     elif prompt is not None:
         if prompt.kind == SOFT_PROMPT:
-            row.prompt = [-1 - i for i in range(prompt.length)] + ids
+            sequence.prompt = [-1 - i for i in range(prompt.length)] + ids
         else:
             assert prompt.kind == P_TUNING, f"prompt of type {prompt.kind}"
-            row.prompt = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
-        row.has_table = any(i >= vocab_size for i in row.prompt)
-        row.embeddings = prompt.embedding
+            sequence.prompt = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
+        sequence.has_table = any(i >= vocab_size for i in sequence.prompt)
+        sequence.embeddings = prompt.embedding
     if owner.request.encoder_decoder:
-        row.encoder_ids, row.is_encoded = row.prompt, False
-        row.prompt = list(request.context_ids)
-    row.prompt_tokens = len(row.prompt)
-    return row
+        sequence.encoder_ids = sequence.prompt
+        sequence.prompt = list(request.context_ids)
+    sequence.prompt_tokens = len(sequence.prompt)
+    return sequence
 
 
 def _virtual(token: int, prompt: PromptTable, vocab_size: int, table_rows: dict[int, int]) -> int:
