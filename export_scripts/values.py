@@ -37,6 +37,11 @@ _EXPECTED = {
     "bool_parsing": "expected true or false",
     "dict_type": "expected a mapping such as {a: 1}",
     "path_type": "expected a path",
+    "string_type": "expected a text",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
     "list_type": "expected a list such as [a,b]",
     "tuple_type": "expected a list such as [a,b]",
 }
@@ -158,6 +163,8 @@ class Key:
     def _text_problem(self, text: str) -> str | None:
         if self.is_path and not text:
             return "is empty; give a path (was a variable of the shell not set?)"
+        if not text and type(None) in self.kinds:
+            return "is empty; write null for none"
         if _CONTROL.search(text) and not self.has_lines:
             return "line breaks and control characters are not allowed here"
         if self.is_name and (found := name_problem(text)):
@@ -290,6 +297,10 @@ def name_problem(text: str) -> str | None:
 
 def shown(value: Any) -> str:
     """Return a value as it is written in YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {shown(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from stages.progress import PROGRESS_NAME, DamagedFileError, read_json, read_pro
 
 LAST_RUN = "last_run.json"
 _POLL_S = 0.5
+_LOGS_POLL_S = 2.0  # each asks Slurm
+_ASK_S = 12.0  # Slurm's clients give up after 10 s by default
 _PIECE = 1 << 20  # characters of a log, which may be larger than memory
 _CANCEL_S = 60.0
 # Longer than sbatch is tried.
@@ -50,7 +52,8 @@ def look_after(config: Config, console: Console) -> int:
             "run_dir=<folder>."
         )
         return EXIT_USAGE
-    status, queue = EXIT_OK, functools.cache(slurm_state.queued_jobs)
+    status = EXIT_OK
+    queue = functools.cache(functools.partial(slurm_state.queue_now, timeout_s=_ASK_S))
     for each in found:
         records = jobs_in(each, queue)
         if not records:
@@ -58,7 +61,11 @@ def look_after(config: Config, console: Console) -> int:
             status = max(status, EXIT_USAGE)
             continue
         console.say(str(each))
-        status = max(status, _ACTIONS[config.action](each, records, console))
+        if config.action == "status":
+            status = max(status, _status(each, records, queue(), console))
+        else:
+            act = _logs if config.action == "logs" else cancel_jobs
+            status = max(status, act(each, records, console))
     return status
 
 
@@ -90,14 +97,16 @@ def _run_dirs(config: Config) -> list[Path]:
         raise DamagedFileError(path, "it names no results folder") from error
 
 
-def read_job(results_dir: Path, stage: str) -> record.JobRecord | None:
+def read_job(
+    results_dir: Path, stage: str, queue: slurm_state.SlurmQueue | None = None
+) -> record.JobRecord | None:
     """Return a job's record, corrected from the scheduler or from this machine's processes."""
     path = results_dir / stage / record.RECORD_NAME
     found = record.read_record(path)
     if found is None or found.is_final:
         return found
     if found.cluster == _QUEUED_CLUSTER:
-        return slurm_state.settle(path)
+        return slurm_state.settle(path, queue)
     if _is_here(found) and found.process is not None and not _is_process_of(found, path.parent):
         return record.correct_record(
             path,
@@ -110,7 +119,7 @@ def read_job(results_dir: Path, stage: str) -> record.JobRecord | None:
 
 def jobs_in(
     results_dir: Path,
-    queue: Callable[[], Sequence[slurm_state.QueuedJob]] = slurm_state.queued_jobs,
+    ask: Callable[[], slurm_state.SlurmQueue] = slurm_state.queue_now,
     *,
     passes_damage: bool = False,
 ) -> list[record.JobRecord]:
@@ -122,35 +131,31 @@ def jobs_in(
     Raises:
         DamagedFileError: a record is damaged and its job has ended, unless such ones are passed.
     """
-    queued = slurm_state.jobs_below(results_dir, queue())
+    queue = ask()
+    queued = slurm_state.jobs_below(results_dir, queue)
     found = []
     for stage in STAGES:
         path, own = results_dir / stage / record.RECORD_NAME, None
         try:
-            own = read_job(results_dir, stage)
+            own = read_job(results_dir, stage, queue)
         except DamagedFileError:
             if not (passes_damage or stage in queued):
                 raise
         others = [each for each in queued.get(stage, ()) if own is None or each != own.job_id]
         if others and (own is None or own.is_final or not own.job_id):
-            own = _adopted(path, others.pop())
+            own = _described(path, others.pop(), queue)
+            with contextlib.suppress(OSError):  # its record from now on
+                record.write_record(path, own)
         elif own is not None and _is_abandoned(own):
             error = "the command that was submitting it has ended, and Slurm has no such job"
             own = record.correct_record(path, own, state=record.LOST, error=error)
-        found += [own] * (own is not None) + [_described(path, each) for each in others]
+        found += [own] * (own is not None) + [_described(path, each, queue) for each in others]
     return [each for each in found if each is not None]
 
 
-def _adopted(path: Path, job_id: str) -> record.JobRecord:
-    """Return a job of Slurm's queue, with a record from now on where its folder can be written."""
-    found = _described(path, job_id)
-    with contextlib.suppress(OSError):
-        record.write_record(path, found)
-    return found
-
-
-def _described(path: Path, job_id: str) -> record.JobRecord:
-    answer = slurm_state.slurm_state(job_id)
+def _described(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record.JobRecord:
+    """Return what is known of a job in the queue without a record."""
+    answer = queue.state(job_id)
     logs = path.parent.glob(f"*_{job_id}.out")
     return record.JobRecord(
         job_id,
@@ -216,7 +221,12 @@ def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
     return os.fsencode(folder / "submitit" / found.job_id) in command
 
 
-def _status(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
+def _status(
+    results_dir: Path,
+    records: list[record.JobRecord],
+    queue: slurm_state.SlurmQueue,
+    console: Console,
+) -> int:
     # Remarks on the job that serves tell of its neighbours in a chain.
     chained = {other for each in records for other in (each.predecessor, each.successor)}
     records = [each for each in records if each.job_id not in chained]
@@ -229,7 +239,7 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
     ]
     console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
-        for text in filter(None, _remarks(each, results_dir / each.stage)):
+        for text in filter(None, _remarks(each, results_dir / each.stage, queue)):
             console.say(f"{each.stage}: {text}")
     for each in records:
         has_log = bool(each.log) and Path(each.log).exists()
@@ -237,20 +247,20 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
     return _exit_status(records)
 
 
-def _remarks(found: record.JobRecord, folder: Path) -> Iterator[str]:
+def _remarks(found: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueue) -> Iterator[str]:
     """Yield why a job failed, waits or what it is doing, and how to reach its server from here."""
     yield found.error
     if found.is_final:
         return
     try:
         if not found.error:
-            in_queue = found.cluster == _QUEUED_CLUSTER
-            reason = slurm_state.waiting_for(found.job_id) if in_queue else ""
-            if reason and reason != slurm_state.UNREACHABLE:
+            in_queue = found.cluster == _QUEUED_CLUSTER and found.job_id
+            answer = queue.state(found.job_id) if in_queue else None
+            if answer is not None and (reason := answer.waits_for):
                 waits = found.dependency and reason == "Dependency"
                 yield f"in the queue: {reason}" + (f" ({found.dependency})" if waits else "")
             else:
-                yield reason
+                yield slurm_state.UNREACHABLE * bool(in_queue and answer is None)
                 phase = read_progress(folder / PROGRESS_NAME).phase
                 yield f"{phase}; job {found.successor} follows" if found.successor else phase
         yield forwarding_hint(folder / record.RECORD_NAME)
@@ -276,7 +286,7 @@ def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) 
                 positions[path] = _print_from(path, positions[path], console)
             if has_ended:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(_LOGS_POLL_S)
     return _exit_status(read_job(results_dir, each.stage) or each for each in records)
 
 
@@ -327,9 +337,6 @@ def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(found.process, signal.SIGTERM)
     return ""
-
-
-_ACTIONS = {"status": _status, "logs": _logs, "cancel": cancel_jobs}
 
 
 def _elapsed(found: record.JobRecord) -> str:

@@ -12,22 +12,30 @@ from launcher_scripts.actions import jobs_in, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.evaluation_config import Context
-from launcher_scripts.configuration.schema import KEYS
+from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import (
     CHECKOUT,
     EXIT_FAILED,
     EXIT_OK,
     FULL_ERROR,
-    MEMORY_MEASURE,
     is_set,
 )
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import make_launcher
-from launcher_scripts.launchers.base import Job, Launcher
-from launcher_scripts.launchers.slurm_state import QueuedJob, queued_jobs
+from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.slurm_state import SlurmQueue, queue_now
 from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
 from stages.deploy_config import PYTORCH
+
+# The keys of clusters and containers that a kind of cluster uses.
+_EVERYWHERE = ("cluster.gpus_per_node.", "cluster.job_name_prefix.", "cluster.server_host.")
+_USED = {
+    "local": _EVERYWHERE,
+    "bcm": tuple(f"{name}." for name in KEYS if "bcprun" not in name and "kubernetes" not in name),
+    "bcp": (*_EVERYWHERE, "cluster.setup.", "cluster.signal_delay_s.", "cluster.bcprun"),
+    "kubernetes": (*_EVERYWHERE, "cluster.kubernetes.", "container."),
+}
 
 
 def prepare_run(
@@ -37,11 +45,11 @@ def prepare_run(
     problems: list[str],
     *,
     label: str = "",
-    queue: Callable[[], Sequence[QueuedJob]] = queued_jobs,
+    queue: Callable[[], SlurmQueue] = queue_now,
 ) -> Run | None:
     """Return the jobs that a command line asks for; add the problems found to `problems`.
 
-    `label` names the run in what is said about it; `queue` returns the jobs in Slurm's queue.
+    `label` names the run in what is said about it; `queue` asks Slurm for its jobs.
     Without a configuration there is nothing to run.
     """
     config = composition.config
@@ -74,7 +82,7 @@ def prepare_run(
         *composition.notes,
         *plan.notes,
         *launcher.notes(stages),
-        *_ignored(launcher),
+        *_ignored(config),
         *finished,
     )
     for note in notes:
@@ -110,15 +118,16 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
-def _ignored(launcher: Launcher) -> list[str]:
-    """Return a remark for each setting that is accepted without effect."""
-    config = launcher.config
-    ignored = [
-        key.name for key in KEYS.values() if key.is_ignored and config.at(key.name) != key.default
-    ]
-    ignored += [name for name in launcher.ignores if config.at(name) not in (None, [], {}, [None])]
+def _ignored(config: Config) -> list[str]:
+    """Return a remark on the settings that have no effect."""
+    given = [key for key in KEYS.values() if config.at(key.name) not in (key.default, [None], None)]
+    compatible = [key.name for key in given if key.is_ignored]
     if config.export.triton_deployment.enable_custom_all_reduce and config.deploy.engine == PYTORCH:
-        ignored.append("export.triton_deployment.enable_custom_all_reduce")
-    if is_set(MEMORY_MEASURE) and config.cluster_type != "bcm":
-        ignored.append(MEMORY_MEASURE)
-    return [f"{name} is accepted for compatibility and has no effect here" for name in ignored]
+        compatible.append("export.triton_deployment.enable_custom_all_reduce")
+    found = [f"{name} is accepted for compatibility and has no effect here" for name in compatible]
+    used = _USED[config.cluster_type]
+    asked = (key.name for key in given if key.name.startswith(("cluster.", "container")))
+    others = [name for name in asked if not f"{name}.".startswith(used)]
+    if others:
+        found.append(f"without effect on cluster_type={config.cluster_type}: {', '.join(others)}")
+    return found

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,23 +21,22 @@ from stages.base import as_json
 from stages.progress import DamagedFileError, write_json
 
 
+def as_yaml(record: Any, **changes: Any) -> str:
+    """Return sections of the configuration as YAML, in their order."""
+    values = as_json(asdict(record)) | changes
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
 def repeatable(config: Config) -> str:
     """Return the whole configuration as YAML that repeats the run; without dry_run."""
-    return _yaml({**as_json(asdict(config)), "dry_run": False})
+    return as_yaml(config, dry_run=False)
 
 
 def _stage_config(job: Job) -> str:
     """Return the sections of a job's stage as YAML; further ones become part of the first."""
-    saved: dict[str, Any] = {}
-    for name in job.stage.sections:
-        section = as_json(asdict(getattr(job.config, name)))
-        saved |= {name: section} if saved else section
-    return _yaml(saved)
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    """Return plain data as YAML, in the order of the configuration."""
-    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
+    first, *others = job.stage.sections
+    more = {name: as_json(asdict(getattr(job.config, name))) for name in others}
+    return as_yaml(getattr(job.config, first), **more)
 
 
 def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:

@@ -31,12 +31,10 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
 
 from export_scripts import __version__  # noqa: E402
 from launcher_scripts.configuration.arguments import (  # noqa: E402
-    SHELL_COMPLETION,
     Arguments,
-    for_hydra,
     read_arguments,
 )
-from launcher_scripts.configuration.compose import compose_config, register  # noqa: E402
+from launcher_scripts.configuration.compose import compose_config  # noqa: E402
 from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
     EXIT_FAILED,
@@ -99,26 +97,23 @@ def _run(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
-    if SHELL_COMPLETION in arguments.hydra_flags:
-        return _answer_by_hydra(arguments)  # its words, such as install=bash, are not overrides
-    if arguments.multirun and not arguments.hydra_flags:
+    if arguments.multirun and arguments.shows is None:
         return _sweep(arguments, words, console)
     composition = compose_config(arguments.overrides, arguments.root)
     problems = [*arguments.problems, *composition.problems]
-    if arguments.hydra_flags:
-        return _report(problems) if problems else _answer_by_hydra(arguments)
-    if composition.config is None:
+    if (config := composition.config) is None:
         return _report(problems)
-    if composition.config.action != "run":
-        if problems:
-            return _report(problems)
-        actions = {"watch": _watch, "upgrade": _upgrade}
-        if (act := actions.get(composition.config.action)) is not None:
-            return act(arguments, composition.config, words, console)
+    if arguments.shows is not None:
+        return _report(problems) if problems else _show(config, arguments.shows, console)
+    if config.action == "watch":
+        return _watch(arguments, config, problems, console)
+    if config.action == "upgrade":
+        return _upgrade(arguments, config, problems, words, console)
+    if config.action != "run":
         from launcher_scripts.actions import look_after
 
-        return look_after(composition.config, console)
-    if (other := _other_replica(composition.config)) and not problems:
+        return _report(problems) if problems else look_after(config, console)
+    if (other := _other_replica(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
     from launcher_scripts.invocation import execute, prepare_run
@@ -158,11 +153,17 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     return _run_combinations(arguments, wanted, problems, words, console, run_and_compare)
 
 
-def _upgrade(arguments: Arguments, config: Config, words: Sequence[str], console: Console) -> int:
+def _upgrade(
+    arguments: Arguments,
+    config: Config,
+    problems: list[str],
+    words: Sequence[str],
+    console: Console,
+) -> int:
     """Evaluate the rows of an upgrade, and judge them against the first."""
     from launcher_scripts.upgrade import combinations_of_rows, problems_of_upgrade, run_and_decide
 
-    if problems := problems_of_upgrade(config):
+    if problems := [*problems, *problems_of_upgrade(config)]:
         return _report(problems)
     rows = combinations_of_rows(config, arguments.overrides)
     start = functools.partial(run_and_decide, config)
@@ -179,11 +180,11 @@ def _run_combinations(
 ) -> int:
     """Check all combinations, then `start` them; return the exit status."""
     from launcher_scripts.invocation import execute, prepare_run
-    from launcher_scripts.launchers.slurm_state import queued_jobs
-    from launcher_scripts.sweep import Outcome, compose_all
+    from launcher_scripts.launchers.slurm_state import queue_now
+    from launcher_scripts.sweep import Outcome, compose_all, problems_of_room
 
     outcomes: list[Outcome] = []
-    queue = functools.cache(queued_jobs)
+    queue = functools.cache(queue_now)
     composed = compose_all(wanted, functools.partial(compose_config, place=arguments.root))
     for each, composition in zip(wanted, composed, strict=True):
         found = list(composition.problems)
@@ -198,22 +199,23 @@ def _run_combinations(
                 outcomes.append(Outcome(each, run))
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
-    if not problems and outcomes:
-        count = sum(len(each.run.jobs) for each in outcomes)
-        problems += outcomes[0].run.launcher.refusals(count)
+    if outcomes and not problems and not outcomes[0].run.only_renders:
+        problems += problems_of_room(outcomes)
     if problems:
         return _report(problems)
     return execute([each.run for each in outcomes], functools.partial(start, outcomes, console))
 
 
-def _watch(arguments: Arguments, config: Config, words: Sequence[str], console: Console) -> int:
+def _watch(arguments: Arguments, config: Config, problems: Sequence[str], console: Console) -> int:
     """Evaluate every checkpoint of a training run, as it is written."""
-    del words
     from launcher_scripts.watch import RefusedError, Watch
 
     compose = functools.partial(compose_config, place=arguments.root)
+    watch = Watch(config, arguments.overrides, compose, console)
+    if problems := [*problems, *watch.problems()]:
+        return _report(problems)
     try:
-        return Watch(config, arguments.overrides, compose, console).run()
+        return watch.run()
     except RefusedError as error:
         return _report(error.args[0])
     except ValueError as error:
@@ -230,17 +232,14 @@ def _other_replica(config: Config) -> int:
     return int(index) if is_replica else 0
 
 
-def _answer_by_hydra(arguments: Arguments) -> int:
-    """Let Hydra answer: the configuration, its own help and similar output."""
-    import hydra
+def _show(config: Config, section: str, console: Console) -> int:
+    """Show the composed configuration, or a section of it."""
+    from launcher_scripts.configuration.diagnosis import unknown_key
+    from launcher_scripts.job_folder import as_yaml
 
-    register()
-    root = arguments.root
-    extra = [f"--config-dir={root.extra_dir}"] if root.extra_dir else []
-    words = for_hydra(arguments.overrides)
-    sys.argv = [sys.argv[0], *arguments.hydra_flags, *extra, *words]
-    answer = hydra.main(version_base="1.3", config_path=str(root.folder), config_name=root.name)
-    answer(lambda _: None)()  # Hydra answers without calling it
+    if section and section not in SECTIONS:
+        return _report([unknown_key(f"--package {section}", section)])
+    console.write(as_yaml(config.at(section) if section else config))
     return EXIT_OK
 
 

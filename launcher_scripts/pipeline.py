@@ -71,6 +71,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     """Return the plan, without starting anything."""
     measures = config.export.accuracy.enabled and "export" in config.stages
     requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
+    problems += _leave_export_out(requested, config.deploy.engine)
     exports = any("export" in (name, _needed_by(name, config)) for name in requested)
     context = replace(context, deploys="deploy" in requested, exports=exports)
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
@@ -117,6 +118,17 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     return Plan(tuple(stages), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
 
 
+def _leave_export_out(requested: list[str], engine: str) -> list[str]:
+    """Take `export` out where the engine serves no repository, and return that as a problem."""
+    if "export" not in requested or engine not in (VLLM, OPENAI):
+        return []
+    requested.remove("export")
+    return [
+        f"deploy.engine={engine} serves the folder of convert.format=huggingface, and export makes "
+        f"a repository of shards: set stages=[{','.join(requested)}]."
+    ]
+
+
 def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield why unrequested or finished stages run, and the stages' own remarks."""
     for each in to_run:
@@ -139,11 +151,11 @@ def _needed_by(name: str, config: Config) -> str | None:
         return "convert" if config.certify.folder is None else None
     if name == "evaluate" and config.evaluate.server is not None:
         return None
+    if name == "deploy" and config.cluster_type == "kubernetes":
+        return None  # pods serve what is in their volume
     repository = config.deploy.repository
     if config.deploy.engine in (VLLM, OPENAI):  # they serve a Hugging Face folder
         return "convert" if repository is None else None
-    if name == "deploy" and config.cluster_type == "kubernetes":
-        return None  # pods serve what is in their volume
     # An object store serves only what this configuration has published there.
     return "export" if repository is None or is_store_url(repository) else None
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,8 +29,10 @@ from stages.progress import write_json
 
 if TYPE_CHECKING:
     from launcher_scripts.launchers.slurm import SlurmLauncher
+    from launcher_scripts.launchers.slurm_limits import Room
 
 SUMMARY_NAME = "sweep.json"
+_ROOM_WAIT_S, _ROOM_POLL_S = 60.0, 2.0
 _RESULTS_KEY = "export.run.results_dir"
 _WORST_FIRST = (
     *(record.FAILED, record.LOST, record.CANCELLED, record.RUNNING),
@@ -148,33 +151,75 @@ def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
     return status
 
 
+def problems_of_room(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return why the cluster would not take all jobs at once, unless they may follow in waves."""
+    room = _room(outcomes)
+    count = sum(len(each.run.jobs) for each in outcomes)
+    if room is None or count <= room.free or outcomes[0].run.config.wait:
+        return []
+    return [f"the run has {count} jobs, {room}; wait=true submits them in waves."]
+
+
+def _room(outcomes: Sequence[Outcome]) -> Room | None:
+    from launcher_scripts.launchers.slurm import SlurmLauncher
+
+    launcher = outcomes[0].run.launcher
+    return launcher.room() if isinstance(launcher, SlurmLauncher) else None
+
+
+def _waves(outcomes: Sequence[Outcome]) -> Iterator[Sequence[Outcome]]:
+    """Yield as many combinations as the queue takes at a time, until there are none left."""
+    while outcomes:
+        size, needed = len(outcomes), max(len(each.run.jobs) or 1 for each in outcomes)
+        deadline = time.monotonic() + _ROOM_WAIT_S  # a job that has ended leaves the queue later
+        while (room := _room(outcomes)) is not None:
+            size = room.free // needed
+            if size > 0 or time.monotonic() > deadline:
+                break
+            time.sleep(_ROOM_POLL_S)
+        size = max(size, 1)
+        yield outcomes[:size]
+        outcomes = outcomes[size:]
+
+
 def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> int:
     """Run the combinations, or put them into the queue; return the first bad exit status.
 
     In the foreground they run one after another. A queue gets all of them at once, and with `wait`
-    they are followed one after another. A combination that fails does not stop the others.
-    `folder` receives the files that the combinations share.
+    they are followed one after another, in waves where it takes no more. A combination that fails
+    does not stop the others. `folder` receives the files that the combinations share.
     """
-    total = len(outcomes)
-    queued = [each for each in outcomes if not each.run.launcher.in_foreground]
+    done = 0
     try:
-        if _submit_as_arrays(queued, folder, console):
-            console.say(f"submitted as job arrays; their logs are in {folder}")
-        for number, each in enumerate(queued, start=1):
-            if each.status is not None:
-                continue
-            console.say(f"\n[{number}/{total}] {each.combination.label}")
-            each.status = each.run.submit_all()
-        for number, each in enumerate(outcomes, start=1):
-            if each.status not in (None, EXIT_OK) or (each in queued and not wait):
-                continue
-            console.say(f"\n[{number}/{total}] {each.combination.label}")
-            each.status = each.run.run_all(wait=wait)
-            if each.status == EXIT_INTERRUPTED:
+        for number, wave in enumerate(_waves(outcomes) if wait else [outcomes], start=1):
+            own = folder if len(wave) == len(outcomes) else folder / f"wave_{number}"
+            _run_wave(wave, done, len(outcomes), wait=wait, console=console, folder=own)
+            done += len(wave)
+            if any(each.status == EXIT_INTERRUPTED for each in wave):
                 break
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return next((each.status for each in outcomes if each.status), EXIT_OK)
+
+
+def _run_wave(
+    wave: Sequence[Outcome], done: int, total: int, *, wait: bool, console: Console, folder: Path
+) -> None:
+    """Run combinations that the queue takes together; `done` of `total` came before."""
+    queued = [each for each in wave if not each.run.launcher.in_foreground]
+    if _submit_as_arrays(queued, folder, console):
+        console.say(f"submitted as job arrays; their logs are in {folder}")
+    for number, each in enumerate(queued, start=done + 1):
+        if each.status is None:
+            console.say(f"\n[{number}/{total}] {each.combination.label}")
+            each.status = each.run.submit_all()
+    for number, each in enumerate(wave, start=done + 1):
+        if each.status not in (None, EXIT_OK) or (each in queued and not wait):
+            continue
+        console.say(f"\n[{number}/{total}] {each.combination.label}")
+        each.status = each.run.run_all(wait=wait)
+        if each.status == EXIT_INTERRUPTED:
+            return
 
 
 def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from export_scripts.values import name_problem
+from export_scripts.values import name_problem, shown
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.evaluation.options import EvaluationOptions
@@ -71,14 +71,14 @@ def problems_of_upgrade(config: Config) -> list[str]:
             "{deploy.executable:/venvs/next/bin/vllm}}'."
         )
     if "evaluate" not in config.stages:
-        problems.append(f"action=upgrade evaluates: stages={config.stages} lacks evaluate.")
+        problems.append(f"action=upgrade evaluates: stages={shown(config.stages)} lacks evaluate.")
     for name, keys in rows.items():
         wrong = "is the name of a file there" if name in _TAKEN else name_problem(name)
         if wrong:
             problems.append(f"upgrade.rows.{name}: the name of its folder {wrong}.")
         if not isinstance(keys, Mapping):
             problems.append(
-                f"upgrade.rows.{name}={keys} is not a mapping of keys to values, such as "
+                f"upgrade.rows.{name}={shown(keys)} is not a mapping of keys to values, such as "
                 "{deploy.engine: vllm}; {} for the command line's own."
             )
             continue

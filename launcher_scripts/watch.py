@@ -71,7 +71,7 @@ class Watch:
         self._news_at = time.time()
         self._trouble = ""  # the last with the folder of the run
 
-    def _problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """Yield the problems that no checkpoint can mend."""
         yield from problems_of_settings(self.config)
         if self.config.export.run.training_dir is None:
@@ -94,8 +94,6 @@ class Watch:
             RefusedError: The configuration cannot run for any checkpoint.
             ValueError: The folder is in use, or holds the watch of another run.
         """
-        if problems := [*self._problems()]:
-            raise RefusedError(problems)
         if self.config.is_dry_run:
             self._look()
             self.console.say(self.state.table(self.console))

@@ -245,11 +245,7 @@ class WatchState:
 
 def _watched(values: dict[str, Any]) -> Watched:
     known = {each.name: values[each.name] for each in fields(Watched) if each.name in values}
-    # Earlier watches kept only value, interval and direction.
-    known["metrics"] = {
-        name: Metric(**{"name": name, "key": name, "stderr": 0.0, "count": 0, "unit": "", **each})
-        for name, each in values["metrics"].items()
-    }
+    known["metrics"] = {name: Metric(**each) for name, each in values["metrics"].items()}
     return Watched(**known)
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from submitit.helpers import Checkpointable
 
 from export_scripts.files.tree import files_below
+from export_scripts.values import shown
 from inference.system.launch_environment import LaunchEnvironment
 from stages.progress import PROGRESS_NAME, Progress, read_as, write_json
 from stages.record import now
@@ -198,7 +199,7 @@ class Stage(Checkpointable):
         if marker is None or not all(output.exists() for output in self.outputs()):
             return Finding()
         settings = [
-            f"{key}={_shown(mine)} differs from {_shown(saved)}, with which"
+            f"{key}={shown(mine)} differs from {shown(saved)}, with which"
             for key, mine, saved in _differences(self.identity(), marker.identity)
         ]
         inputs = [
@@ -272,9 +273,3 @@ def fingerprint(path: Path) -> dict[str, Any]:
 def as_json(value: Any) -> Any:
     """Return `value` as it comes back from a JSON file; a path is text there."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
-    return "null" if value is None else str(value)

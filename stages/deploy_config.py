@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from export_scripts.values import (
     PORT,
     SECONDS,
     option,
+    shown,
 )
 from inference.front.access import Access, OpenAIOptions, access_of
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
-from inference.server.openai_server import HOST_FIELD, PORT_FIELD
+from inference.server.openai_server import HOST_FIELD, MODEL_FIELD, PORT_FIELD
 from inference.system.ports import DEFAULT_PORTS, ports_problems
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, several_nodes, vllm_command
 
@@ -245,6 +247,11 @@ class DeployConfig(DeploySection):
         options |= {key.replace("-", "_"): value for key, value in self.vllm.items()}
         return vllm_command(self.executable, options)
 
+    def filled_command(self, folder: str, *, port: int) -> list[str]:
+        """Return the command of another engine on one node, for a folder and a port."""
+        values = {MODEL_FIELD: folder, HOST_FIELD: self.host, PORT_FIELD: str(port)}
+        return [values.get(word, word) for word in self.command_line]
+
     @property
     def ports(self) -> dict[str, int]:
         """The ports by their names in PORT_KEYS."""
@@ -364,9 +371,32 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
             yield f"{name} has no effect with {kind.words}; leave it out, or use {ours}{able}."
 
 
+# Setting -> what switches it on, and whether that is so.
+_SWITCHES: dict[str, tuple[str, Callable[[DeployConfig], bool]]] = {
+    "interface": ("deploy.server=pytriton", lambda config: config.server == PYTRITON),
+    "handover_s": ("deploy.uptime", lambda config: config.uptime is not None),
+    **{
+        f"openai.{each.name}": ("deploy.openai.enabled=true", lambda config: config.openai.enabled)
+        for each in fields(OpenAIOptions)
+    },
+}
+
+
+def _switched_off(config: DeployConfig) -> Iterator[str]:
+    """Yield settings of what is not switched on."""
+    plain = DeploySection()
+    for name, (switch, is_on) in _SWITCHES.items():
+        value = attrgetter(name)(config)
+        if value != attrgetter(name)(plain) and not is_on(config):
+            yield (
+                f"deploy.{name}={shown(value)} has no effect without {switch}; set that too, or "
+                f"leave deploy.{name} out."
+            )
+
+
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
-    problems = [*_without_effect(config)]
+    problems = [*_without_effect(config)] or [*_switched_off(config)]
     problems += ports_problems(
         config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here
     )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.ft.tokenizer_files import find_tokenizer
+from export_scripts.values import shown
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
-from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.options import OPENAI, EvaluateSection, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops, unreachable_data
 from inference.evaluation.task import EvaluationError
@@ -37,6 +38,8 @@ _POLL_S = 0.5
 _NEEDS_OPENAI = (
     "evaluate.protocol=openai needs a server of that protocol; set deploy.openai.enabled=true"
 )
+# Sections that other keys set, or that belong to no task.
+_OF_EVERY_TASK = ("lambada", "latency")
 _UPDATES = 200  # of the progress of a task
 
 
@@ -75,7 +78,7 @@ class EvaluateStage(Stage):
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
         options, server = self.options, self.options.server
-        problems = check_evaluation(options)
+        problems = [*check_evaluation(options), *_without_effect(options)]
         if server is None:
             is_followed = self.endpoint_path is not None
             speaks_openai = self.deploy.openai.enabled or self.deploy.is_other_engine
@@ -248,6 +251,31 @@ class EvaluateStage(Stage):
         if url is None and openai is not None:
             url = f"{'http' if options.ca is None else 'https'}://{endpoint.at(openai)}/v1"
         return endpoint.at(ports[options.protocol] or 0), url, endpoint.ready_at
+
+
+def _without_effect(options: EvaluationOptions) -> Iterator[str]:
+    """Yield the settings of tasks that are not asked, and of a protocol that is not spoken."""
+    asked = {each.partition(":")[0] for each in options.tasks}
+    asked |= {*_OF_EVERY_TASK, *(["openai"] if options.protocol == OPENAI else [])}
+    for each in fields(EvaluateSection):
+        made: Any = each.default_factory
+        if not is_dataclass(made) or each.name in asked:
+            continue
+        given, plain = getattr(options, each.name), made()
+        key, value = (
+            ("protocol", options.protocol) if each.name == "openai" else ("tasks", options.tasks)
+        )
+        yield from (
+            f"evaluate.{each.name}.{name}={shown(found)} has no effect with "
+            f"evaluate.{key}={shown(value)}; change that, or leave it out."
+            for name, found in vars(given).items()
+            if found != getattr(plain, name)
+        )
+    if options.baseline == "none" and options.baseline_path is not None:
+        yield (
+            f"evaluate.baseline_path={options.baseline_path} has no effect with "
+            "evaluate.baseline=none; set evaluate.baseline=compare or update, or leave it out."
+        )
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,25 +1,20 @@
-"""The command line: Hydra's arguments, and those of the NeMo launcher, translated."""
+"""The command line: options and overrides; those of the NeMo launcher are translated."""
 
 import argparse
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from hydra._internal.utils import get_args_parser
+from typing import NoReturn
 
 from export_scripts.suggest import did_you_mean
-from launcher_scripts.configuration.diagnosis import (
-    hydra_text,
-    key_of,
-    likely_key,
-    read_override,
-)
+from launcher_scripts.configuration.diagnosis import hydra_text, likely_key
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
-SHELL_COMPLETION = "--shell-completion"
+_TAKES_VALUE = ("--config-path", "--config-name", "--config-dir", "--cfg", "--package")
+_IS_SWITCH = ("--help", "--multirun", "--resolve")  # --cfg always resolves
+_SHORT = {"--help": "-h", "--multirun": "-m", "--package": "-p"}
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 
@@ -32,7 +27,7 @@ class Arguments:
         overrides: configuration overrides, translated.
         root: that of the configuration.
         problems: problems of the words themselves.
-        hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
+        shows: section of the configuration to show, all of it if empty; None to show none.
     """
 
     overrides: tuple[str, ...]
@@ -40,13 +35,29 @@ class Arguments:
     problems: tuple[str, ...] = ()
     multirun: bool = False
     wants_help: bool = False
-    hydra_flags: tuple[str, ...] = ()
+    shows: str | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("overrides", nargs="*")
+        for name in _TAKES_VALUE:
+            self.add_argument(*filter(None, [name, _SHORT.get(name)]))
+        for name in _IS_SWITCH:
+            self.add_argument(*filter(None, [name, _SHORT.get(name)]), action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(message)
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Return the parsed command line."""
-    parser = get_args_parser()
-    known, rest = parser.parse_known_intermixed_args(list(argv))
+    try:
+        known, rest = _Parser().parse_known_intermixed_args(list(argv))
+    except ValueError as error:
+        return Arguments((), OWN_ROOT, problems=(f"{error}; run with --help for the list.",))
     # Next to an unknown option, argparse returns the overrides too, and its value.
     unknown = [each for each in rest if each.startswith("-")] or rest
     found = [each for each in rest if "=" in each and each not in unknown]
@@ -64,6 +75,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     if names and "action=compare" in words:  # the runs to compare
         runs = ",".join(map(hydra_text, names))
         words = [*(each for each in words if "=" in each), f"runs=[{runs}]"]
+    if known.cfg not in (None, "job"):
+        problems.append(f"--cfg {known.cfg}: write --cfg job, which shows the configuration.")
     extra_dir = _folder(known.config_dir)
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")
@@ -80,22 +93,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         problems=(*problems, *more),
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
-        hydra_flags=tuple(_hydra_flags(known)),
+        shows=None if known.cfg is None else known.package or "",
     )
-
-
-def _hydra_flags(known: argparse.Namespace) -> Iterator[str]:
-    """Yield the arguments that Hydra answers itself, without running anything."""
-    for name in ("hydra_help", "shell_completion"):
-        if getattr(known, name):
-            yield f"--{name.replace('_', '-')}"
-    for name in ("cfg", "info"):
-        if getattr(known, name):
-            yield from (f"--{name}", getattr(known, name))
-    if known.cfg and known.package:
-        yield from ("--package", known.package)
-    if known.cfg and known.resolve:
-        yield "--resolve"
 
 
 def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[str], list[str]]:
@@ -130,18 +129,6 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
         kind = group
     files = [f"cluster={group}"] if chooses_files else []
     return [*rest, *files, f"cluster_type={kind}"], []
-
-
-def for_hydra(words: Sequence[str]) -> list[str]:
-    """Return overrides as Hydra takes them: its quotes, and ++ in mappings with free names."""
-    found = []
-    for each in words:
-        with contextlib.suppress(ValueError):  # composing has reported it
-            parsed = read_override(each)
-            is_new = key_of(parsed) != parsed.key_or_group or isinstance(parsed.value(), dict)
-            sign = "++" if is_new and not each.startswith(("+", "~")) else ""
-            found.append(f"{sign}{parsed.input_line}")
-    return found
 
 
 def _pass_through(override: str) -> str:

@@ -42,6 +42,11 @@ def problems_of_settings(config: Config) -> Iterator[str]:
                 f"container_mounts names {each!r}, which is not a mount; write /path, "
                 "/path:/path/in/the/container, or with flags /path:/path/in/the/container:ro."
             )
+    if config.run_dir is not None:
+        yield (
+            f"run_dir={config.run_dir} names an earlier run for action=status, logs or cancel, and "
+            f"has no effect with action={config.action}; export.run.results_dir is this run's."
+        )
     yield from _variables(config)
     yield from _places(config)
 

@@ -194,6 +194,8 @@ def _with_overrides(
         problems += [text for name, text in wrong.items() if name in typed]
         left_out |= typed
         overrides = [each for each in overrides if key_of(each) not in typed]
+    if "action" in left_out:
+        return None, problems  # what is wrong with a run is of no interest
     if not wrong:
         return record, problems
     # A key that refers to a wrong value has the same problem.
@@ -238,7 +240,11 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
             except InterpolationToMissingValueError:
                 continue  # the missing key is reported
             except OmegaConfBaseException as error:
-                wrong[name] = first_line(error)
+                reason = str(error).splitlines()[0]
+                wrong[name] = (
+                    f"{name}={raw}: {reason}; ${{...}} takes a key (--help all lists them), or "
+                    "${oc.env:VARIABLE}."
+                )
     return values, wrong
 
 

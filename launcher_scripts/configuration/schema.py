@@ -100,9 +100,6 @@ class ClusterSection:
     server_host: str = option(
         "address that servers listen on; see deploy.host", "${server_host:${cluster_type}}"
     )
-    probe: bool = option(
-        "before submitting, check from the nodes that they see the folders and Python", False
-    )
     bcprun: str = option("Base Command's multi-node runner", "bcprun")
     bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])
     kubernetes: KubernetesSection = field(default_factory=KubernetesSection)

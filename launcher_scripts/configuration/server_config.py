@@ -40,7 +40,8 @@ def server_config(config: Config) -> DeployConfig:
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
     name = model_dir.name
     if deploy.engine in (VLLM, OPENAI):
-        folder = folder if deploy.repository else _converted(config)
+        is_in_claim = config.cluster_type == "kubernetes"
+        folder = folder if deploy.repository or is_in_claim else _converted(config)
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     planned = _planned(config, folder)

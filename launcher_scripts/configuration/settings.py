@@ -16,8 +16,6 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 DEBUG = "NEMO_LAUNCHER_DEBUG"
 # Put all output of a job into one file.
 CI = "NEMO_LAUNCHER_CI"
-# Record the use of GPU memory while a Slurm job runs.
-MEMORY_MEASURE = "NEMO_LAUNCHER_MEMORY_MEASURE"
 # Hydra's own: show tracebacks.
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _TRUTHY = ("true", "t", "1")

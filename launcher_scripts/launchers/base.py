@@ -123,20 +123,10 @@ def dependency(before: Sequence[tuple[Job, str]]) -> str:
     return ",".join(words)
 
 
-# Keys that only Slurm uses.
-SLURM_ALONE = (
-    "container", "container_mounts", "cluster.account", "cluster.comment", "cluster.constraint",
-    "cluster.dependency", "cluster.exclude", "cluster.gres", "cluster.nodelist",
-    "cluster.partition", "cluster.qos", "cluster.reservation", "cluster.additional_parameters",
-)  # fmt: skip
-
-
 class Launcher(ABC):
     """Submits jobs to one kind of cluster, of one configuration."""
 
     name: ClassVar[str]
-    # Keys that have no effect on this cluster.
-    ignores: ClassVar[tuple[str, ...]] = ()
     # Whether jobs are part of this command and end with it; otherwise they are queued.
     in_foreground: ClassVar[bool] = True
     # End of the name of the file that `render` fills.
@@ -154,11 +144,6 @@ class Launcher(ABC):
     def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return remarks about this cluster, shown before the jobs start; most have none."""
         del stages
-        return []
-
-    def refusals(self, count: int) -> list[str]:
-        """Return why the cluster would not take so many jobs now."""
-        del count
         return []
 
     @abstractmethod

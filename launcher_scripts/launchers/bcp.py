@@ -10,7 +10,7 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.launchers.base import SLURM_ALONE, Job, clean_environment
+from launcher_scripts.launchers.base import Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import (
     MPIRUN,
     TIMED_OUT,
@@ -68,7 +68,6 @@ class BcpLauncher(LocalLauncher):
     """Runs each job on replicas of this Base Command job."""
 
     name = "bcp"
-    ignores = SLURM_ALONE
     handle_class = BcpHandle
 
     def check(self, stages: Sequence[Stage]) -> list[str]:

@@ -14,14 +14,23 @@ from typing import Any
 from inference.system.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.system.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import SLURM_ALONE, Job, Launcher, fill
+from launcher_scripts.launchers.base import Job, Launcher, fill
 from stages.base import Stage
 from stages.deploy import DeployStage
-from stages.deploy_config import DEFAULT_SERVER, FASTERTRANSFORMER, PYTRITON, DeployConfig
+from stages.deploy_config import (
+    DEFAULT_SERVER,
+    FASTERTRANSFORMER,
+    OPENAI,
+    PYTRITON,
+    VLLM,
+    DeployConfig,
+)
+from stages.engines import TOKEN_VARIABLE
 
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
 _PROBE_S = 10
+_HEALTH = ("ready", "live")
 _UNLOAD_S = 30
 _FORGET_S = 5  # for a Service to send no more requests to a pod that is to end
 
@@ -30,7 +39,6 @@ class KubernetesLauncher(Launcher):
     """Renders the server's objects for `kubectl apply`."""
 
     name = "kubernetes"
-    ignores = SLURM_ALONE[1:]
     in_foreground = False
     script_name = "manifests.yaml"
     only_renders = True
@@ -43,8 +51,9 @@ class KubernetesLauncher(Launcher):
         """Return where the repository has to be before the pods start."""
         settings = self.config.cluster.kubernetes
         return [
-            f"{server.folder} has to be in the claim {settings.claim}, as "
-            f"{settings.claim_path or 'its root'}, before the pods start"
+            f"{'a Hugging Face folder' if server.is_other_engine else server.folder} has to be in "
+            f"the claim {settings.claim}, as {settings.claim_path or 'its root'}, before the pods "
+            "start"
             for server in _servers(stages)
             if server.store is None
         ]
@@ -54,7 +63,11 @@ class KubernetesLauncher(Launcher):
         del after
         config, settings = self.config, self.config.cluster.kubernetes
         (server,) = _servers([job.stage])
-        name, options = object_name(job.name), _server_options(config, server)
+        name, is_vllm, ports = object_name(job.name), server.engine == VLLM, _ports(server)
+        command = ["python3", "-m", "inference.server"]
+        options = _server_options(config, server)
+        if is_vllm:
+            command, options = [server.executable], _vllm_options(config, server)
         ranks = server.tp_size * server.pp_size
         return fill(
             "kubernetes.yaml.j2",
@@ -63,13 +76,18 @@ class KubernetesLauncher(Launcher):
             settings=settings,
             image=config.image_of("deploy"),
             user=_NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER,
-            environment=job.environment,
+            # An image of vLLM has no user of that number, and no folder for it.
+            environment=({"HOME": "/tmp", "USER": "vllm"} if is_vllm else {}) | job.environment,
+            token_variable=TOKEN_VARIABLE if is_vllm and settings.token_secret else "",
             nodes=server.nodes,
             ranks=ranks,
             local_ranks=ranks // server.nodes,
+            command=command,
             options=options,
             shell_options=shlex.join(options),
-            ports=_ports(server),
+            ports=ports,
+            metrics="http" if is_vllm else "metrics",
+            health={each: "/health" if is_vllm else f"/v2/health/{each}" for each in _HEALTH},
             resources=_resources(job, server),
             scheme="HTTPS" if settings.tls_secret else "HTTP",
             probe_s=_PROBE_S,
@@ -123,10 +141,11 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
             "cluster.kubernetes.claim and serve the repository in it, not deploy.repository="
             f"{server.repository}."
         )
-    if server.is_other_engine:
+    if server.engine == OPENAI or (server.engine == VLLM and server.nodes > 1):
+        over = f" over {server.nodes} nodes" * (server.nodes > 1)
         yield (
-            f"deploy.engine={server.engine}: pods run tritonserver; use the manifests of that "
-            "engine's publisher, and name its server in evaluate.server."
+            f"deploy.engine={server.engine}{over}: use the manifests of that engine's publisher, "
+            "and name its server in evaluate.server."
         )
     if server.server == PYTRITON:
         yield "deploy.server=pytriton: pods serve a repository; use deploy.server=auto."
@@ -176,6 +195,16 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
     if settings.tls_secret:
         options += [f"--tls-cert={_PRIVATE}/tls.crt", f"--tls-key={_PRIVATE}/tls.key"]
     return options
+
+
+def _vllm_options(config: Config, server: DeployConfig) -> list[str]:
+    """Return the arguments of vLLM's program in a pod."""
+    settings = config.cluster.kubernetes
+    folder = str(Path(_DATA, settings.claim_path or ""))
+    words = server.filled_command(folder, port=_ports(server)["http"])[1:]
+    if settings.tls_secret:
+        words += ["--ssl-certfile", f"{_PRIVATE}/tls.crt", "--ssl-keyfile", f"{_PRIVATE}/tls.key"]
+    return words
 
 
 def _ports(server: DeployConfig) -> dict[str, int]:

@@ -19,7 +19,6 @@ from submitit.local.local import LocalJob
 
 from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.launchers.base import (
-    SLURM_ALONE,
     Job,
     JobHandle,
     Launcher,
@@ -103,7 +102,6 @@ class LocalLauncher(Launcher):
     """Runs each job as a process of its own, with a time limit."""
 
     name = "local"
-    ignores: ClassVar[tuple[str, ...]] = (*SLURM_ALONE, "cluster.setup")
     handle_class: ClassVar[type[LocalHandle]] = LocalHandle
 
     def check(self, stages: Sequence[Stage]) -> list[str]:

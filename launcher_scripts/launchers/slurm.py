@@ -27,7 +27,7 @@ from launcher_scripts.launchers.base import (
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
-from launcher_scripts.launchers.slurm_limits import largest_array, problems_of_accounting
+from launcher_scripts.launchers.slurm_limits import Room, largest_array, room_in_queue
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
     log_path,
@@ -41,9 +41,8 @@ from launcher_scripts.launchers.slurm_state import (
     ask_slurm,
     attempts,
     cancel,
-    queued_jobs,
+    queue_now,
     settle,
-    slurm_state,
 )
 from stages import record
 from stages.base import Stage, Summary
@@ -84,11 +83,9 @@ class SlurmLauncher(Launcher):
         ]
         return [*local, *profile_notes(self.config)]
 
-    def refusals(self, count: int) -> list[str]:
-        """Return why the user may not have so many jobs more in the queue."""
-        return (
-            [*problems_of_accounting(self.config, [], count)] if not self.config.is_dry_run else []
-        )
+    def room(self) -> Room | None:
+        """Return how many jobs more the user may have in the queue."""
+        return room_in_queue(self.config)
 
     def render(self, job: Job, after: str) -> str:
         """Return the batch script; needs no Slurm."""
@@ -172,7 +169,8 @@ def _queue(script: Path, *, patience_s: float) -> str:
         if said and number == 0:
             return said[1]
         # Slurm may have taken it more than once, when an answer was lost.
-        ids = (job_id for job_id, its_script in queued_jobs() if its_script == script)
+        queue = queue_now().jobs.items()
+        ids = (job_id for job_id, job in queue if job.script == str(script))
         found = sorted({int(each.partition("_")[0]) for each in ids})
         job_id = said[1] if said else "".join(map(str, found[:1]))
         for other in map(str, found):
@@ -234,7 +232,7 @@ class SlurmHandle(JobHandle):
         if is_own and (found := settle(path)) is not None:
             return found.state if found.is_final else None
         # Its record is gone, or another job's: a chain goes on, or a user has deleted it.
-        answer = slurm_state(self.job_id)
+        answer = queue_now(self.job_id).state(self.job_id)
         return answer.state if answer is not None and answer.has_ended else None
 
     def stop(self, grace_s: float) -> None:

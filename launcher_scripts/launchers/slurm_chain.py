@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from launcher_scripts.launchers.base import AFTER_END, Job, Launcher, SubmissionError
 from launcher_scripts.launchers.slurm_script import log_path
-from launcher_scripts.launchers.slurm_state import cancel, release, slurm_state
+from launcher_scripts.launchers.slurm_state import cancel, queue_now, release
 from stages import record
 from stages.base import Summary
 from stages.deploy import DeployStage
@@ -138,7 +138,8 @@ class _Keeper:
             if is_held and time.time() >= self._may_start_at:
                 is_held, pause_s = bool(release(self._successor)), _ASK_S
                 self._may_start_at = time.time() + pause_s  # if Slurm does not answer
-            if (answer := slurm_state(self._successor)) is None:
+            answer = queue_now(self._successor).state(self._successor)
+            if answer is None:
                 continue
             if answer.has_ended:
                 return f"has ended before it served (Slurm: {answer.word})"

@@ -1,11 +1,8 @@
 """Checks of settings that no Slurm would accept, and against the cluster itself."""
 
 import re
-import shlex
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +12,7 @@ from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.launchers.slurm_limits import (
     problems_of_accounting,
     problems_of_partition,
+    room_in_queue,
 )
 from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
 from launcher_scripts.launchers.slurm_state import ASK_S, ask_slurm
@@ -23,9 +21,6 @@ from stages.preflight import mpi_problem
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
-# Busy nodes may not answer in this time; the check is then skipped.
-_PROBE_WAIT_S = 60
-_UNSEEN = "unseen:"
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 _OPTION = re.compile(r"[a-z][a-z0-9_-]*")
 # Options that belong to the launcher, which would lose the job, its logs or its result.
@@ -34,6 +29,9 @@ _OWN = (
     "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "quiet", "signal",
     "test-only", "time", "usage", "version", "wait", "wrap",
 )  # fmt: skip
+# Slurm, doc/man/man1/sbatch.1: `type:job[+minutes][:job...]`, joined by , or ?; jobs of arrays too.
+_JOBS = r"\d+(_(\d+|\*))?(\+\d+)?"
+_DEPENDENCY = re.compile(rf"((singleton|[a-z]+(:{_JOBS})+)([,?]|$))*")
 # An option in a #SBATCH line of the script ends with its line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -57,17 +55,23 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=local or dry_run=true.",
         ]
     problems += [*problems_of_partition(config, stages), *_problems_of_pyxis(images or by_name)]
-    problems += problems_of_accounting(config, stages, len(stages))
+    problems += problems_of_accounting(config, stages)
+    if (room := room_in_queue(config)) is not None and room.free < len(stages):
+        problems.append(f"the run has {len(stages)} jobs, {room}; wait for them.")
     nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
         with suppress(OSError, subprocess.TimeoutExpired):
             problems += filter(None, [mpi_problem(config.cluster.mpi, timeout_s=ASK_S)])
-    if config.cluster.probe and not problems:
-        problems += _problems_seen_from_nodes(config, nodes)
     return problems
 
 
 def _options(config: Config) -> Iterator[str]:
+    for key in ("cluster.dependency", "export.run.dependency"):
+        if not _DEPENDENCY.fullmatch(value := config.at(key) or ""):
+            yield (
+                f"{key}={value} is not a dependency for sbatch; write singleton, or TYPE:ID such "
+                "as afterok:12, several joined by a comma; null for none."
+            )
     for name, value in config.cluster.additional_parameters.items():
         key = f"cluster.{name}"
         if not _OPTION.fullmatch(str(name)):
@@ -153,37 +157,6 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
         path = config.at(key)
         if ":" in path or "," in path:
             yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
-
-
-def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
-    """Run one small step on as many nodes as the largest job gets."""
-    there = nearest_that_exists(Path(config.base_results_dir))
-    cluster = config.cluster
-    chosen = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
-    flags = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
-    with tempfile.NamedTemporaryFile(dir=there, prefix=".probe-") as file:
-        here = str(Path(__file__).resolve())
-        wanted = {"base_results_dir": file.name, "launcher_scripts_path": here}
-        if Path(config.export.model.checkpoint_path).exists():
-            wanted["export.model.checkpoint_path"] = config.export.model.checkpoint_path
-        lines = [
-            f"test -e {shlex.quote(path)} || echo {_UNSEEN}{key}" for key, path in wanted.items()
-        ]
-        lines.append(f"{shlex.quote(sys.executable)} -c 'import submitit' || echo {_UNSEEN}python")
-        answer = _answer(
-            ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", f"--immediate={_PROBE_WAIT_S}",
-             "--time=2", "--job-name=probe", *flags, "bash", "-c", "; ".join(lines)],
-            timeout_s=2.0 * _PROBE_WAIT_S,
-        )  # fmt: skip
-    lines = (answer or "").splitlines()
-    unseen = sorted({line.removeprefix(_UNSEEN) for line in lines if _UNSEEN in line})
-    return [
-        f"{key} is not visible on the nodes; put it on a file system that they share."
-        if key != "python"
-        else f"{sys.executable} cannot import submitit on the nodes; install the environment on a "
-        "file system that they share."
-        for key in unseen
-    ]
 
 
 def _problems_of_pyxis(images: Mapping[str, object]) -> list[str]:

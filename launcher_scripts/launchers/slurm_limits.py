@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.time_limit import minutes, slurm_notation
@@ -121,30 +122,54 @@ def _number(text: str) -> int:
     return int("".join(filter(str.isdigit, text)) or 0)
 
 
-def problems_of_accounting(config: Config, stages: Sequence[Stage], count: int) -> Iterator[str]:
-    """Yield what neither an association of the user nor the QOS allows: such times, so many jobs.
+def problems_of_accounting(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield the times that neither an association of the user nor the QOS allows.
 
     One association has to fit, and the QOS as well. A cluster without accounting has neither.
     """
-    account = config.cluster.account or further_options(config).get("account")
-    user = f"user={getpass.getuser()}"
-    rows = _sacctmgr(["assoc", "where", user, "format=account,maxwall,maxsubmit"])
-    own = [row for row in rows if account in (None, row[0])]
-    queued: int | None = None
-    for kind, limits in (("account", own), ("QOS", _qos(config, "maxwall,maxsubmitpu"))):
-        names = f"{kind} {', '.join(row[0] for row in limits)}"
+    for names, limits in _owners(config):
         for stage in stages:
             if limits and all(reasons := [_too_long(stage, names, row[1]) for row in limits]):
                 yield reasons[0]
-        if not limits or not all(row[2].isdigit() for row in limits):
-            continue
-        if queued is None:  # an array counts with each of its jobs
-            queued = len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"]))
-        if queued + count > (most := max(int(row[2]) for row in limits)):
-            yield (
-                f"the run has {count} jobs, {queued} of yours are in the queue, and {names} lets "
-                f"you have {most} there; wait for them, or run fewer stages or values at a time."
-            )
+
+
+@dataclass(frozen=True)
+class Room:
+    """The jobs that `owner`, an account or a QOS, still takes into the queue, of `most`."""
+
+    free: int
+    most: int
+    owner: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.most - self.free} of your jobs are in the queue, and {self.owner} lets you "
+            f"have {self.most} there"
+        )
+
+
+def room_in_queue(config: Config) -> Room | None:
+    """Return the room for further jobs; None where nothing limits it."""
+    limited = [
+        (max(int(row[2]) for row in limits), names)
+        for names, limits in _owners(config)
+        if limits and all(row[2].isdigit() for row in limits)
+    ]
+    if not limited:
+        return None
+    most, names = min(limited)
+    # An array counts with each of its jobs.
+    return Room(most - len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"])), most, names)
+
+
+def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the user's accounts, and the QOS, each with the longest time and the most jobs."""
+    account = config.cluster.account or further_options(config).get("account")
+    user = f"user={getpass.getuser()}"
+    rows = _sacctmgr(["assoc", "where", user, "format=account,maxwall,maxsubmit"])
+    accounts = [row for row in rows if account in (None, row[0])]
+    for kind, limits in (("account", accounts), ("QOS", _qos(config, "maxwall,maxsubmitpu"))):
+        yield f"{kind} {', '.join(row[0] for row in limits)}", limits
 
 
 def _qos(config: Config, fields: str) -> list[list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
+from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import SUBMITIT_NAME, Job, fill
 from stages.deploy_config import FASTERTRANSFORMER
@@ -45,9 +45,7 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
     flags = [flag(name, value) for name, value in sorted(options.items())]
-    step, pattern = step_of(job), "%j" if array is None else "%A_%a"
-    measures = is_set(MEMORY_MEASURE) and _needs_gpus(job)
-    log = (array or job.folder) / f"memory_{pattern}.csv"
+    step = step_of(job)
     return fill(
         "slurm.sh.j2",
         flags=[each for each in flags if each is not None],
@@ -58,8 +56,6 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
         folder=str(folder),
         checkout=str(CHECKOUT),
         setup=job.config.cluster.setup,
-        memory_log=_pattern(log, pattern) if measures else "",
-        nodes=job.stage.job.resources.nodes,
         step=shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n") if step else "",
         python=sys.executable,
     )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
@@ -62,9 +61,7 @@ _REMEDIES = {
 }
 # A field in a line of scontrol; a reason or a path may hold blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
-# A line of squeue: a job, or several of an array (`12_[3-7]`), with the batch script.
-QueuedJob: TypeAlias = tuple[str, Path]
-UNREACHABLE = "Slurm does not answer; this state is the last that was recorded"
+UNREACHABLE = "Slurm does not answer; its jobs are shown as they were last recorded"
 FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
 
 
@@ -140,14 +137,14 @@ class SlurmJobState:
     Attributes:
         word: its state.
         reason: why it is in that state.
-        exit_code: `<status>:<signal>` of its batch process.
         script: path of its batch script, where Slurm says it.
+        exit_code: `<status>:<signal>` of its batch process.
     """
 
     word: str = ""
     reason: str = ""
-    exit_code: str = ""
     script: str = ""
+    exit_code: str = ""
 
     @property
     def state(self) -> str | None:
@@ -159,45 +156,72 @@ class SlurmJobState:
         """Whether the job is known to have ended."""
         return self.state in record.FINAL_STATES
 
+    @property
+    def waits_for(self) -> str:
+        """Slurm's reason why the job does not run; empty when it runs or has ended."""
+        if self.has_ended or self.state == record.RUNNING:
+            return ""
+        if self.state is None:
+            return f"{self.word}, a state that is not known here"
+        reason = "" if self.reason == "None" else self.reason
+        if self.word == "PENDING" and reason:
+            return reason
+        return f"{self.word} ({reason})" if reason else self.word
 
-def slurm_state(job_id: str) -> SlurmJobState | None:
-    """Return Slurm's description of a job, or None when Slurm is unreachable from here.
 
-    squeue lists queued jobs, scontrol recent ones, and sacct the rest, if the cluster has
-    accounting, for which a file without a database is enough.
+@dataclass(frozen=True)
+class SlurmQueue:
+    """The jobs of all users in Slurm's queue, by their ids.
+
+    Attributes:
+        has_answered: whether Slurm said so; if not, nothing is known of any job.
     """
-    shown = "JobState=%T Reason=%r Command=%o"
-    queue = ask_slurm(["squeue", "-h", "-o", shown, "-j", job_id])
-    if queue.status != 0 and _UNKNOWN_JOB not in queue.error:
-        return None
-    if found := _read(queue):
-        return found
-    is_complete = True
+
+    jobs: Mapping[str, SlurmJobState]
+    has_answered: bool = True
+
+    def state(self, job_id: str) -> SlurmJobState | None:
+        """Return Slurm's description of a job, or None when Slurm does not answer."""
+        if not self.has_answered:
+            return None
+        return self.jobs.get(job_id) or _state_of_ended(job_id)
+
+
+def queue_now(job_id: str = "", *, timeout_s: float = ASK_S) -> SlurmQueue:
+    """Ask Slurm for its queue, or for one job in it."""
+    one = ["-j", job_id] if job_id else []
+    answer = ask_slurm(["squeue", "-h", "-r", "-o", "%i|%T|%r|%o", *one], timeout_s=timeout_s)
+    if answer.status != 0:
+        return SlurmQueue({}, has_answered=_UNKNOWN_JOB in answer.error)
+    rows = (line.split("|", 3) for line in answer.text.splitlines())
+    return SlurmQueue({row[0]: SlurmJobState(*row[1:]) for row in rows})
+
+
+def _state_of_ended(job_id: str) -> SlurmJobState | None:
+    """Return the state of a job that is not in the queue.
+
+    scontrol lists recent ones, and sacct the rest if the cluster has accounting, for which a file
+    without a database is enough.
+    """
+    has_answered = True
     for command in (
         ["scontrol", "show", "job", "-o", job_id],
         ["sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id],
         ["sacct", "-c", "-n", "-P", "-j", job_id, "--format=State"],
     ):
         answer = ask_slurm(command)
-        if found := _read(answer):
-            return found
-        is_complete = is_complete and answer.status is not None
-    return SlurmJobState() if is_complete else None
+        has_answered = has_answered and answer.status is not None
+        if answer.status == 0:
+            # The first of each field: a command or a comment may hold others.
+            found = dict(reversed(_FIELD.findall(answer.text)))
+            word = found.get("JobState") or re.split(r"\W", answer.text, maxsplit=1)[0]
+            if word:
+                facts = (found.get(name, "") for name in ("Reason", "Command", "ExitCode"))
+                return SlurmJobState(word, *facts)
+    return SlurmJobState() if has_answered else None
 
 
-def _read(answer: SlurmAnswer) -> SlurmJobState | None:
-    """Return the state in an answer, None when there is none in it."""
-    if answer.status != 0:
-        return None
-    fields = _FIELD.findall(answer.text)
-    found = dict(reversed(fields))  # the first of each: a command or a comment may hold others
-    word = found.get("JobState") or re.split(r"\W", answer.text, maxsplit=1)[0]
-    if not word:
-        return None
-    return SlurmJobState(word, *(found.get(name, "") for name in ("Reason", "ExitCode", "Command")))
-
-
-def settle(record_path: Path) -> record.JobRecord | None:
+def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobRecord | None:
     """Return a job's record, corrected from Slurm when the job ended unnoticed.
 
     The job's own record comes first: only the job knows whether the stage succeeded. A record that
@@ -206,7 +230,7 @@ def settle(record_path: Path) -> record.JobRecord | None:
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
         return found
-    answer = slurm_state(found.job_id)
+    answer = (queue or queue_now(found.job_id)).state(found.job_id)
     again = record.read_record(record_path)
     if answer is None or again is None or again.is_final:
         return again
@@ -226,53 +250,21 @@ def settle(record_path: Path) -> record.JobRecord | None:
     )
 
 
-def waiting_for(job_id: str) -> str:
-    """Return Slurm's reason why a job is still queued; empty when it is not.
-
-    UNREACHABLE where Slurm does not answer.
-    """
-    answer = slurm_state(job_id)
-    if answer is None:
-        return UNREACHABLE
-    if answer.has_ended or answer.state == record.RUNNING:
-        return ""
-    if answer.state is None:
-        return f"{answer.word}, a state that is not known here"
-    has_reason = answer.reason not in ("", "None")
-    if answer.word == "PENDING" and has_reason:
-        return answer.reason
-    return f"{answer.word} ({answer.reason})" if has_reason else answer.word
-
-
-def queued_jobs() -> list[QueuedJob]:
-    """Return all jobs in the queue, of every user; none where Slurm does not answer."""
-    answer = ask_slurm(["squeue", "-h", "-o", "%i|%o"])
-    pairs = [line.partition("|") for line in answer.text.splitlines() if answer.status == 0]
-    return [(job_id, Path(script)) for job_id, _, script in pairs]
-
-
-def jobs_below(results_dir: Path, queue: Sequence[QueuedJob]) -> dict[str, list[str]]:
+def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
     """Return the ids of the jobs in the queue that belong to a results folder, by stage.
 
     The path of a job's batch script names the folder, whatever has become of the records in it.
     """
-    found: dict[str, dict[str, None]] = {}
-    for job_id, script in queue:
+    found: dict[str, list[str]] = {}
+    for job_id, job in queue.jobs.items():
+        script = Path(job.script)
         if script.parent.name != SUBMITIT_NAME:
             continue
-        array, _, index = job_id.partition("_")
-        for number, folder in enumerate(_folders_of(script)):
-            own = f"{array}_{number}" if index else job_id
-            is_meant = own == job_id or not index.isdigit()
-            if folder.parent == results_dir.resolve() and is_meant and _is_live(own, index):
-                found.setdefault(folder.name, {})[own] = None
-    return {stage: list(ids) for stage, ids in found.items()}
-
-
-def _is_live(job_id: str, index: str) -> bool:
-    """Return whether a job has not ended; a line such as `12_[3-7]` does not say of which."""
-    answer = slurm_state(job_id) if index.startswith("[") else None
-    return answer is None or not answer.has_ended
+        folders, index = _folders_of(script), job_id.partition("_")[2] or "0"
+        folder = folders[int(index)] if int(index) < len(folders) else folders[0]
+        if folder.parent == results_dir.resolve():
+            found.setdefault(folder.name, []).append(job_id)
+    return found
 
 
 def _folders_of(script: Path) -> list[Path]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.launchers.base import SubmissionError
-from stages.base import Resources
 from tests.conftest import ROOT
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
@@ -27,7 +26,6 @@ from tests.integration.slurm_runs import (
 )
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
-    PatientStage,
     SleepStage,
     TwiceStage,
     WriteStage,
@@ -64,28 +62,6 @@ def test_variables_of_an_enclosing_job_do_not_reach_ours(
     seen = json.loads((tmp_path / "out" / "target.txt").read_text())
     assert seen["TOYS"] == "1"
     assert not {"SLURM_CPU_BIND", "PMIX_RANK"} & set(seen)
-
-
-def test_use_of_gpu_memory_is_written_down_on_every_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$SLURMD_NODENAME $*"; sleep 300\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("NEMO_LAUNCHER_MEMORY_MEASURE", "1")
-    resources = Resources(nodes=2, gpus_per_node=1)
-    stage = PatientStage(settings(tmp_path, "patient", resources=resources))
-    run = make_run(stage)
-    assert run.run_all(wait=False) == 0
-    memory = tmp_path / "patient" / f"memory_{run.handles['patient'].job_id}.csv"
-    until(lambda: memory.exists() and memory.read_text().count("\n") == 2, "two lines")
-    stage.target.parent.mkdir(exist_ok=True)
-    stage.target.with_suffix(".go").touch()
-    wait_for_end(run, "patient")
-    assert record(tmp_path, "patient").state == "completed"
-    assert {line.split()[0] for line in memory.read_text().splitlines()} == {"n1", "n2"}
 
 
 def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,10 @@ import pytest
 from launcher_scripts.actions import jobs_in
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.launchers.slurm_state import waiting_for
+from launcher_scripts.launchers.slurm_limits import Room
+from launcher_scripts.launchers.slurm_state import queue_now
 from launcher_scripts.main import main
-from launcher_scripts.sweep import Combination, Outcome, run_sweep
+from launcher_scripts.sweep import Combination, Outcome, problems_of_room, run_sweep
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
@@ -29,7 +30,7 @@ from tests.integration.slurm_runs import (
     restart_now,
     slurm_cluster,  # noqa: F401
 )
-from tests.unit.launcher_scripts.toy_stages import SleepStage, settings
+from tests.unit.launcher_scripts.toy_stages import SleepStage, WriteStage, settings
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
@@ -86,6 +87,12 @@ def test_same_command_again_starts_no_second_server_and_forgets_no_first(
     assert [state(slurm_cluster, each) for each in jobs] == ["CANCELLED"] * 3
 
 
+def waits_for(job_id: str) -> str:
+    found = queue_now(job_id).state(job_id)
+    assert found is not None
+    return found.waits_for
+
+
 def test_a_job_that_is_held_suspended_and_requeued_says_so_and_ends_when_asked(
     tmp_path: Path, slurm_cluster: SlurmCluster
 ) -> None:
@@ -94,18 +101,18 @@ def test_a_job_that_is_held_suspended_and_requeued_says_so_and_ends_when_asked(
     assert run.submit_all() == 0
     handle = run.handles["sleep"]
     slurm_cluster.run("scontrol", "hold", handle.job_id)
-    assert waiting_for(handle.job_id).startswith("JobHeld")
+    assert waits_for(handle.job_id).startswith("JobHeld")
     slurm_cluster.run("scontrol", "update", "partitionname=batch", "state=up")
     slurm_cluster.run("scontrol", "release", handle.job_id)
     until(lambda: (tmp_path / "out" / "target.pid").exists(), "the start")
     slurm_cluster.run("scontrol", "suspend", handle.job_id)
-    assert waiting_for(handle.job_id) == "SUSPENDED"
+    assert waits_for(handle.job_id) == "SUSPENDED"
     assert handle.poll() is None
     slurm_cluster.run("scontrol", "resume", handle.job_id)
-    until(lambda: waiting_for(handle.job_id) == "", "the job going on")
+    until(lambda: waits_for(handle.job_id) == "", "the job going on")
     slurm_cluster.run("scontrol", "requeue", handle.job_id)
     restart_now(slurm_cluster, run, "sleep")
-    until(lambda: waiting_for(handle.job_id) == "", "the second start")
+    until(lambda: waits_for(handle.job_id) == "", "the second start")
     handle.stop(20)
     assert handle.poll() == "cancelled"
 
@@ -139,7 +146,10 @@ def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(
 
 
 def test_chain_is_submitted_although_the_controller_restarts(
-    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    slurm_cluster: SlurmCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is away while the second job is submitted, and later while all are cancelled."""
 
@@ -164,6 +174,10 @@ def test_chain_is_submitted_although_the_controller_restarts(
     assert submit(tmp_path, "convert", "export", "deploy") == 0
     assert len(queued(slurm_cluster)) == 3
     stop()
+    capsys.readouterr()
+    assert main(["action=status", f"run_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("Slurm does not answer") == 3
     thread = threading.Thread(target=start)
     thread.start()
     assert main(["action=cancel", f"run_dir={tmp_path}"]) == 0
@@ -191,3 +205,26 @@ def test_jobs_of_arrays_are_found_without_their_records(
     (folders[1] / "convert" / "job.json").unlink()
     assert main(["action=cancel", f"run_dir={folders[1]}"]) == 0
     assert queued(slurm_cluster) == [first, third]
+
+
+def test_a_sweep_that_exceeds_the_queue_runs_in_waves(
+    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's limit of jobs needs a database; here the launcher has one of its own."""
+    most: list[int] = []
+
+    def room(_: SlurmLauncher) -> Room:
+        most.append(len(queued(slurm_cluster)))
+        return Room(free=2 - most[-1], most=2, owner="account a")
+
+    monkeypatch.setattr(SlurmLauncher, "room", room)
+    outcomes = []
+    for name in ("a", "b", "c"):
+        run = make_run(WriteStage(settings(tmp_path / name, "write")))
+        outcomes.append(Outcome(Combination({"a": name}, ()), run))
+    (problem,) = problems_of_room(outcomes)
+    assert "3 jobs" in problem
+    console = outcomes[0].run.console
+    assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "sweep") == 0
+    assert max(most) < 2
+    assert [each.result()["state"] for each in outcomes] == ["completed"] * 3

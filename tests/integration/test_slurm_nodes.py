@@ -113,12 +113,6 @@ def test_unknown_mpi_and_partition_are_reported_before_and_inside_the_job(tmp_pa
         check_mpi("pmi9")
 
 
-def test_probe_asks_every_node(tmp_path: Path) -> None:
-    stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
-    words = ("cluster.probe=true", "cluster.mpi=pmix")
-    assert SlurmLauncher(configure(*words, f"base_results_dir={tmp_path}")).check([stage]) == []
-
-
 def digests(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

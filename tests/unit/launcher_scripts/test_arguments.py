@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.configuration.arguments import for_hydra, read_arguments
+from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.schema import CLUSTERS
 from launcher_scripts.launchers import make_launcher
 
@@ -51,7 +51,14 @@ def test_the_launcher_s_word_for_kubernetes_is_known() -> None:
 def test_options_may_stand_between_overrides() -> None:
     arguments = read_arguments(["export=gpt3/sample", "--cfg", "job", "dry_run=true"])
     assert arguments.overrides == ("export=gpt3/sample", "dry_run=true")
-    assert arguments.hydra_flags == ("--cfg", "job")
+    assert arguments.shows == ""
+
+
+def test_option_without_its_value_is_a_problem_and_not_an_exit() -> None:
+    (problem,) = read_arguments(["--config-name"]).problems
+    assert "--config-name" in problem
+    (problem,) = read_arguments(["--cfg", "hydra"]).problems
+    assert problem.startswith("--cfg hydra")
 
 
 def test_unknown_option_is_a_problem_and_not_an_exit() -> None:
@@ -94,20 +101,6 @@ def test_further_sbatch_options_pass_through() -> None:
         "+cluster.additional_parameters.begin=now",
         "cluster.qos=high",
     )
-
-
-def test_texts_that_hydra_cannot_read_are_quoted() -> None:
-    assert for_hydra(["container=nvcr.io#nvidia/x:1", "a='b c'", "n=it's"]) == [
-        "container='nvcr.io#nvidia/x:1'",
-        "a='b c'",
-        "n='it\\'s'",
-    ]
-
-
-@pytest.mark.parametrize("mapping", ["env_vars", "deploy.vllm", "cluster.kubernetes.node_selector"])
-def test_names_in_a_mapping_need_no_plus(mapping: str) -> None:
-    for word in (f"{mapping}.FOO=1", f"{mapping}={{FOO: 1}}"):
-        assert for_hydra([word]) == [f"++{word}"]
 
 
 def test_lists_that_cannot_be_read_are_not_taken_for_texts() -> None:

@@ -127,6 +127,38 @@ def test_a_pod_asks_for_the_gpus_of_all_instances(render: Render) -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 6
 
 
+def test_vllm_serves_a_folder_of_the_claim(render: Render) -> None:
+    deployment, service, monitor = render(
+        *CLAIM, "deploy.repository=null", "deploy.engine=vllm", "deploy.vllm.max_num_seqs=8",
+        "cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=tls",
+        "cluster.kubernetes.pod_monitor=true",
+    )  # fmt: skip
+    for each in (deployment, service):
+        valid(each)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    words = [*container["command"], *container["args"]]
+    assert words[:3] == ["vllm", "serve", "/data/gpt/model_repo"]
+    assert not any("{" in each for each in words)
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    assert (given["--host"], given["--port"]) == ("0.0.0.0", "8000")
+    assert (given["--tensor-parallel-size"], given["--max-num-seqs"]) == ("2", "8")
+    assert given["--ssl-certfile"] == "/run/slipway/tls.crt"
+    variables = {each["name"]: each for each in container["env"]}
+    assert variables["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "tokens"
+    probes = {container[f"{each}Probe"]["httpGet"]["path"] for each in ("startup", "liveness")}
+    assert probes == {"/health"}
+    assert [each["port"] for each in service["spec"]["ports"]] == [8000]
+    assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == "http"
+
+
+@pytest.mark.parametrize("words", [["deploy.engine=openai"], ["deploy.engine=vllm", *TWO_NODES]])
+def test_other_servers_than_vllm_on_one_node_have_no_manifests(
+    render: Render, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    render(*CLAIM, "deploy.repository=null", *words, status=2)
+    assert "that engine's publisher" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
     group, service = render(*CLAIM, *TWO_NODES)
     jsonschema.validate(group, LEADER_WORKER_SET)

@@ -174,15 +174,19 @@ def test_folders_in_memory_are_remarked_upon() -> None:
     )
 
 
-def test_probe_reports_folders_that_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> None:
-    # A node that sees the checkout and the checkpoint, and neither our folder nor our Python.
-    programs(slurm, srun=f'{SRUN}; case "$*" in *--job-name=probe*) '
-             "echo unseen:base_results_dir; echo unseen:python;; esac")  # fmt: skip
-    words = ("cluster.probe=true", f"base_results_dir={tmp_path}")
-    python, folder = sorted(launcher(*words).check([stage(tmp_path)]))
-    assert "cannot import submitit on the nodes" in python
-    assert folder.startswith("base_results_dir is not visible on the nodes")
-    assert not list(tmp_path.glob(".probe-*"))
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [
+        ("singleton", True), ("afterok:12:13_4+5,after:7", True), ("afterok:1?singleton", True),
+        ("nonsense", False), ("afterok:x", False), ("afterok:1 ,singleton", False),
+    ],
+)  # fmt: skip
+def test_words_that_are_no_dependency_are_refused(
+    tmp_path: Path, text: str, is_known: bool
+) -> None:
+    words = (f"cluster.dependency='{text}'", "dry_run=true")
+    found = launcher(*words).check([stage(tmp_path)])
+    assert [each.startswith("cluster.dependency=") for each in found] == [True] * (not is_known)
 
 
 def test_refusal_of_sbatch_is_reported_once(

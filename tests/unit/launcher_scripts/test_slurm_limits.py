@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.launchers.slurm_limits import generic_resources, largest_array
+from launcher_scripts.launchers.slurm_limits import Room, generic_resources, largest_array
 from stages.base import Resources
 from tests.unit.launcher_scripts.test_slurm_checks import (
     launcher,
@@ -103,10 +103,8 @@ def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path: Path, clus
     assert problems(tmp_path, asked) == []
     (problem,) = problems(tmp_path, asked, small)
     assert problem.startswith("ranks.time_limit=02:00:00: account small takes jobs of at most")
-    assert launcher(small).refusals(2) == []
-    (refusal,) = launcher(small).refusals(3)
-    assert "3 jobs, 2 of yours" in refusal
-    assert launcher().refusals(300) == []
+    assert launcher(small).room() == Room(free=2, most=4, owner="account small")
+    assert launcher().room() is None
 
 
 def test_size_of_an_array_is_that_of_the_cluster(cluster: Path) -> None:

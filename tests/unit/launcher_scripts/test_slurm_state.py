@@ -12,9 +12,8 @@ from launcher_scripts.launchers.slurm_state import (
     SlurmJobState,
     ask_slurm,
     jobs_below,
-    queued_jobs,
+    queue_now,
     settle,
-    waiting_for,
 )
 from stages.record import RUNNING, SUBMITTED, JobRecord, write_record
 
@@ -97,25 +96,37 @@ def test_success_counts_only_with_the_word_of_the_job(tmp_path: Path, folder: Pa
     assert settled(tmp_path, ended_at="2024-01-01T00:00:00+00:00").state == "completed"
 
 
-def test_queued_job_shows_its_reason_to_wait(folder: Path) -> None:
-    program(folder, "squeue", "echo JobState=PENDING Reason=Resources")
-    assert waiting_for("12") == "Resources"
-    program(
-        folder, "squeue", "echo JobState=PENDING Reason=job requeued in held state Command=/a b"
-    )
-    assert waiting_for("12") == "job requeued in held state"
-    program(folder, "squeue", "echo JobState=RUNNING Reason=None")
-    assert waiting_for("12") == ""
-    program(folder, "squeue", "echo JobState=SUSPENDED Reason=None")
-    assert waiting_for("12") == "SUSPENDED"
+def described(folder: Path, line: str) -> SlurmJobState:
+    program(folder, "squeue", f"echo '12|{line}'")
+    found = queue_now("12").state("12")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("PENDING|Resources|/x", "Resources"),
+        ("PENDING|job requeued in held state|/a b", "job requeued in held state"),
+        ("RUNNING|None|/x", ""),
+        ("SUSPENDED|None|/x", "SUSPENDED"),
+        ("PENDING|Priority|/x|FAILED|none", "Priority"),
+    ],
+)
+def test_queued_job_shows_its_reason_to_wait(folder: Path, line: str, reason: str) -> None:
+    assert described(folder, line).waits_for == reason
+
+
+def test_nothing_is_said_of_jobs_by_a_controller_that_is_away(folder: Path) -> None:
     program(folder, "squeue", NO_CONTROLLER)
-    assert waiting_for("12") == slurm_state.UNREACHABLE
+    assert queue_now().state("12") is None
 
 
 def test_words_of_a_job_are_not_its_state(folder: Path) -> None:
-    answer = "JobState=PENDING Reason=Priority Command=/x Comment=JobState=FAILED,Reason=none"
-    program(folder, "squeue", f"echo {answer}")
-    assert waiting_for("12") == "Priority"
+    answer = "JobState=CANCELLED Reason=Priority Command=/x Comment=JobState=FAILED,Reason=none"
+    program(folder, "squeue", "exit 0")
+    program(folder, "scontrol", f"echo {answer}")
+    assert queue_now("12").state("12") == SlurmJobState("CANCELLED", "Priority", "/x")
 
 
 ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", "FAILED", "TIMEOUT"}
@@ -137,9 +148,8 @@ def test_every_state_of_slurm_is_known_and_only_ends_are_ends() -> None:
 
 
 def test_a_state_of_a_later_slurm_is_named_and_is_no_end(tmp_path: Path, folder: Path) -> None:
-    program(folder, "squeue", "echo JobState=FROZEN Reason=Winter Command=/x")
+    assert described(folder, "FROZEN|Winter|/x").waits_for.startswith("FROZEN")
     assert settled(tmp_path).state == "running"
-    assert waiting_for("12").startswith("FROZEN")
 
 
 def test_job_is_not_lost_while_the_database_of_ended_jobs_is_away(
@@ -166,18 +176,16 @@ def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path: Path, folder: Pat
     array.mkdir(parents=True)
     (array / "folders.json").write_text(f'["/elsewhere/convert", "{results}/convert"]')
     lines = [
-        f"7|{results}/deploy/submitit/1.sh", f"8|{results}/deploy/submitit/2.sh",
-        f"9|{results}/deploy/own.sh", "10|/elsewhere/deploy/submitit/1.sh",
-        f"11_0|{array}/1.sh", f"11_[1-3%2]|{array}/1.sh", "12|(null)",
+        f"7|PENDING|None|{results}/deploy/submitit/1.sh",
+        f"8|RUNNING|None|{results}/deploy/submitit/2.sh",
+        f"9|RUNNING|None|{results}/deploy/own.sh",
+        "10|RUNNING|None|/elsewhere/deploy/submitit/1.sh",
+        f"11_0|RUNNING|None|{array}/1.sh", f"11_1|PENDING|Priority|{array}/1.sh",
+        f"11_2|PENDING|Priority|{array}/1.sh", "12|RUNNING|None|(null)",
     ]  # fmt: skip
     (tmp_path / "lines").write_text("\n".join(lines))
-    program(folder, "squeue", f'case "$*" in *-j*) exit 0;; esac; cat {tmp_path}/lines')
-    program(folder, "scontrol", "echo JobState=PENDING Reason=Priority")
-    found = jobs_below(results, queued_jobs())
-    assert found == {"deploy": ["7", "8"], "convert": ["11_1"]}
-    ended = [("11_[0-3]", array / "1.sh")]
-    program(folder, "scontrol", "echo JobState=COMPLETED Reason=None")
-    assert jobs_below(results, ended) == {}
+    program(folder, "squeue", f"cat {tmp_path}/lines")
+    assert jobs_below(results, queue_now()) == {"deploy": ["7", "8"], "convert": ["11_1"]}
 
 
 def test_record_in_a_copied_folder_describes_no_job_of_its_own(
@@ -186,7 +194,7 @@ def test_record_in_a_copied_folder_describes_no_job_of_its_own(
     original = tmp_path / "original" / "convert"
     (original / "submitit").mkdir(parents=True)
     script = original / "submitit" / "1.sh"
-    program(folder, "squeue", f"echo JobState=RUNNING Reason=None Command={script}")
+    program(folder, "squeue", f"echo '12|RUNNING|None|{script}'")
     found = settled(tmp_path)
     assert found.state == "lost"
     assert str(original) in found.error

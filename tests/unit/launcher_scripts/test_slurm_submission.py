@@ -30,7 +30,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     queue.touch()
     programs(
         folder, squeue=f"cat {queue}", scancel=f"echo $1 >> {tmp_path}/cancelled", sinfo="exit 1",
-        take=f'n=$(wc -l < {queue}); echo "$((n+7))|$1" >> {queue}',
+        take=f'n=$(wc -l < {queue}); echo "$((n+7))|PENDING|None|$1" >> {queue}',
     )  # fmt: skip
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr(slurm_state, "_FIRST_PAUSE_S", 0.01)
