@@ -6,12 +6,13 @@ import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from benchmarks import decode, protocol, records, throughput
+from benchmarks import contenders, decode, protocol, records, throughput
 from benchmarks.contenders import OnTokens, Request
 from benchmarks.models import SIZES, Model
 from benchmarks.program import CASES, case_options, run
@@ -147,3 +148,20 @@ def test_every_row_of_a_case_is_measured(tmp_path: Path) -> None:
     found = [row for row, _ in throughput.rows(Echo(), Model(tmp_path, 640), args)]
     assert {"mixed, again", "batch 2, a step", "2 long prompts", "a prompt of 24"} <= {*found}
     assert found[-1] == "80% of the mixed requests' rate, between tokens p99"
+
+
+def test_the_time_of_llama_cpp_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bench"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho \'{{"t_pp": 1, "t": 2.5}}\'\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(contenders, "_gguf_file", lambda _, kind: tmp_path / kind)
+    model = Model(tmp_path, 640)
+    generate = contenders.llama_cpp(model, data_type="int8", threads=2, program=program)
+    assert generate([[1] * 6] * 3, 4, print) == 2.5
+    words = (tmp_path / "words").read_text().split()
+    given = dict(pairwise(words))
+    assert {given[each] for each in ("-npp", "-ntg", "-npl", "-c", "-m")} == {
+        "6", "4", "3", "30", str(tmp_path / "Q8_0")
+    }  # fmt: skip
