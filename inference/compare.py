@@ -11,7 +11,7 @@ from typing import Any
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
-from inference.evaluation.bounds import PairedBound, check_bounds, parse_bounds, sentences_of
+from inference.evaluation.bounds import check_bounds, parse_bounds, unsuited
 from inference.evaluation.gate import (
     EXIT_GATE_BREACHED,
     EXIT_INSUFFICIENT,
@@ -32,7 +32,6 @@ from inference.evaluation.report.compare import (
 from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import read_run, verdicts_junit
 from inference.evaluation.report.history import find_run
-from inference.evaluation.task import Metric
 
 # Bounds of an upgrade for each metric by its unit, unless its gate names bounds.
 DEFAULT_BOUNDS = {
@@ -143,11 +142,8 @@ def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
         ]
     problems = check_bounds(bounds, known=[*metrics])
     problems += _not_numbers(first, bounds)
-    for name, bound in bounds.items():
-        if name in metrics:
-            problems += filter(
-                None, (_problem(each, metrics[name]) for each in sentences_of(bound))
-            )
+    for name in bounds.keys() & metrics.keys():
+        problems += [f"{name}={each}" for each in unsuited(bounds[name], metrics[name])]
     return problems
 
 
@@ -157,14 +153,6 @@ def _not_numbers(report: Report, bounds: Mapping[str, Bound]) -> list[str]:
         for each in report.metrics
         if each.name in bounds and math.isnan(each.value)
     ]
-
-
-def _problem(sentence: str, metric: Metric) -> str:
-    try:
-        PairedBound.parse(sentence).margin(metric)
-    except ValueError as error:
-        return f"{metric.name}: {error}"
-    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

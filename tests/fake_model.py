@@ -46,6 +46,9 @@ class FakeModel:
         self._lock = threading.Lock()
         self._ids: dict[str, int] = {}
 
+    def check_unchanged(self) -> None:
+        """It has no server that could serve another model."""
+
     def ids(self, pieces: Sequence[str]) -> tuple[int, ...]:
         with self._lock:
             return tuple(self._ids.setdefault(piece, len(self._ids) + 1) for piece in pieces)

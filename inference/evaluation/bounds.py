@@ -87,6 +87,20 @@ class PairedBound:
         return amount * abs(baseline.value) if unit == "%" else amount
 
 
+def unsuited(bound: Bound, baseline: Metric) -> list[str]:
+    """Return why sentences of a bound cannot be applied to a metric, each behind its sentence."""
+    found = {each: _unsuited(each, baseline) for each in sentences_of(bound)}
+    return [f"{sentence}: {problem}" for sentence, problem in found.items() if problem]
+
+
+def _unsuited(sentence: str, baseline: Metric) -> str:
+    try:
+        PairedBound.parse(sentence).margin(baseline)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def sentences_of(bound: Bound) -> list[str]:
     """Return the sentences of a bound, which stand with semicolons between them."""
     return [each.strip() for each in (bound.paired or "").split(";") if each.strip()]
@@ -147,12 +161,9 @@ def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[s
                 f"of this run: {measured}."
             )
         if bound.min is None and bound.max is None and not bound.is_relative:
-            problems.append(f"{key} has no bound; set min, max, paired, margin or sigmas.")
+            problems.append(f"{key} has no bound; set min, max, paired or margin.")
         if bound.min is not None and bound.max is not None and bound.min > bound.max:
             problems.append(f"{key}.min={bound.min} is above {key}.max={bound.max}.")
-        problems += [
-            f"{key}.{field}={value} must not be negative."
-            for field, value in (("margin", bound.margin), ("sigmas", bound.sigmas))
-            if value is not None and value < 0
-        ]
+        if bound.margin is not None and bound.margin < 0:
+            problems.append(f"{key}.margin={bound.margin} must not be negative.")
     return problems

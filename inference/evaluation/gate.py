@@ -222,8 +222,8 @@ def apply_gates(
 
 def _verdicts(own: Measured, bound: Bound, tested: int) -> list[Verdict]:
     found = _absolute(own, bound)
-    if bound.margin is not None or bound.sigmas is not None:
-        found.append(_unpaired(own, bound))
+    if bound.margin is not None:
+        found.append(_unpaired(own, bound.margin))
     return [*found, *(_sentence(own, each, tested) for each in sentences_of(bound))]
 
 
@@ -240,20 +240,18 @@ def _absolute(own: Measured, bound: Bound) -> list[Verdict]:
     ]
 
 
-def _unpaired(own: Measured, bound: Bound) -> Verdict:
+def _unpaired(own: Measured, margin: float) -> Verdict:
     """Return the verdict of a bound that takes the two runs for independent."""
     metric, baseline = own.metric, own.baseline
     assert baseline is not None
-    spread = math.hypot(metric.stderr, baseline.stderr)
-    room = (bound.margin or 0.0) + (bound.sigmas or 0.0) * spread
     sign = 1.0 if metric.higher_is_better else -1.0
-    limit = baseline.value - sign * room
+    limit = baseline.value - sign * margin
     holds = sign * (metric.value - limit) >= 0
     note = "takes the runs for independent: samples that changed are not counted"
     if metric.unit == "fraction" and metric.higher_is_better and limit <= 0:
         note = "cannot be breached: a model that gets nothing right would pass"
     return own.verdict(
-        f"baseline {'-' if metric.higher_is_better else '+'} {room:.6g}",
+        f"baseline {'-' if metric.higher_is_better else '+'} {margin:.6g}",
         HELD if holds else BREACHED,
         limit=limit,
         baseline=baseline.value,

@@ -63,6 +63,7 @@ class OpenAIClient:
         self.path = CHAT if chat else COMPLETIONS
         self._timeout_s = timeout_s
         self._credentials = credentials
+        self._answered_by: dict[str, Any] = {}
         ca = credentials.ca
         tls = ssl.create_default_context(cafile=None if ca is None else str(ca))
         # Neither a proxy nor a redirection to elsewhere gets the token.
@@ -94,7 +95,8 @@ class OpenAIClient:
 
         Raises:
             RequestFailedError: There is none, or not each of its choices is an answer.
-            ImpossibleFigureError: The server counts other tokens than were sent.
+            ImpossibleFigureError: The server counts other tokens than were sent, makes more than
+                were asked for, or serves another model than before.
         """
         answer = self._json(self.path, body)
         if not isinstance(answer, dict):
@@ -107,10 +109,28 @@ class OpenAIClient:
             raise RequestFailedError(f"{self.url}: an answer with {str(found)[:_SHOWN]}")
         for choice in choices.values():
             self.count_end(choice)
+        self._check_answer(answer, body.get("max_tokens"), len(rows))
         counted = usage_count(answer, "prompt_tokens")
         if counted is not None and all(map(_are_ids, rows)):
             self.check_count(counted, sum(map(len, rows)))
         return {**answer, "choices": [*choices.values()]}
+
+    def _check_answer(self, answer: Mapping[str, Any], most: Any, rows: int) -> None:
+        """Raise ImpossibleFigureError if another model answers than before, or beyond `most`.
+
+        Some servers count the end token, too.
+        """
+        by = {name: answer.get(name) for name in ("model", "system_fingerprint")}
+        self._answered_by = self._answered_by or by
+        if by != self._answered_by:
+            raise ImpossibleFigureError(
+                f"{self.url} answers by another model: {by}, before {self._answered_by}."
+            )
+        made = usage_count(answer, "completion_tokens")
+        if isinstance(most, int) and made is not None and made > rows * (most + 1):
+            raise ImpossibleFigureError(
+                f"{self.url} made {made} tokens where {rows * most} were asked for (max_tokens)."
+            )
 
     def check_count(self, counted: int, sent: int) -> None:
         """Raise ImpossibleFigureError if other tokens were read than sent, as by cutting them."""

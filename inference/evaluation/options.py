@@ -196,20 +196,17 @@ class Bound:
         paired: a sentence about the samples of this run and of the baseline, such as "no change" or
             "no drop of more than 1 point at 95 %"; several have semicolons between them.
         margin: how much worse than the baseline the value may be, in the metric's unit.
-        sigmas: further room in standard errors of the difference between the two runs; with
-            `margin` null a value other than null here compares with the baseline too.
     """
 
     min: float | None = None
     max: float | None = None
     paired: str | None = None
     margin: float | None = None
-    sigmas: float | None = None
 
     @property
     def is_relative(self) -> bool:
         """Return whether a baseline is needed to apply this bound."""
-        return any(each is not None for each in (self.paired, self.margin, self.sigmas))
+        return self.paired is not None or self.margin is not None
 
 
 @dataclass
@@ -255,8 +252,7 @@ class EvaluateSection:
     )
     gate: dict[str, Any] = option(
         "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "
-        "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'; also .margin, "
-        ".sigmas",
+        "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'; also .margin",
         {},
     )
     advisory: list[str] = option("tasks whose bounds are reported, but do not decide", [])

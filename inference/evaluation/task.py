@@ -217,6 +217,10 @@ class TextGenerator(Protocol):
         """Return whether answers come token by token."""
         return False
 
+    def check_unchanged(self) -> None:
+        """Raise EvaluationError if its server is known to serve another model than before."""
+        return
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`, without special tokens."""
         ...

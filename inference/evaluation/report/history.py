@@ -1,29 +1,22 @@
-"""The run store: every report that was made, in a folder of its own, and an index to find it by.
+"""The run store: every report that was made, each in a folder of its own.
 
-<history_dir>/index.jsonl            one line a run, in the order they finished
 <history_dir>/<run id>/report.json, predictions.jsonl
 """
 
-import fcntl
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 
-from inference.evaluation.record import HistoryPoint, Report, from_json
+from inference.evaluation.record import HistoryPoint, Report, read_report
 from inference.evaluation.report.files import PREDICTIONS, REPORT_JSON
 
-INDEX = "index.jsonl"
 _MAX_POINTS = 40
 
 
 def append_run(history_dir: Path, report: Report, output_dir: Path) -> None:
-    """Add a finished report to the store.
-
-    The folder appears by one rename, before the index names it.
-    """
+    """Add a finished report to the store, by one rename."""
     history_dir.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=history_dir))
     try:
@@ -34,13 +27,10 @@ def append_run(history_dir: Path, report: Report, output_dir: Path) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    with (history_dir / INDEX).open("a", encoding="utf-8") as index:
-        fcntl.flock(index, fcntl.LOCK_EX)
-        index.write(json.dumps(asdict(history_point(report))) + "\n")
 
 
 def history_point(report: Report) -> HistoryPoint:
-    """Return what the index says about a report."""
+    """Return what a history shows of a report."""
     return HistoryPoint(
         run_id=report.run_id,
         name=report.run.name,
@@ -55,23 +45,16 @@ def history_point(report: Report) -> HistoryPoint:
 
 
 def read_history(history_dir: Path) -> list[HistoryPoint]:
-    """Return all runs of the store, oldest first; none where there is no store.
+    """Return all runs of the store, the oldest first; none where there is no store.
 
     Raises:
-        ValueError: a line of the index is damaged.
+        ValueError: a report is damaged.
     """
-    path = history_dir / INDEX
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().splitlines()
-    return [_point(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _point(line: bytes, place: str) -> HistoryPoint:
-    try:
-        return from_json(HistoryPoint, line)
-    except ValueError as error:
-        raise ValueError(f"{place} is damaged: {error}; remove it.") from error
+    found = []
+    for path in history_dir.glob(f"[!.]*/{REPORT_JSON}"):
+        point = history_point(read_report(path))
+        found.append((point.started_at, path.stat().st_mtime_ns, point))
+    return [point for *_, point in sorted(found, key=itemgetter(0, 1))]
 
 
 def comparable_history(points: Sequence[HistoryPoint], report: Report) -> tuple[HistoryPoint, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
-from inference.evaluation.bounds import PairedBound, sentences_of
+from inference.evaluation.bounds import unsuited
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs
@@ -85,7 +85,7 @@ class Baseline:
         """Return the relative bounds that cannot be applied against it."""
         found = []
         for name, bound in bounds.items():
-            limits = ("paired", "margin", "sigmas")
+            limits = ("paired", "margin")
             given = [each for each in limits if getattr(bound, each) is not None]
             if not given:
                 continue
@@ -94,23 +94,18 @@ class Baseline:
                 known = ", ".join(self.metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
                 continue
-            reasons = (self._not_paired(metric, each) for each in sentences_of(bound))
-            found += [f"{key}{reason}" for reason in reasons if reason]
+            found += [f"{key}={each}" for each in unsuited(bound, metric)]
+            if bound.paired and not self._has_scores(metric):
+                found.append(
+                    f"{key}: the baseline ({self.source}) keeps no scores of samples, as those of "
+                    f"earlier versions; {_REMEDY[:-1]}, or use margin, which compares totals."
+                )
         return found
 
-    def _not_paired(self, metric: Metric, sentence: str) -> str:
-        """Return why samples cannot be compared as a sentence says; empty if they can."""
-        try:
-            PairedBound.parse(sentence).margin(metric)
-        except ValueError as error:
-            return f"={sentence}: {error}"
+    def _has_scores(self, metric: Metric) -> bool:
+        """Return whether it has the scores of samples that a metric is made of."""
         stored = (each.quantities for each in self.scores.values())
-        if not metric.scale or any(metric.sample_value in each for each in stored):
-            return ""
-        return (
-            f": the baseline ({self.source}) keeps no scores of samples, as those of earlier "
-            f"versions; {_REMEDY[:-1]}, or use margin, which compares totals."
-        )
+        return not metric.scale or any(metric.sample_value in each for each in stored)
 
     def values(self, prediction: Prediction) -> dict[str, float]:
         """Return the stored quantities of a sample; none where it is not known."""

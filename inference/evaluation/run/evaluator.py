@@ -121,6 +121,7 @@ def _evaluate(
         ]
         runs = [asked_again(run, served, bounds) for run in runs]
         latency = _latency(options, served, runs, progress)
+        served.check_unchanged()
     seconds = time.perf_counter() - start
     runs = [_completed(options, baseline, run) for run in runs]
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))

@@ -42,6 +42,7 @@ _PROBE = "The old lighthouse stood at the end of the point"
 # Parameters that a server may refuse.
 _EXTRAS = {"return_token_ids": True, **NEUTRAL}
 _MOST_LOG_PROB = 1e-3  # which rounding explains
+_MANY = 8  # tokens of a prompt of which some surprise any model
 
 
 def _text(choice: Mapping[str, Any], message: str = "message") -> str:
@@ -64,7 +65,8 @@ def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
     """Return the log probabilities of a prompt's tokens but the first; None without them.
 
     Raises:
-        ImpossibleFigureError: One is not a number, or that of a probability above 1.
+        ImpossibleFigureError: One is not a number, or that of a probability above 1, or all are of
+            the probability 1.
     """
     found = choices_of(answer)[0].get("logprobs")
     values = found.get("token_logprobs") if isinstance(found, dict) else None
@@ -74,6 +76,8 @@ def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
     wrong = [each for each in scores if isinstance(each, float) and not each <= _MOST_LOG_PROB]
     if wrong:
         raise ImpossibleFigureError(f"the server gave {wrong[0]} as a token's log probability")
+    if len(scores) >= _MANY and not any(scores):
+        raise ImpossibleFigureError(f"the server gave each of {len(scores)} tokens probability 1")
     return [float(each) for each in scores] if all(map(is_number, scores)) else None
 
 
@@ -87,6 +91,7 @@ class OpenAIModel(TextGenerator):
         gives_ids: answers come with their token ids.
         scores: the log probabilities of a prompt's tokens come with `echo`.
         streams: answers come in events.
+        listed: what the server's list said of the model at the start.
     """
 
     client: OpenAIClient
@@ -97,6 +102,16 @@ class OpenAIModel(TextGenerator):
     gives_ids: bool = False
     scores: bool = False
     streams: bool = False
+    listed: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_unchanged(self) -> None:
+        """Raise ImpossibleFigureError if the server's list says other things of the model now."""
+        now = _listed(self.client, self.model)
+        if now and self.listed and now != self.listed:
+            raise ImpossibleFigureError(
+                f"{self.client.url} serves another model than at the start: {now}, then "
+                f"{self.listed}."
+            )
 
     @property
     def tally(self) -> Tally:
@@ -212,6 +227,20 @@ def _has_text(event: Mapping[str, Any]) -> bool:
     return bool(_answer_ids(event) or text)
 
 
+def _listed(client: OpenAIClient, name: str | None) -> dict[str, Any]:
+    """Return what a server lists of a model, without what is new each time.
+
+    Nothing where the model was named, and there is no list or it is not in it.
+    """
+    try:
+        found = listed_model(client, name)
+    except EvaluationError:
+        if name is None:
+            raise
+        return {}
+    return {key: each for key, each in found.items() if key not in ("created", "permission")}
+
+
 def open_model(options: EvaluationOptions) -> OpenAIModel:
     """Return the model at `options.url`, with what its server was found to be able to do.
 
@@ -233,8 +262,10 @@ def open_model(options: EvaluationOptions) -> OpenAIModel:
             "folder, such as the one that is served."
         )
     try:
-        model = options.model or str(listed_model(client)["id"])
-        return _probed(OpenAIModel(client, model, load_tokenizer(options.tokenizer_dir)))
+        listed = _listed(client, options.model)
+        name = options.model or str(listed["id"])
+        tokenizer = load_tokenizer(options.tokenizer_dir)
+        return _probed(OpenAIModel(client, name, tokenizer, listed=listed))
     except RequestFailedError as error:
         raise EvaluationError(
             f"no server of OpenAI's protocol completes text at {client.url}: {error}"

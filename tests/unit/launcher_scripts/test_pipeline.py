@@ -233,7 +233,7 @@ def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
         "evaluate.gate.lambada_last_word.max=x: expected a number.",
         "evaluate.gate.lambada_last_word.min=nan: expected a number.",
         "evaluate.gate.lambada_last_word.mragin: there is no such bound (did you mean margin?); "
-        "use min, max, paired, margin, sigmas.",
+        "use min, max, paired, margin.",
         "evaluate.gate.lambada_perplexity=7 is not a bound; write "
         "evaluate.gate.lambada_perplexity='no drop of more than 1 point at 95 %', "
         "evaluate.gate.lambada_perplexity.min=7, or .max.",

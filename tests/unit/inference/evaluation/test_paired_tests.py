@@ -220,7 +220,7 @@ def test_one_sample_shows_nothing():
 
 
 def old_rule(pairs: Pairs) -> bool:
-    """Breach by `sigmas: 2`: two standard errors of two independent runs."""
+    """Breach by two standard errors of two independent runs."""
     count = len(pairs.new)
     new, old = sum(pairs.new) / count, sum(pairs.old) / count
     errors = [rate * (1 - rate) / (count - 1) for rate in (new, old)]

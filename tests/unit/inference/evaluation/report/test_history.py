@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import exp
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +45,6 @@ def store(report, predictions, tmp_path):
 
 def test_a_run_is_kept_whole(store):
     assert sorted(each.name for each in store.iterdir()) == [
-        "index.jsonl",
         "other_c",
         "run_a",
         "run_b",
@@ -64,13 +61,17 @@ def test_a_store_that_is_not_there_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"{}", b"\xff", b"[" * 100_000, b"5"], ids=["empty", "bytes", "nested", "number"]
+    "text", [b"{}", b"\xff", b"[" * 100_000, b"5"], ids=["empty", "bytes", "nested", "number"]
 )
-def test_a_damaged_index_is_named(store, line):
-    with (store / "index.jsonl").open("ab") as index:
-        index.write(line + b"\n")
-    with pytest.raises(ValueError, match=r"index.jsonl, line 4 is damaged"):
+def test_a_damaged_report_of_the_store_is_named(store, text):
+    (store / "run_b" / "report.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"run_b/report.json"):
         read_history(store)
+
+
+def test_a_run_that_is_being_added_is_not_seen(store):
+    (store / "run_b").rename(store / ".partial-x")
+    assert [point.run_id for point in read_history(store)] == ["run_a", "other_c"]
 
 
 @pytest.mark.parametrize(
@@ -266,8 +267,3 @@ def test_the_command_prints_and_writes_a_page(store, tmp_path, capsys):
 def test_the_command_answers_an_unknown_run(store, capsys):
     assert main(["nothing", "latest", "--history-dir", str(store)]) == 2
     assert "there is no run 'nothing'" in capsys.readouterr().err
-
-
-def test_the_index_is_one_json_object_a_line(store: Path):
-    lines = (store / "index.jsonl").read_text().splitlines()
-    assert [json.loads(line)["run_id"] for line in lines] == ["run_a", "run_b", "other_c"]

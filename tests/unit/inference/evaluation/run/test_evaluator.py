@@ -221,13 +221,14 @@ def test_a_damaged_reference_stops_before_the_first_request(options, model, tmp_
 
 
 def test_a_damaged_run_store_stops_before_the_first_request(options, model, tmp_path):
-    (tmp_path / "index.jsonl").write_text('{"run_id": "one"')
-    with pytest.raises(ValueError, match=r"index\.jsonl, line 1 is damaged.*remove it"):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "report.json").write_text('{"run_id": "one"')
+    with pytest.raises(ValueError, match=r"one/report\.json"):
         evaluate(options(history_dir=tmp_path), FACTS, model=model)
     assert model.requests == []
 
 
-@pytest.mark.parametrize("limits", [{"margin": 0.1}, {"sigmas": 2.0}, {"margin": 0.0, "min": 0.1}])
+@pytest.mark.parametrize("limits", [{"margin": 0.1}, {"margin": 0.0, "min": 0.1}])
 def test_a_baseline_without_a_bounded_metric_stops_before_the_first_request(
     options, model, tmp_path, limits
 ):

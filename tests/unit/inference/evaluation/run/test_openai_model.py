@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,47 @@ def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_
     server.faults = [("stop", {})]
     with pytest.raises(ImpossibleFigureError, match="counts 1 tokens in prompts of 3"):
         model.complete_text("abc", output_len=2)
+
+
+@pytest.mark.parametrize("name", ["model", "system_fingerprint"])
+def test_a_reply_of_another_model_ends_the_run_by_name(
+    server: Server, tmp_path: Path, name: str
+) -> None:
+    model = timed(server, tmp_path)
+    client = model._model.client
+    choice = {"text": "ab", "finish_reason": "length"}
+    client._json = lambda *_: {"choices": [choice], name: "another"}
+    with pytest.raises(ImpossibleFigureError, match="answers by another model"):
+        model.complete_text("abc", output_len=2)
+
+
+def test_a_server_that_lists_another_model_at_the_end_is_found(
+    server: Server, tmp_path: Path
+) -> None:
+    model = open_model(options(server, tmp_path))
+    model.check_unchanged()
+    with pytest.raises(ImpossibleFigureError, match="another model than at the start"):
+        replace(model, listed={"id": "alphabet", "root": "/before"}).check_unchanged()
+
+
+def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(
+    server: Server, tmp_path: Path
+) -> None:
+    model = timed(server, tmp_path)
+    choice = {"text": "abcdefgh", "finish_reason": "stop"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 8}
+    model._model.client._json = lambda *_: {"choices": [choice], "usage": usage}
+    with pytest.raises(ImpossibleFigureError, match="made 8 tokens where 2 were asked for"):
+        model.complete_text("abc", output_len=2)
+
+
+def test_a_prompt_without_any_surprise_ends_the_run_by_name(server: Server, tmp_path: Path) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path)
+    scored = {"logprobs": {"token_logprobs": [None, *[0] * 9]}, "text": "ab"}
+    model._model.client._json = lambda *_: {"choices": [{"finish_reason": "length", **scored}]}
+    with pytest.raises(ImpossibleFigureError, match="each of 9 tokens probability 1"):
+        model.context_log_prob(range(10))
 
 
 @pytest.mark.parametrize("score", [0.7, math.nan])
