@@ -89,14 +89,14 @@ class Slipway:
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
         """Send a request; its seed is its number."""
-        from inference.decoding.options import RowOptions
-        from inference.decoding.rows import GenerationRequest, RowRequest
+        from inference.decoding.rows import GenerationRequest, SequenceRequest
+        from inference.decoding.sampling_params import SamplingParams
 
         never = self._engine.limits.vocab_size + 1
         ids = tuple(request.prompt)
         sampling: dict[str, Any] = {} if self._top_p is None else {"top_k": 0, "top_p": self._top_p}
-        options = RowOptions(end_id=never, random_seed=number, **sampling)
-        row = RowRequest(ids, request.output_len, options, context_ids=ids)
+        options = SamplingParams(end_id=never, random_seed=number, **sampling)
+        row = SequenceRequest(ids, request.output_len, options, context_ids=ids)
         listener = None
         if on_tokens is not None:
 

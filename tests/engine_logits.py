@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
+from inference.decoding.sampling_params import SamplingParams
 from inference.engine.engine import Engine
 from inference.engine.sequence import PromptOutputs, RunningRequest
 
@@ -17,7 +17,7 @@ from inference.engine.sequence import PromptOutputs, RunningRequest
 class KeptLogits(PromptOutputs):
     """The logits themselves, chunk by chunk."""
 
-    def __init__(self, options: RowOptions) -> None:
+    def __init__(self, options: SamplingParams) -> None:
         super().__init__(options)
         self.wants_logits = True
 
@@ -34,7 +34,7 @@ class KeptLogits(PromptOutputs):
 def prompt_logits(engine: Engine, input_ids: Sequence[int]) -> torch.Tensor:
     """Return the logits after every token of a prompt, (tokens, vocabulary) fp32."""
     ids = tuple(input_ids)
-    row = RowRequest(ids, 1, RowOptions(end_id=engine.limits.end_id), context_ids=ids)
+    row = SequenceRequest(ids, 1, SamplingParams(end_id=engine.limits.end_id), context_ids=ids)
     future: Future[Any] = Future()
     running = RunningRequest(GenerationRequest((row,), padded_len=len(ids)), future)
     running.waiting = [engine._make_sequence(running, 0, row)]

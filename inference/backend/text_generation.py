@@ -19,7 +19,7 @@ from inference.backend.python_backend import GenerationModel
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import parse_request
-from inference.decoding.rows import RequestError, RowRequest
+from inference.decoding.rows import RequestError, SequenceRequest
 
 if TYPE_CHECKING:
     from inference.engine.sequence import GenerationResult
@@ -57,7 +57,7 @@ class TextModel(GenerationModel):
 
         Each row has the tokens and the room that it has by itself, without padding.
         """
-        rows: list[RowRequest] = []
+        rows: list[SequenceRequest] = []
         for b, (ids, options) in enumerate(self._read(request)):
             tensors = {
                 "input_ids": np.array([ids], np.uint32),

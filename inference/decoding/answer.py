@@ -8,7 +8,7 @@ import numpy as np
 from inference.decoding.candidates import GroupKey
 from inference.decoding.draws import NO_IDS, Penalty, TokenMarks, biases, prompt_ids
 from inference.decoding.processors import LogitRules
-from inference.decoding.rows import PromptResult, RowRequest, RowResult
+from inference.decoding.rows import PromptResult, SequenceRequest, SequenceResult
 from inference.decoding.word_lists import banned_ids
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
@@ -29,7 +29,7 @@ class GrowingAnswer(ABC):
     slots = 1
     rank_chooses = False
 
-    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+    def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         self.request, self.options = request, request.options
         self.tokens: tuple[int, ...] = ()
         self.parents: Sequence[int] | None = None
@@ -58,7 +58,7 @@ class GrowingAnswer(ABC):
         """Return what to do to the logits of each running slot in this step."""
 
     @abstractmethod
-    def result(self) -> RowResult:
+    def result(self) -> SequenceResult:
         """Return the answer so far."""
 
     def fail(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from inference.decoding.answer import GrowingAnswer
 from inference.decoding.candidates import Candidates, GroupKey
 from inference.decoding.processors import LogitRules, temperature_divisor
-from inference.decoding.rows import FinishReason, RowRequest, RowResult
+from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import ends_with
 
@@ -59,7 +59,7 @@ class Extensions(NamedTuple):
 class BeamSearch(GrowingAnswer):
     """A decoder-only beam search; beams are kept in the order of their last ranking."""
 
-    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+    def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
         o = self.options
         self.slots = o.beam_width
@@ -150,10 +150,10 @@ class BeamSearch(GrowingAnswer):
         """Return the beams in their order."""
         return self.beams
 
-    def result(self) -> RowResult:
+    def result(self) -> SequenceResult:
         """Return the row so far."""
         found, with_log_probs = self.hypotheses(), self.options.return_log_probs
-        return RowResult(
+        return SequenceResult(
             output_ids=tuple(h.tokens for h in found),
             cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in found),
             output_log_probs=tuple(h.log_probs for h in found) if with_log_probs else (),
@@ -165,7 +165,7 @@ class BeamSearch(GrowingAnswer):
 class PooledBeamSearch(BeamSearch):
     """An encoder-decoder beam search, which ends when its pool of hypotheses is full."""
 
-    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+    def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
         self._pool: list[Hypothesis] = []  # those that have finished
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference.decoding.options import RowOptions
+from inference.decoding.sampling_params import SamplingParams
 from inference.decoding.tensor_fields import Array
 
 
@@ -79,7 +79,7 @@ def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
     return ids[ids < vocab_size]
 
 
-def biases(params: RowOptions, answer: Sequence[int]) -> tuple[Array, Array]:
+def biases(params: SamplingParams, answer: Sequence[int]) -> tuple[Array, Array]:
     """Return the ids with a bias after the tokens of an answer, and the biases (fp32).
 
     The frequency penalty is subtracted once for each token, as ranks do: the sums round alike.

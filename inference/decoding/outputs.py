@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inference.decoding.rows import P_TUNING, GenerationRequest, RowResult
+from inference.decoding.rows import P_TUNING, GenerationRequest, SequenceResult
 from inference.decoding.tensor_fields import Array
 
 
 def assemble_outputs(
     request: GenerationRequest,
-    results: Sequence[RowResult | None],
+    results: Sequence[SequenceResult | None],
     *,
     strict_lengths: bool = False,
 ) -> dict[str, Array]:
@@ -36,7 +36,7 @@ def assemble_outputs(
     )
 
 
-_NOT_STARTED = RowResult((), (), (), ())
+_NOT_STARTED = SequenceResult((), (), (), ())
 
 
 def prompt_columns(request: GenerationRequest) -> int:
@@ -47,7 +47,7 @@ def prompt_columns(request: GenerationRequest) -> int:
 
 
 def _continuation_tensors(
-    request: GenerationRequest, results: Sequence[RowResult], strict_lengths: bool
+    request: GenerationRequest, results: Sequence[SequenceResult], strict_lengths: bool
 ) -> dict[str, Array]:
     """Prompt and answer without a gap, then end ids to the full width."""
     columns, longest = prompt_columns(request), request.max_output_len
@@ -76,7 +76,9 @@ def _continuation_tensors(
     }
 
 
-def _answer_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
+def _answer_tensors(
+    request: GenerationRequest, results: Sequence[SequenceResult]
+) -> dict[str, Array]:
     """Answers alone. In sampling, end ids fill a row up to the longest answer, then zeros."""
     shape = (len(request.rows), request.beam_width)
     output_ids = np.zeros((*shape, request.max_output_len), np.int32)  # (B, K, R)
@@ -91,7 +93,9 @@ def _answer_tensors(request: GenerationRequest, results: Sequence[RowResult]) ->
     return {"output_ids": output_ids, "sequence_length": lengths}
 
 
-def _log_prob_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
+def _log_prob_tensors(
+    request: GenerationRequest, results: Sequence[SequenceResult]
+) -> dict[str, Array]:
     """Present if any row asks; zero for rows that do not and after the end of an answer."""
     if not any(row.options.return_log_probs for row in request.rows):
         return {}
@@ -107,7 +111,9 @@ def _log_prob_tensors(request: GenerationRequest, results: Sequence[RowResult]) 
     return {"cum_log_probs": cum, "output_log_probs": output}
 
 
-def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
+def _score_tensors(
+    request: GenerationRequest, results: Sequence[SequenceResult]
+) -> dict[str, Array]:
     """Present if any row asks, at the places of `output_ids`; zero where there is no score."""
     counts = [(row.options.num_prompt_log_probs, row.options.num_log_probs) for row in request.rows]
     width = max(map(max, counts))
@@ -130,7 +136,7 @@ def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> 
 
 
 def _embedding_tensors(
-    request: GenerationRequest, results: Sequence[RowResult]
+    request: GenerationRequest, results: Sequence[SequenceResult]
 ) -> dict[str, Array]:
     embeddings = [result.prompt.embedding for result in results]
     found = [(b, each) for b, each in enumerate(embeddings) if each is not None]
@@ -154,7 +160,7 @@ class FrameStream:
     request: GenerationRequest
     strict_lengths: bool = False
     omit_prefix: bool = False
-    _last: list[RowResult | None] | None = field(default=None, init=False)
+    _last: list[SequenceResult | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.omit_prefix and self.request.beam_width > 1:
@@ -163,7 +169,7 @@ class FrameStream:
                 f"{self.request.beam_width}: a better beam may replace tokens already sent"
             )
 
-    def frame(self, results: Sequence[RowResult | None]) -> dict[str, Array] | None:
+    def frame(self, results: Sequence[SequenceResult | None]) -> dict[str, Array] | None:
         """Return the next frame, or None where nothing changed since the last one."""
         last, self._last = self._last, list(results)
         if last == self._last:

@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Constraint
-from inference.decoding.options import BIAS, BIAS_IDS, read_options
 from inference.decoding.rows import (
     NO_PROMPT,
     P_TUNING,
@@ -22,8 +21,9 @@ from inference.decoding.rows import (
     ModelLimits,
     PromptTable,
     RequestError,
-    RowRequest,
+    SequenceRequest,
 )
+from inference.decoding.sampling_params import BIAS, BIAS_IDS, read_options
 from inference.decoding.tensor_fields import Array, TensorFields
 
 STRUCTURE = "structured_output"
@@ -235,13 +235,13 @@ class _Parser:
                 f"{vocab_size}{table}{more}"
             )
 
-    def _row(self, b: int, ia3_task: int | None) -> RowRequest:
+    def _row(self, b: int, ia3_task: int | None) -> SequenceRequest:
         ids, options, prompt = self.inputs[b], self.options[b], self.prompts[b]
         start = (options.start_id,)
         returned = ids
         if prompt is not None and prompt.kind == P_TUNING:
             returned = tuple(i for i in ids if i < prompt.start_id)
-        return RowRequest(
+        return SequenceRequest(
             input_ids=ids or start,
             output_len=self.output_lens[b],
             options=options,

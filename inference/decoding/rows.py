@@ -1,11 +1,11 @@
-"""Checked requests, row by row, the limits they were checked against, and their results."""
+"""Checked requests, sequence by sequence, the limits of a model, and the results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from inference.decoding.grammars import Constraint, Grammars
-from inference.decoding.options import RowOptions
+from inference.decoding.sampling_params import SamplingParams
 from inference.decoding.tensor_fields import Array
 
 # Values of prompt_learning_type and request_prompt_type.
@@ -82,8 +82,8 @@ class ModelLimits:
 
 
 @dataclass(frozen=True)
-class RowRequest:
-    """One row. `input_ids` is what the model reads: no padding, the start id if it was empty.
+class SequenceRequest:
+    """One sequence. `input_ids` is what the model reads: no padding, the start id if it was empty.
 
     `returned_ids` is the part of the prompt that `output_ids` repeats (no virtual tokens, empty
     for an empty prompt). `context_ids` starts the running sequence that penalties and word lists
@@ -92,7 +92,7 @@ class RowRequest:
 
     input_ids: tuple[int, ...]
     output_len: int
-    options: RowOptions
+    options: SamplingParams
     context_ids: tuple[int, ...] = ()
     returned_ids: tuple[int, ...] = ()
     prompt: PromptTable | None = None
@@ -109,7 +109,7 @@ class RowRequest:
 class GenerationRequest:
     """All rows of one client request; `padded_len` is S of its `input_ids`."""
 
-    rows: tuple[RowRequest, ...]
+    rows: tuple[SequenceRequest, ...]
     padded_len: int
     encoder_decoder: bool = False
     session_len: int | None = None
@@ -121,7 +121,7 @@ class GenerationRequest:
         """K, the same for all rows."""
         return self.rows[0].options.beam_width
 
-    def slot_tokens(self, row: RowRequest) -> int:
+    def slot_tokens(self, row: SequenceRequest) -> int:
         """Return the most tokens that a slot of a row ever holds: the last is never fed back."""
         if self.session_len is None:
             return row.context_len + row.output_len - 1
@@ -169,8 +169,8 @@ class PromptResult:
 
 
 @dataclass(frozen=True)
-class RowResult:
-    """The K hypotheses of one row, best first; only generated tokens, the end token included.
+class SequenceResult:
+    """The K hypotheses of one sequence, best first; only generated tokens, the end token included.
 
     `output_log_probs` is empty unless the row asked for log probabilities, and so is `scores`, of
     each generated token, unless it asked for those. `cum_log_probs` include what is summed over the

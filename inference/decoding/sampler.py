@@ -15,7 +15,7 @@ from inference.decoding.answer import GrowingAnswer
 from inference.decoding.beam_search import BeamSearch, PooledBeamSearch
 from inference.decoding.candidates import Candidates, GroupKey, select
 from inference.decoding.processors import pick_slots, process_logits, token_scores
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampling import SampledAnswer, sample
 
 # Answers whose candidates are selected together, and the slots of theirs that still run.
@@ -43,7 +43,7 @@ class Sampler:
         self._full_log_probs = output_log_probs_mode == "full"
         self._include_boundary = nucleus_include_boundary
 
-    def begin(self, request: RowRequest) -> GrowingAnswer:
+    def begin(self, request: SequenceRequest) -> GrowingAnswer:
         """Return an answer without tokens."""
         if request.options.beam_width > 1:
             return self._beam_search(request, vocab_size=self.vocab_size)

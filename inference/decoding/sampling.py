@@ -16,7 +16,7 @@ from inference.decoding.answer import GrowingAnswer
 from inference.decoding.candidates import Candidates, GroupKey
 from inference.decoding.draws import ARG_MAX, DrawParameters, TokenMarks, Xorwow
 from inference.decoding.processors import LogitRules, temperature_factor
-from inference.decoding.rows import FinishReason, RowRequest, RowResult, TokenScore
+from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResult, TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import ends_with
 
@@ -34,7 +34,12 @@ class SampledAnswer(GrowingAnswer):
     running = (0,)
 
     def __init__(
-        self, request: RowRequest, *, vocab_size: int, full_log_probs: bool, include_boundary: bool
+        self,
+        request: SequenceRequest,
+        *,
+        vocab_size: int,
+        full_log_probs: bool,
+        include_boundary: bool,
     ) -> None:
         super().__init__(request, vocab_size=vocab_size)
         o = self.options
@@ -144,9 +149,9 @@ class SampledAnswer(GrowingAnswer):
             self.reason = "stop" if self._constraint.take(token) else None
         return self.reason is not None
 
-    def result(self) -> RowResult:
+    def result(self) -> SequenceResult:
         """Return the answer so far."""
-        return RowResult(
+        return SequenceResult(
             output_ids=(tuple(self.generated_ids),),
             cum_log_probs=(self.prompt.log_prob + self.cum_log_prob,),
             output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),

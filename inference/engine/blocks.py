@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
 from inference.model.kv_cache import Move, TableEntry
 
 
@@ -224,7 +224,7 @@ def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> l
     return hashes
 
 
-def most_blocks(request: GenerationRequest, row: RowRequest, block_tokens: int) -> int:
+def most_blocks(request: GenerationRequest, row: SequenceRequest, block_tokens: int) -> int:
     """Return the most blocks that all slots of a row ever hold, those of its encoder included.
 
     Beams share the full blocks of their prompt, unless their session forgets its first tokens.

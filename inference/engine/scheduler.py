@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from inference.decoding.rows import RequestError, RowRequest, RowResult
+from inference.decoding.rows import RequestError, SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
@@ -423,7 +423,9 @@ class Scheduler(StepScheduler[RunningRequest]):
             self.drop(request)
 
 
-def _note_end(times: RequestTimes, asked: Sequence[RowRequest], rows: Sequence[RowResult]) -> None:
+def _note_end(
+    times: RequestTimes, asked: Sequence[SequenceRequest], rows: Sequence[SequenceResult]
+) -> None:
     times.prompt_tokens = sum(len(row.input_ids) for row in asked)
     times.generated_tokens = sum(len(ids) for row in rows for ids in row.output_ids)
     times.reasons = tuple(each or "length" for row in rows for each in row.finish_reasons)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from inference.decoding.answer import GrowingAnswer
-from inference.decoding.options import RowOptions
 from inference.decoding.processors import token_scores
 from inference.decoding.rows import (
     P_TUNING,
@@ -23,12 +22,13 @@ from inference.decoding.rows import (
     GenerationRequest,
     PromptResult,
     PromptTable,
-    RowRequest,
-    RowResult,
+    SequenceRequest,
+    SequenceResult,
     SessionTurn,
     TokenScore,
 )
 from inference.decoding.sampling import SampledAnswer
+from inference.decoding.sampling_params import SamplingParams
 from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
 from inference.engine.queued_request import QueuedRequest
@@ -43,14 +43,14 @@ class GenerationStep:
     """
 
     request: GenerationRequest
-    rows: tuple[RowResult | None, ...]
+    rows: tuple[SequenceResult | None, ...]
 
 
 @dataclass(frozen=True)
 class GenerationResult(GenerationStep):
     """The finished request."""
 
-    rows: tuple[RowResult, ...]
+    rows: tuple[SequenceResult, ...]
     times: RequestTimes | None = None
 
 
@@ -88,7 +88,7 @@ class PromptOutputs:
         is_final: Whether the whole prompt has been computed.
     """
 
-    def __init__(self, options: RowOptions) -> None:
+    def __init__(self, options: SamplingParams) -> None:
         self._is_summed = options.return_log_probs and options.return_context_cum_log_probs
         self._top = options.num_prompt_log_probs
         self.wants_logits = self._is_summed or self._top > 0
@@ -192,7 +192,7 @@ class RunningSequence:
 
     owner: RunningRequest
     index: int
-    request: RowRequest
+    request: SequenceRequest
     prompt: list[int]
     has_table: bool = False  # of loaded virtual tokens
     embeddings: Array | None = None  # (rows, hidden) fp32
@@ -295,7 +295,7 @@ class RunningRequest(QueuedRequest):
     times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
-        self.results: list[RowResult | None] = [None] * len(self.request.rows)
+        self.results: list[SequenceResult | None] = [None] * len(self.request.rows)
 
     @property
     def stays(self) -> bool:
@@ -311,7 +311,7 @@ class RunningRequest(QueuedRequest):
 def make_sequence(
     owner: RunningRequest,
     index: int,
-    request: RowRequest,
+    request: SequenceRequest,
     *,
     vocab_size: int,
     table_rows: dict[int, int],

@@ -14,7 +14,7 @@ from inference.decoding.rows import (
     GenerationRequest,
     ModelLimits,
     RequestError,
-    RowResult,
+    SequenceResult,
     SessionTurn,
 )
 from inference.engine.capacity import Capacity
@@ -100,7 +100,7 @@ class Sessions:
             session.turn, session.is_busy = turn, True
             _continue(session, request)
 
-    def remember(self, sequence: RunningSequence, result: RowResult) -> None:
+    def remember(self, sequence: RunningSequence, result: SequenceResult) -> None:
         """Keep a sequence that was answered; its conversation goes on from the best hypothesis."""
         session, request, table = sequence.owner.session, sequence.request, sequence.table
         assert session is not None

@@ -12,17 +12,17 @@ import torch
 
 import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from inference.decoding.draws import NO_MARKS, Penalty, Xorwow
-from inference.decoding.options import (
-    RowOptions,
-    normalise_selection,
-    read_options,
-)
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LogitRules, process_logits, temperature_factor
 from inference.decoding.request import parse_request
-from inference.decoding.rows import ModelLimits, RowRequest, RowResult
+from inference.decoding.rows import ModelLimits, SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
+from inference.decoding.sampling_params import (
+    SamplingParams,
+    normalise_selection,
+    read_options,
+)
 from inference.decoding.tensor_fields import TensorFields
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries
 from inference.model.token_feed import TokenFeed
@@ -45,8 +45,10 @@ def cases(name: str) -> list[Any]:
     return [pytest.param(case, id=f"{name}-{i}") for i, case in enumerate(found)]
 
 
-def row(options: RowOptions, *, context: tuple[int, ...] = (0, 0), output_len: int) -> RowRequest:
-    return RowRequest(context, output_len, options, context_ids=context, returned_ids=context)
+def row(
+    options: SamplingParams, *, context: tuple[int, ...] = (0, 0), output_len: int
+) -> SequenceRequest:
+    return SequenceRequest(context, output_len, options, context_ids=context, returned_ids=context)
 
 
 @pytest.mark.parametrize("case", cases("xorwow"))
@@ -100,7 +102,7 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("a CUDA device is needed")
     prompt = tuple(case["padded_prompt"][: case["input_length"]])
-    options = RowOptions(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
+    options = SamplingParams(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
     sampler = Sampler(vocab_size=(size := len(case["logits"])))
     decoded = sampler.begin(row(options, context=prompt, output_len=99))
     assert isinstance(decoded, SampledAnswer)
@@ -129,7 +131,7 @@ def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
     end_id = case["end_id"]
     for length, allowed in enumerate(case["end_allowed_at_generated_index"]):
         sampler = Sampler(vocab_size=6)
-        options = RowOptions(end_id=end_id, min_length=case["min_length"])
+        options = SamplingParams(end_id=end_id, min_length=case["min_length"])
         decoded = sampler.begin(row(options, output_len=length + 1))
         for _ in range(length):
             sampler.step([decoded], torch.eye(6)[[4]])
@@ -163,7 +165,7 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
 @pytest.mark.parametrize("mode", ["renormalized", "full"])
 def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
     k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
-    options = RowOptions(
+    options = SamplingParams(
         end_id=case["vocab"],
         top_k=k,
         top_p=p,
@@ -190,7 +192,7 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("a CUDA device is needed")
     k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
-    options = RowOptions(
+    options = SamplingParams(
         end_id=case["vocab"], top_k=k, top_p=p, random_seed=int(case["random_seed"])
     )
     sampler = Sampler(vocab_size=case["vocab"])
@@ -226,7 +228,7 @@ def test_stop_words_match_the_newest_tokens(case: Case) -> None:
 def search(case: Case, *, prompt: list[int], output_len: int, pool: bool) -> tuple[Any, int]:
     """Run a beam search over the case's Markov table; return the result and the steps taken."""
     table, bias = torch.tensor(case["markov_logits"]), torch.tensor(case["step_bias"])
-    options = RowOptions(
+    options = SamplingParams(
         end_id=case["end_id"],
         beam_width=case["beam_width"],
         len_penalty=case["len_penalty"],
@@ -290,7 +292,7 @@ def test_output_layout_of_padded_batches(case: Case) -> None:
         {name: np.asarray(values, np.uint32) for name, values in columns.items()},
         ModelLimits(vocab_size=1000, start_id=case["end_id"], end_id=case["end_id"]),
     )
-    results = [RowResult((tuple(ids),), (0.0,), (), ("length",)) for ids in case["generated"]]
+    results = [SequenceResult((tuple(ids),), (0.0,), (), ("length",)) for ids in case["generated"]]
     outputs = assemble_outputs(request, results)
     assert outputs["output_ids"][:, 0].tolist() == case["output_ids"]
     assert outputs["sequence_length"][:, 0].tolist() == case["sequence_length"]

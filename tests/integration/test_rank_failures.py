@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
+from inference.decoding.sampling_params import SamplingParams
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.ranks.processes import early_workers, threads_per_rank
@@ -41,8 +41,8 @@ def children() -> set[int]:
 
 
 def endless(engine: Engine) -> GenerationRequest:
-    options = RowOptions(end_id=engine.limits.end_id, min_length=4000)
-    row = RowRequest((1, 2, 3), 4000, options, context_ids=(1, 2, 3), returned_ids=(1, 2, 3))
+    options = SamplingParams(end_id=engine.limits.end_id, min_length=4000)
+    row = SequenceRequest((1, 2, 3), 4000, options, context_ids=(1, 2, 3), returned_ids=(1, 2, 3))
     return GenerationRequest((row,), padded_len=3)
 
 
@@ -150,8 +150,8 @@ def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
         workers = list(children() - before)
         assert len(workers) == 1
         penalty: Any = "hot"
-        options = RowOptions(end_id=engine.limits.end_id, repetition_penalty=penalty)
-        row = RowRequest((1, 2, 3), 4, options, context_ids=(1, 2, 3))
+        options = SamplingParams(end_id=engine.limits.end_id, repetition_penalty=penalty)
+        row = SequenceRequest((1, 2, 3), 4, options, context_ids=(1, 2, 3))
         with pytest.raises(ValueError, match="hot"):
             engine.generate(GenerationRequest((row,), padded_len=3))
         assert engine.healthy() is None

@@ -18,8 +18,8 @@ from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
 from export_scripts.families.layout.spec import ModelFamily
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
+from inference.decoding.sampling_params import SamplingParams
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.model.gpu.recording import SizedGraphs, record_graph
@@ -143,8 +143,8 @@ def make_request(lengths: list[int], beam_width: int = 1) -> GenerationRequest:
     rows = []
     for number, length in enumerate(lengths):
         ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + 2 * number))
-        options = RowOptions(end_id=52, beam_width=beam_width, return_log_probs=True)
-        rows.append(RowRequest(ids, length, options, context_ids=ids, returned_ids=ids))
+        options = SamplingParams(end_id=52, beam_width=beam_width, return_log_probs=True)
+        rows.append(SequenceRequest(ids, length, options, context_ids=ids, returned_ids=ids))
     return GenerationRequest(tuple(rows), padded_len=1 + 2 * len(lengths))
 
 
@@ -366,8 +366,8 @@ def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> Non
     rows = []
     for number in range(64):
         ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + number % 9))
-        options = RowOptions(end_id=52, random_seed=number, **kinds[number % 7])
-        rows.append(RowRequest(ids, 24, options, context_ids=ids, returned_ids=ids))
+        options = SamplingParams(end_id=52, random_seed=number, **kinds[number % 7])
+        rows.append(SequenceRequest(ids, 24, options, context_ids=ids, returned_ids=ids))
     together = GenerationRequest(tuple(rows), padded_len=9)
     scored = replace(rows[0], options=replace(rows[0].options, return_log_probs=True))
     with (

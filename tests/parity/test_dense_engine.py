@@ -15,7 +15,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import parse_request
-from inference.decoding.rows import RowResult
+from inference.decoding.rows import SequenceResult
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from tests.parity.test_huggingface_families import IDS, build
@@ -38,7 +38,9 @@ def folder(name: str, path: Path) -> tuple[Any, Path]:
     return model, convert(request).ft_dir
 
 
-def answers(ft_dir: Path, prompts: Sequence[Sequence[int]], **options: int) -> Sequence[RowResult]:
+def answers(
+    ft_dir: Path, prompts: Sequence[Sequence[int]], **options: int
+) -> Sequence[SequenceResult]:
     """Return what an engine answers to prompts of one request."""
     rows, width = len(prompts), max(map(len, prompts))
     tensors: dict[str, Any] = {

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.decoding.answer import GrowingAnswer
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import RowRequest, RowResult
+from inference.decoding.rows import SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
+from inference.decoding.sampling_params import SamplingParams
 
 VOCAB = 1003  # no multiple of any vector width
 END = 7
@@ -53,10 +53,10 @@ selections: st.SearchStrategy[dict[str, Any]] = st.one_of(
     ),
 )
 rows = st.builds(
-    lambda common, selection, context, output_len: RowRequest(
+    lambda common, selection, context, output_len: SequenceRequest(
         input_ids=context,
         output_len=output_len,
-        options=RowOptions(end_id=END, **{**common, **selection}),
+        options=SamplingParams(end_id=END, **{**common, **selection}),
         context_ids=context,
     ),
     options,
@@ -81,8 +81,8 @@ class MarkovModel:
 
 
 def decode(
-    requests: dict[int, RowRequest], model: MarkovModel, *, pool: bool, shuffle: random.Random
-) -> dict[int, RowResult]:
+    requests: dict[int, SequenceRequest], model: MarkovModel, *, pool: bool, shuffle: random.Random
+) -> dict[int, SequenceResult]:
     """Decode the rows together; each joins at a random step, at a random place of the batch."""
     sampler = Sampler(VOCAB, hypothesis_pool=pool)
     waiting = list(requests)
@@ -119,7 +119,7 @@ def decode(
     seed=st.integers(0, 2**16),
 )
 def test_row_decodes_the_same_alone_and_in_company(
-    requests: list[RowRequest], pool: bool, seed: int
+    requests: list[SequenceRequest], pool: bool, seed: int
 ) -> None:
     model, shuffle = MarkovModel(seed), random.Random(seed)
     together = decode(dict(enumerate(requests)), model, pool=pool, shuffle=shuffle)
@@ -131,7 +131,7 @@ def test_row_decodes_the_same_alone_and_in_company(
 @settings(max_examples=20, deadline=None)
 @given(request=rows, pool=st.booleans(), seed=st.integers(0, 2**16))
 def test_asking_for_results_on_the_way_changes_nothing(
-    request: RowRequest, pool: bool, seed: int
+    request: SequenceRequest, pool: bool, seed: int
 ) -> None:
     model = MarkovModel(seed)
     final = []

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import PromptResult, RowRequest, RowResult
+from inference.decoding.rows import PromptResult, SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
+from inference.decoding.sampling_params import SamplingParams
 
 END = 0
 
@@ -22,9 +22,9 @@ def search(
     output_len: int = 3,
     pool: bool = False,
     **options: Any,
-) -> RowResult:
+) -> SequenceResult:
     """Search where the logits after a token are its row of `table`; check every step's slots."""
-    row = RowRequest(context, output_len, RowOptions(end_id=END, **options), context)
+    row = SequenceRequest(context, output_len, SamplingParams(end_id=END, **options), context)
     sampler = Sampler(table.shape[1], hypothesis_pool=pool)
     decoded = sampler.begin(row)
     newest = [context[-1]] * decoded.slots
@@ -167,7 +167,7 @@ def test_log_probs_follow_the_hypothesis_and_add_up(pool: bool) -> None:
 
 def test_context_score_is_added_to_every_beam() -> None:
     flags: dict[str, Any] = {"return_log_probs": True, "return_context_cum_log_probs": True}
-    row = RowRequest((3,), 2, RowOptions(end_id=END, beam_width=2, **flags), (3,))
+    row = SequenceRequest((3,), 2, SamplingParams(end_id=END, beam_width=2, **flags), (3,))
     sampler = Sampler(6)
     decoded = sampler.begin(row)
     sampler.step([decoded], torch.zeros(2, 6))

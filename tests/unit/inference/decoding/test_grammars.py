@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Grammars, TokenTexts, compiled
-from inference.decoding.options import RowOptions
 from inference.decoding.request import STRUCTURE, parse_request
-from inference.decoding.rows import ModelLimits, RowRequest
+from inference.decoding.rows import ModelLimits, SequenceRequest
 from inference.decoding.sampler import Sampler
+from inference.decoding.sampling_params import SamplingParams
 from tests.unit.inference.decoding.contract_tensors import column, gpt, options, problems
 
 SIZE, END = 300, 256  # bytes, the end token, and ids that the tokenizer lacks
@@ -36,10 +36,10 @@ def grammars() -> Grammars:
 
 def said(grammars: Grammars, structure: dict[str, Any], *, seed: int = 0, **choice: Any) -> Any:
     """Return the text, and the reason of its end, that random logits give."""
-    given = RowOptions(end_id=END, random_seed=seed, **choice)
+    given = SamplingParams(end_id=END, random_seed=seed, **choice)
     made = grammars.constraint(json.dumps(structure))
     sampler = Sampler(SIZE)
-    row = sampler.begin(RowRequest((1,), 80, given, (1,), constraint=made))
+    row = sampler.begin(SequenceRequest((1,), 80, given, (1,), constraint=made))
     generator = torch.Generator().manual_seed(seed)
     while not row.is_finished:
         sampler.step([row], torch.randn(1, SIZE, generator=generator) * 3)
@@ -75,9 +75,10 @@ def test_json_of_a_schema_is_json_of_that_schema(grammars: Grammars) -> None:
 def test_rows_with_and_without_a_form_are_chosen_together(grammars: Grammars) -> None:
     sampler = Sampler(SIZE)
     made = grammars.constraint('{"choice": ["yes"]}')
-    options_ = RowOptions(end_id=END)
+    options_ = SamplingParams(end_id=END)
     rows = [
-        sampler.begin(RowRequest((1,), 3, options_, (1,), constraint=each)) for each in (None, made)
+        sampler.begin(SequenceRequest((1,), 3, options_, (1,), constraint=each))
+        for each in (None, made)
     ]
     logits = torch.zeros(2, SIZE)
     logits[:, 7] = 9.0

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.decoding.options import RowOptions
 from inference.decoding.outputs import FrameStream, assemble_outputs
 from inference.decoding.rows import (
     P_TUNING,
@@ -16,25 +15,30 @@ from inference.decoding.rows import (
     GenerationRequest,
     PromptResult,
     PromptTable,
-    RowRequest,
-    RowResult,
+    SequenceRequest,
+    SequenceResult,
 )
+from inference.decoding.sampling_params import SamplingParams
 
 END = 51
 
 
-def row(prompt: tuple[int, ...], output_len: int, **options: Any) -> RowRequest:
-    return RowRequest(
-        prompt, output_len, RowOptions(end_id=END, **options), prompt, returned_ids=prompt
+def row(prompt: tuple[int, ...], output_len: int, **options: Any) -> SequenceRequest:
+    return SequenceRequest(
+        prompt, output_len, SamplingParams(end_id=END, **options), prompt, returned_ids=prompt
     )
 
 
-def batch(*rows: RowRequest, padded_len: int, encoder_decoder: bool = False) -> GenerationRequest:
+def batch(
+    *rows: SequenceRequest, padded_len: int, encoder_decoder: bool = False
+) -> GenerationRequest:
     return GenerationRequest(rows, padded_len=padded_len, encoder_decoder=encoder_decoder)
 
 
-def answer(*tokens: int, reason: Any = None, log_probs: tuple[float, ...] = ()) -> RowResult:
-    return RowResult((tokens,), (sum(log_probs),), (log_probs,) if log_probs else (), (reason,))
+def answer(*tokens: int, reason: Any = None, log_probs: tuple[float, ...] = ()) -> SequenceResult:
+    return SequenceResult(
+        (tokens,), (sum(log_probs),), (log_probs,) if log_probs else (), (reason,)
+    )
 
 
 PAIR = batch(row((3, 4, 5), 2), row((7,), 4), padded_len=3)
@@ -76,7 +80,7 @@ def test_limit_counts_as_finished_for_shorter_rows_only(reason: Any, expected: l
 
 def test_every_beam_has_its_own_copy_of_the_prompt() -> None:
     request = batch(row((3, 4), 2, beam_width=2), padded_len=2)
-    result = RowResult(((8, 9), (END,)), (-1.0, -2.0), (), ("length", "end"))
+    result = SequenceResult(((8, 9), (END,)), (-1.0, -2.0), (), ("length", "end"))
     outputs = assemble_outputs(request, [result])
     assert outputs["output_ids"].tolist() == [[[3, 4, 8, 9], [3, 4, END, END]]]
     assert outputs["sequence_length"].tolist() == [[4, 3]]
@@ -129,7 +133,7 @@ def test_context_embeddings_are_repeated_for_every_beam() -> None:
         padded_len=1,
     )
     embedding = np.arange(6, dtype=np.float32)
-    result = RowResult(((8,), (9,)), (-1.0, -2.0), (), ("length", "length"))
+    result = SequenceResult(((8,), (9,)), (-1.0, -2.0), (), ("length", "length"))
     asked = dataclasses.replace(result, prompt=PromptResult(embedding=embedding))
     outputs = assemble_outputs(request, [asked, result])
     np.testing.assert_array_equal(outputs["context_embeddings"][0], [embedding, embedding])
@@ -146,7 +150,7 @@ def test_encoder_decoder_answers_end_with_end_ids_then_zeros() -> None:
 
 def test_encoder_decoder_beams_are_zero_past_their_end() -> None:
     request = batch(row((3,), 3, beam_width=2), padded_len=1, encoder_decoder=True)
-    result = RowResult(((8, END), (8, 9, END)), (-1.0, -2.0), (), ("end", "end"))
+    result = SequenceResult(((8, END), (8, 9, END)), (-1.0, -2.0), (), ("end", "end"))
     outputs = assemble_outputs(request, [result])
     assert outputs["output_ids"].tolist() == [[[8, END, 0], [8, 9, END]]]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.decoding.options import RowOptions
 from inference.decoding.request import parse_request
+from inference.decoding.sampling_params import SamplingParams
 from tests.unit.inference.decoding.contract_tensors import GPT, column, gpt, options, problems
 
 
@@ -20,7 +20,7 @@ def test_required_inputs_alone_give_greedy_rows_without_padding() -> None:
     assert [row.context_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
     assert [row.output_len for row in request.rows] == [4, 2]
     assert (request.padded_len, request.max_output_len, request.beam_width) == (3, 4, 1)
-    expected = RowOptions(end_id=51, start_id=50, top_p_min=float(np.float32(1e-6)))
+    expected = SamplingParams(end_id=51, start_id=50, top_p_min=float(np.float32(1e-6)))
     assert [row.options for row in request.rows] == [expected, expected]
 
 

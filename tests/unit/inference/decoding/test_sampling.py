@@ -11,10 +11,10 @@ import torch
 from inference.decoding.answer import UNUSABLE
 from inference.decoding.candidates import select
 from inference.decoding.draws import ARG_MAX, Xorwow
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import PromptResult, RowRequest, RowResult
+from inference.decoding.rows import PromptResult, SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import _draw_from_all
+from inference.decoding.sampling_params import SamplingParams
 
 VOCAB = 52
 END = 51
@@ -22,9 +22,9 @@ END = 51
 
 def request(
     *, context: tuple[int, ...] = (3, 4), output_len: int = 4, **options: Any
-) -> RowRequest:
-    return RowRequest(
-        context, output_len, RowOptions(end_id=END, **options), context, returned_ids=context
+) -> SequenceRequest:
+    return SequenceRequest(
+        context, output_len, SamplingParams(end_id=END, **options), context, returned_ids=context
     )
 
 
@@ -36,7 +36,7 @@ def favouring(*tokens: int, by: float = 9.0) -> torch.Tensor:
     return logits
 
 
-def run(row: RowRequest, *logits: torch.Tensor, **config: Any) -> RowResult:
+def run(row: SequenceRequest, *logits: torch.Tensor, **config: Any) -> SequenceResult:
     sampler = Sampler(VOCAB, **config)
     decoded = sampler.begin(row)
     for step_logits in logits:
@@ -120,7 +120,7 @@ def test_minimum_length_bars_the_end_token_but_not_stop_words() -> None:
 
 
 def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary() -> None:
-    row = RowRequest((3, 4), 2, RowOptions(end_id=VOCAB + 60, min_length=2), (3, 4))
+    row = SequenceRequest((3, 4), 2, SamplingParams(end_id=VOCAB + 60, min_length=2), (3, 4))
     assert run(row, favouring(7), favouring(8)).output_ids == ((7, 8),)
 
 
@@ -128,7 +128,9 @@ def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     best = int(logits.argmax())
     for selection in ({}, {"repetition_penalty": 1.5}, {"beam_width": 2}):
-        row = RowRequest((3, 4), 1, RowOptions(end_id=-1, min_length=2, **selection), (3, 4))
+        row = SequenceRequest(
+            (3, 4), 1, SamplingParams(end_id=-1, min_length=2, **selection), (3, 4)
+        )
         assert run(row, logits.repeat(row.options.beam_width, 1)).output_ids[0] == (best,)
 
 
@@ -273,8 +275,8 @@ def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> No
     order = sorted(range(size), key=lambda token: (-float(logits[0, token]), token))
     sums = torch.softmax(logits.double(), -1)[0, order].cumsum(0)
     sampler = Sampler(size)
-    options = RowOptions(end_id=END, top_k=0, top_p=0.75, random_seed=5)
-    decoded = sampler.begin(RowRequest((1,), 50, options, (1,)))
+    options = SamplingParams(end_id=END, top_k=0, top_p=0.75, random_seed=5)
+    decoded = sampler.begin(SequenceRequest((1,), 50, options, (1,)))
     generator = Xorwow(5)
     for _ in range(50):
         sampler.step([decoded], logits)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampler import Sampler
+from inference.decoding.sampling_params import SamplingParams
 
 VOCAB = 24
 END = 0
@@ -26,9 +26,9 @@ def best_ids(logits: list[float]) -> list[int]:
     return sorted(range(VOCAB), key=lambda token: (-logits[token], token))
 
 
-def first_token(logits: list[float], options: RowOptions) -> int:
+def first_token(logits: list[float], options: SamplingParams) -> int:
     sampler = Sampler(VOCAB)
-    decoded = sampler.begin(RowRequest((1,), 1, options, (1,)))
+    decoded = sampler.begin(SequenceRequest((1,), 1, options, (1,)))
     sampler.step([decoded], torch.tensor([logits]))
     return int(decoded.tokens[0])
 
@@ -36,22 +36,22 @@ def first_token(logits: list[float], options: RowOptions) -> int:
 @settings(deadline=None)
 @given(LEVELS)
 def test_best_token_is_the_lowest_of_equal_ids(logits: list[float]) -> None:
-    plain = RowOptions(end_id=END)
-    ruled = RowOptions(end_id=END, return_log_probs=True)
+    plain = SamplingParams(end_id=END)
+    ruled = SamplingParams(end_id=END, return_log_probs=True)
     assert first_token(logits, plain) == first_token(logits, ruled) == best_ids(logits)[0]
 
 
 @settings(deadline=None)
 @given(LEVELS, st.integers(2, VOCAB - 1), st.integers(0, 2**32))
 def test_top_k_keeps_the_lowest_of_equal_ids(logits: list[float], top_k: int, seed: int) -> None:
-    options = RowOptions(end_id=END, top_k=top_k, random_seed=seed)
+    options = SamplingParams(end_id=END, top_k=top_k, random_seed=seed)
     assert first_token(logits, options) in best_ids(logits)[:top_k]
 
 
 @settings(deadline=None)
 @given(st.floats(0.05, 0.95), st.integers(0, 2**32))
 def test_nucleus_keeps_the_lowest_of_equal_ids(top_p: float, seed: int) -> None:
-    options = RowOptions(end_id=END, top_k=0, top_p=top_p, random_seed=seed)
+    options = SamplingParams(end_id=END, top_k=0, top_p=top_p, random_seed=seed)
     assert first_token([1.0] * VOCAB, options) <= top_p * VOCAB
 
 
@@ -62,7 +62,7 @@ def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
 ) -> None:
     """The same logits at each step: the two orders of two tokens have the same score."""
     logits[END] = -50.0
-    row = RowRequest((1,), 2, RowOptions(end_id=END, beam_width=beams), (1,))
+    row = SequenceRequest((1,), 2, SamplingParams(end_id=END, beam_width=beams), (1,))
     sampler = Sampler(VOCAB, hypothesis_pool=pool)
     decoded = sampler.begin(row)
     for _ in range(2):

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
+from inference.decoding.sampling_params import SamplingParams
 from inference.engine.blocks import BlockPool, most_blocks, prefix_hashes
 from inference.model.kv_cache import Move
 from inference.model.step import Segment
@@ -74,8 +74,8 @@ class BlocksOfSlots(RuleBasedStateMachine):
         names = prefix_hashes([token for token in prompt for _ in range(SIZE)], SIZE)
         assert len(names) == len(prompt)
         length = len(prompt) * SIZE
-        options, ids = RowOptions(end_id=0, beam_width=len(slots)), (0,) * length
-        row = RowRequest(ids, answer_len + 1, options, context_ids=ids)
+        options, ids = SamplingParams(end_id=0, beam_width=len(slots)), (0,) * length
+        row = SequenceRequest(ids, answer_len + 1, options, context_ids=ids)
         most = most_blocks(GenerationRequest((row,), length), row, SIZE)
         if any(slot in self.tokens or self._is_beam(slot) for slot in slots):
             return

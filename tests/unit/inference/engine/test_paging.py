@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from export_scripts.families.layout.architecture import Rotary
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
 from inference.decoding.sampler import Sampler
+from inference.decoding.sampling_params import SamplingParams
 from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
@@ -91,9 +91,9 @@ class World:
         **options: Any,
     ) -> RunningRequest:
         ids = tuple(prompt)
-        chosen = RowOptions(end_id=end_id, **{"random_seed": 1, **options})
+        chosen = SamplingParams(end_id=end_id, **{"random_seed": 1, **options})
         context = (START,) if self.encodes else ids
-        row = RowRequest(ids, output_len, chosen, context_ids=context, returned_ids=ids)
+        row = SequenceRequest(ids, output_len, chosen, context_ids=context, returned_ids=ids)
         self._arrivals += 1
         running = RunningRequest(
             GenerationRequest((row,), len(ids), encoder_decoder=self.encodes),
@@ -587,7 +587,9 @@ def request_of(
     prompts: Sequence[Sequence[int]], output_len: int, **options: Any
 ) -> GenerationRequest:
     rows = tuple(
-        RowRequest(tuple(ids), output_len, RowOptions(end_id=99, **options), context_ids=tuple(ids))
+        SequenceRequest(
+            tuple(ids), output_len, SamplingParams(end_id=99, **options), context_ids=tuple(ids)
+        )
         for ids in prompts
     )
     return GenerationRequest(rows, max(map(len, prompts)))
@@ -678,8 +680,8 @@ def test_ranks_give_the_tokens_that_the_host_gives(
     rows = []
     for number in range(27):
         ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + number % 13))
-        options = RowOptions(end_id=99, random_seed=number, **kinds[number % 9])
-        rows.append(RowRequest(ids, 12, options, context_ids=ids))
+        options = SamplingParams(end_id=99, random_seed=number, **kinds[number % 9])
+        rows.append(SequenceRequest(ids, 12, options, context_ids=ids))
     request = GenerationRequest(tuple(rows), 13)
     with Engine(ft_dir, Placement(device="cpu")) as engine:
         expected = engine.generate(request).rows

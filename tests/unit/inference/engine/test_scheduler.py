@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import torch
 
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, SequenceRequest
 from inference.decoding.sampler import Sampler
+from inference.decoding.sampling_params import SamplingParams
 from inference.engine.blocks import BlockPool
 from inference.engine.planned_step import GeneratingStep
 from inference.engine.scheduler import Scheduler
@@ -37,11 +37,11 @@ def make_running(
     beam_width: int = 1,
     lock_step: bool = False,
 ) -> RunningRequest:
-    options = RowOptions(end_id=END, beam_width=beam_width)
+    options = SamplingParams(end_id=END, beam_width=beam_width)
     rows = []
     for length, prompt_len in zip(lengths, prompt_lens or [3] * len(lengths), strict=True):
         ids = tuple(1 + t % 7 for t in range(prompt_len))
-        rows.append(RowRequest(ids, length, options, context_ids=ids, returned_ids=ids))
+        rows.append(SequenceRequest(ids, length, options, context_ids=ids, returned_ids=ids))
     running = RunningRequest(GenerationRequest(tuple(rows), 3), Future(), arrival)
     running.lock_step = lock_step
     running.waiting = [

@@ -11,10 +11,10 @@ import torch
 
 from inference.decoding.candidates import select
 from inference.decoding.draws import ARG_MAX, UNMARKED, Penalty, TokenMarks
-from inference.decoding.options import RowOptions
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
+from inference.decoding.sampling_params import SamplingParams
 from inference.model.token_feed import (
     NEWEST,
     TokenFeed,
@@ -94,7 +94,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
     sampler = Sampler(vocab_size, nucleus_include_boundary=include_boundary)
     draws, forbidden, theirs = [], [], []
     for seed in range(rows):
-        options = RowOptions(
+        options = SamplingParams(
             end_id=int(rng.integers(vocab_size + 2)),
             min_length=seed % 2,
             top_k=int(rng.choice([0, 0, 1, 2, 50, 1024])),
@@ -102,7 +102,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
             temperature=float(rng.choice([0.0, 0.3, 1.0, 2.0])),
             random_seed=seed,
         )
-        request = RowRequest((0, 0), 2, options, (0, 0))
+        request = SequenceRequest((0, 0), 2, options, (0, 0))
         theirs.append(sampler.begin(request))
         ours = sampler.begin(request)
         assert isinstance(ours, SampledAnswer)
@@ -138,7 +138,7 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
     sampler = Sampler(60)
     plain = {"end_id": 1, "top_k": 5, "top_p": 0.5, "temperature": 0.5}
     for options, expected in (plain, True), ({**plain, **changed}, False):
-        row = sampler.begin(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
+        row = sampler.begin(SequenceRequest((0, 0), 2, SamplingParams(**options), (0, 0)))
         assert row.rank_chooses == expected
 
 
@@ -150,7 +150,7 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
     ours, theirs = [], []
     for seed in range(rows):
         context = tuple(rng.integers(vocab_size + 2, size=rng.integers(1, 9)).tolist())
-        options = RowOptions(
+        options = SamplingParams(
             end_id=vocab_size,
             top_k=int(rng.choice([0, 1, 3, 50])),
             top_p=0.9,
@@ -162,7 +162,7 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
             bad_words=tuple((word,) for word in rng.integers(vocab_size, size=seed % 3).tolist()),
             random_seed=seed,
         )
-        request = RowRequest(context, steps, options, context)
+        request = SequenceRequest(context, steps, options, context)
         theirs.append(sampler.begin(request))
         row = sampler.begin(request)
         assert isinstance(row, SampledAnswer)

@@ -1,4 +1,4 @@
-"""The options of one row in normalised form, and the rules that normalise them.
+"""The sampling parameters of a sequence in normalised form, and the rules that normalise them.
 
 Source: FasterTransformer 5.3, layers/sampling_layers/TopKSamplingLayer.cu,
 TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
@@ -48,8 +48,8 @@ _FLAGS = {
 
 
 @dataclass(frozen=True)
-class RowOptions:
-    """Decoding options of a row; `top_k == 0` selects the nucleus path, as in FasterTransformer.
+class SamplingParams:
+    """Parameters of a sequence; `top_k == 0` selects the nucleus path, as in FasterTransformer.
 
     `num_log_probs` and `num_prompt_log_probs` are the best tokens to report at each place of the
     answer and of the prompt, next to the score of the token that is there; 0 scores nothing.
@@ -128,7 +128,7 @@ def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]
 
 def read_options(
     fields: TensorFields, *, start_id: int, end_ids: Sequence[int]
-) -> tuple[list[RowOptions], list[str]]:
+) -> tuple[list[SamplingParams], list[str]]:
     """Return the options of every row and the warnings; problems go to `fields.problems`.
 
     `end_ids` are the model's; a request that states an `end_id` ends there alone.
@@ -148,7 +148,7 @@ def read_options(
         **_selection_columns(fields, warnings),
     }
     for name, within in _RANGES.items():
-        default = getattr(RowOptions, name)
+        default = getattr(SamplingParams, name)
         per_row = name in ("top_p_decay", "top_p_min")
         columns[name] = fields.numbers(name, default=default, within=within, per_row=per_row)
     columns["random_seed"] = [seed % 2**64 for seed in columns["random_seed"]]
@@ -172,7 +172,7 @@ def read_options(
     if any(context and not scored for context, scored in pairs):
         warnings.append("is_return_context_cum_log_probs has no effect without is_return_log_probs")
     rows = [
-        RowOptions(**{name: values[b] for name, values in columns.items()})
+        SamplingParams(**{name: values[b] for name, values in columns.items()})
         for b in range(fields.batch)
     ]
     return rows, warnings
