@@ -37,7 +37,7 @@ from inference.model.token_feed import NEWEST
 
 @dataclass(frozen=True)
 class GenerationStep:
-    """The results of a request so far, per row; None before its first token.
+    """The results of a request so far, per sequence; None before its first token.
 
     In a session the prompts of `request` are the whole conversation.
     """
@@ -77,10 +77,11 @@ class Session:
 
 
 class PromptOutputs:
-    """Outputs that a row gathers while its prompt is computed, chunk by chunk.
+    """Outputs that a sequence gathers while its prompt is computed, chunk by chunk.
 
-    Nothing is read before `commit`, which follows the last chunk. A row that is preempted computes
-    its prompt again: earlier, `restart` drops what was gathered; later, nothing is gathered twice.
+    Nothing is read before `commit`, which follows the last chunk. A sequence that is preempted
+    computes its prompt again: earlier, `restart` drops what was gathered; later, nothing is
+    gathered twice.
 
     Attributes:
         wants_logits: Whether the logits of every prompt token are needed.
@@ -97,7 +98,7 @@ class PromptOutputs:
         self.restart()
 
     def restart(self) -> None:
-        """Drop what was gathered, unless it is final: the row computes its prompt again."""
+        """Drop what was gathered, unless it is final: the prompt is computed again."""
         if not self.is_final:
             self._scores: list[TokenScore] = []
             self._pooled: torch.Tensor | None = None
@@ -279,8 +280,8 @@ class RunningSequence:
 class RunningRequest(QueuedRequest):
     """One client request.
 
-    `lock_step` rows start decoding together, so that frames line up. `turn` is given for requests
-    of a session; `session` is that session once the turn has begun.
+    `lock_step` sequences start decoding together, so that frames line up. `turn` is given for
+    requests of a session; `session` is that session once the turn has begun.
     """
 
     request: GenerationRequest
@@ -299,12 +300,12 @@ class RunningRequest(QueuedRequest):
 
     @property
     def stays(self) -> bool:
-        """Return whether its rows keep their blocks: sessions and beams are not preempted."""
+        """Whether its sequences keep their blocks: sessions and beams are not preempted."""
         return self.turn is not None or self.request.beam_width > 1
 
     @property
     def joins_whole(self) -> bool:
-        """Return whether all rows must get slots at once: those of a session are kept."""
+        """Whether all sequences must get slots at once: those of a session are kept."""
         return self.lock_step or self.turn is not None
 
 

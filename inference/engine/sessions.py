@@ -1,8 +1,8 @@
 """Interactive sessions, which keep a conversation in the cache between its requests.
 
-A session holds the slots of its rows from its first turn to its last. A later turn brings only new
-tokens; it is answered as one request whose prompt is the whole conversation, of which all but the
-new tokens are cached already.
+A session holds the slots of its sequences from its first turn to its last. A later turn brings only
+new tokens; it is answered as one request whose prompt is the whole conversation, of which all but
+the new tokens are cached already.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class Sessions:
         return bool(left)
 
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
-        """Begin a turn: of a new conversation, or of one whose rows continue with their slots.
+        """Begin a turn: of a new conversation, or of one whose sequences continue in their slots.
 
         Raises:
             RequestError: The conversation is unknown or busy, or the turn does not fit it.
@@ -85,8 +85,8 @@ class Sessions:
             if session is not None:
                 self.end(session)
             request.session = self._sessions[turn.session_id] = begun
-            for row in request.waiting:
-                row.table.memory_len = begun.start.memory_len
+            for sequence in request.waiting:
+                sequence.table.memory_len = begun.start.memory_len
         elif session is None:
             raise RequestError(
                 [
@@ -130,8 +130,8 @@ class Sessions:
     def end(self, session: Session) -> None:
         """End a conversation, and free its slots."""
         del self._sessions[session.turn.session_id]
-        for row in session.kept.values():
-            self._free(row.slots)
+        for sequence in session.kept.values():
+            self._free(sequence.slots)
 
 
 def turn_problems(
@@ -221,10 +221,10 @@ def _check_turn(session: Session, request: RunningRequest) -> None:
 
 def _check_room(session: Session, request: RunningRequest) -> None:
     problems = []
-    for row in request.waiting:
-        kept = session.kept.get(row.index)
+    for sequence in request.waiting:
+        kept = session.kept.get(sequence.index)
         history = 0 if kept is None else len(kept.prompt)
-        new, more = row.prompt_len, row.request.output_len
+        new, more = sequence.prompt_len, sequence.request.output_len
         if history + new + more > session.session_len:
             problems.append(
                 f"session_len: Session size too low ({session.session_len}): conversation "
@@ -235,20 +235,20 @@ def _check_room(session: Session, request: RunningRequest) -> None:
 
 
 def _continue(session: Session, request: RunningRequest) -> None:
-    """Put a conversation's tokens before the new tokens of each row."""
+    """Put a conversation's tokens before the new tokens of each sequence."""
     request.session = session
-    for row in request.waiting:
-        kept = session.kept.pop(row.index)
-        row.table = replace(kept.table, is_written=False)
-        row.prompt = kept.prompt + row.prompt
-        row.prompt_tokens = len(row.prompt)
-        row.request = replace(
-            row.request,
-            input_ids=kept.request.context_ids + row.request.input_ids,
-            context_ids=kept.request.context_ids + row.request.context_ids,
-            returned_ids=kept.request.returned_ids + row.request.returned_ids,
-            prompt=row.request.prompt or kept.request.prompt,
+    for sequence in request.waiting:
+        kept = session.kept.pop(sequence.index)
+        sequence.table = replace(kept.table, is_written=False)
+        sequence.prompt = kept.prompt + sequence.prompt
+        sequence.prompt_tokens = len(sequence.prompt)
+        sequence.request = replace(
+            sequence.request,
+            input_ids=kept.request.context_ids + sequence.request.input_ids,
+            context_ids=kept.request.context_ids + sequence.request.context_ids,
+            returned_ids=kept.request.returned_ids + sequence.request.returned_ids,
+            prompt=sequence.request.prompt or kept.request.prompt,
         )
-    rows = tuple(row.request for row in request.waiting)
+    rows = tuple(sequence.request for sequence in request.waiting)
     longest = max(len(row.returned_ids) for row in rows)
     request.request = replace(request.request, rows=rows, padded_len=longest)
