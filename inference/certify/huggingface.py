@@ -63,7 +63,7 @@ def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
         positions=getattr(config, "max_position_embeddings", None),
         compute=partial(_compute, model.eval(), has_encoder),
         model=model,
-        start=(config.decoder_start_token_id or 0) if answers else None,
+        start=(getattr(config, "decoder_start_token_id", None) or 0) if answers else None,
     )
 
 

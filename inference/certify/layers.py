@@ -71,8 +71,8 @@ def compute_original(pair: Pair, *, rows: int, scratch_dir: Path) -> Original | 
         if LOGITS not in found or inputs.decoder_ids:
             asked = []  # such a model is not asked for log probabilities of its prompts
         known = tuple(scored(ids, source.run(ModelInputs(ids))[LOGITS]) for ids in asked)
-    except (ValueError, OSError) as error:
-        return not_computed(NAME, str(error), "source")
+    except Exception as error:  # a library can fail in any way
+        return not_computed(NAME, f"{error}" or repr(error), "source")
     return Original(source.title, found, inputs, known)
 
 
@@ -91,8 +91,8 @@ def compare_layers(pair: Pair, original: Original, *, tolerance: float | None) -
             architecture = None if folder.config is None else folder.config.architecture()
             loaded = load_huggingface(folder.path, architecture)
             title, found = loaded.title, loaded.run(original.inputs)
-    except (ValueError, OSError) as error:
-        return not_computed(NAME, str(error), "folder")
+    except Exception as error:  # a library can fail in any way
+        return not_computed(NAME, f"{error}" or repr(error), "folder")
     limit = tolerance
     if limit is None:
         limit = tolerance_of([folder.data_type, *["int8"] * (folder.quantised is not None)])

@@ -5,6 +5,7 @@ the folder's own mapping: whoever wrote it, each stored tensor has its counterpa
 known family are compared by name, where both sides are Hugging Face folders.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,12 +151,17 @@ def open_folder(path: Path) -> Folder:
     ]
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
     mapping, config = None, None
-    try:
+    with contextlib.suppress(CheckpointMismatchError):
         mapping, facts = find_mapping(facts)
         facts = dataclasses.replace(facts, tp_size=_ranks(reader))
-        config = mapping.config(facts)
+    try:
+        config = None if mapping is None else mapping.config(facts)
     except CheckpointMismatchError as error:
-        if mapping is not None:
+        assert mapping is not None
+        try:  # tokens, which are compared by themselves
+            facts = dataclasses.replace(facts, given=dict(_USUAL_TOKENS))
+            config = mapping.config(facts)
+        except CheckpointMismatchError:
             problems += [Remark(DIFFERS, "config.json", path.name, p) for p in error.problems]
     return Folder(path, reader, facts, mapping, config, quantised, tuple(problems))
 
@@ -244,30 +250,46 @@ def _planned(
     )
     plan = plan_conversion(request, scratch_dir=scratch_dir)
     facts = plan.facts
+    named = {} if folder.is_shards else _same_names(facts.reader, folder.reader)
     findings = [
-        Remark(DIFFERS, "not in the folder", key, "the source holds it") for key in _unread(plan)
+        Remark(DIFFERS, "not in the folder", key, "the source holds it")
+        for key in _unread(plan)
+        if key not in named
     ]
     findings += _untied(plan)
     if folder.is_shards:
         tensors = tuple(WrittenTensor(item.tensor.name, ((item, None),)) for item in plan.tensors)
         return Pair(source, folder, plan, facts, tensors, tuple(findings))
-    tensors, reasons, homeless = written_views(
+    views, reasons, homeless = written_views(
         plan, folder.mapping, folder.facts, has_tied_head(plan)
     )
-    if not has_tied_head(plan) and (reasons or folder.reader.config.get(_TIE) is True):
-        detail = "the folder has one table for embedding and head, and the source has two"
+    is_tied = folder.reader.config.get(_TIE) is True and facts.reader.config.get(_TIE) is not True
+    if not has_tied_head(plan) and (reasons or is_tied):
+        detail = "the folder says that embedding and head are one, and the source has two"
         findings.append(Remark(DIFFERS, "ties", _TIE, detail))
-    findings += [Remark(DIFFERS, "has no place in the folder", name) for name in homeless]
-    try:
-        tensors += carried_tensors(plan, folder.mapping)
-    except CheckpointMismatchError as error:
-        findings += [Remark(NOT_COMPUTED, "other tensors", "folder", p) for p in error.problems]
+    if len(named) < len(facts.reader.tensors):
+        findings += [Remark(DIFFERS, "has no place in the folder", name) for name in homeless]
+        try:
+            views += carried_tensors(plan, folder.mapping)
+        except CheckpointMismatchError as error:
+            findings += [Remark(NOT_COMPUTED, "other tensors", "folder", p) for p in error.problems]
+    tensors = (
+        *(copied_tensor(key, facts.reader.tensors[key][0].shape) for key in named),
+        *(each for each in views if folder.facts.resolve(each.key) not in named),
+    )
     return Pair(source, folder, plan, facts, tensors, tuple(findings))
+
+
+def _same_names(source: CheckpointReader, folder: CheckpointReader) -> dict[str, None]:
+    """Return the tensors that two folders of one model of a library have under the same name."""
+    kinds = {each.config.get("model_type") for each in (source, folder)}
+    shared = (key for key in folder.tensors if key in source.tensors)
+    return dict.fromkeys(shared) if len(kinds) == 1 else {}
 
 
 def _stated_tokens(source: Path, folder: Folder) -> list[tuple[str, str]]:
     if is_huggingface(snapshot_folder(source)) or is_ft_folder(source):
-        return []
+        return [*folder.facts.given.items()]
     if folder.config is None:
         return list(_USUAL_TOKENS)
     fields = {field.name for field in dataclasses.fields(folder.config)}

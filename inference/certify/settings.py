@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import json_file
-from export_scripts.checkpoints.huggingface import CONFIG_NAME
+from export_scripts.checkpoints.huggingface import CONFIG_NAME, TIED_TABLES
 from export_scripts.checkpoints.quantized import QUANTIZATION
 from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.conversion.ft_source import FTFolder
@@ -34,7 +34,8 @@ from inference.certify.huggingface import import_transformers
 from inference.certify.pair import Pair
 
 # Where a head is stored, and how heads lie among ranks: the tensors show both.
-_SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", "vocab_size", "kv_head_num", "separate_qkv")
+_SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", "vocab_size")
+_SHOWN_BY_SHARDS = (*_SHOWN_BY_TENSORS, "kv_head_num", "separate_qkv")
 # Keys of config.json from which no model computes, or that another part compares.
 _WITHOUT_EFFECT = (
     "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
@@ -45,12 +46,16 @@ _WITHOUT_EFFECT = (
 # Classes that a library takes, and code that it may run.
 _CLASSES = ("architectures", "auto_map")
 _TYPES = ("dtype", "torch_dtype")  # that a server computes in by default
-# Two spellings of one setting, of which each library reads one.
-_TWINS = {
+# Spellings of transformers 4, and those of transformers 5: each release reads its own.
+_SPELLINGS = {
     "rope_theta": "rope_parameters.rope_theta",
     "partial_rotary_factor": "rope_parameters.partial_rotary_factor",
+    "rope_scaling.type": "rope_parameters.rope_type",
     "torch_dtype": "dtype",
 }
+_TABLES = TIED_TABLES[:5]  # of tokens; those of heads follow
+_DERIVED = ("feed_forward_proj",)  # transformers 5 states what 4 derives from it
+_START = "decoder_start_token_id"
 _POSITIONS = "max_position_embeddings"
 _WITHOUT_FUNCTION = ("transformers_version", "use_cache", "_from_model_config", "eos_token_id")
 
@@ -61,7 +66,8 @@ def compare_settings(pair: Pair) -> Part:
     own, stated = pair.facts.config, folder.facts.config
     both = pair.facts.reader.format == folder.reader.format == "huggingface"
     if pair.config is not None and folder.config is not None:
-        findings, compared = [*_architectures(pair.config, folder.config)], "architecture"
+        shown = _SHOWN_BY_TENSORS if both else _SHOWN_BY_SHARDS
+        findings, compared = [*_architectures(pair.config, folder.config, shown)], "architecture"
     elif not both:
         reason = "the family of the folder cannot read its configuration"
         return not_computed("settings", reason, "config.json")
@@ -78,21 +84,24 @@ def compare_settings(pair: Pair) -> Part:
     return Part("settings", compared, tuple(findings), up_to if names else ())
 
 
-def _architectures(source: FTConfig, folder: FTConfig) -> Iterator[Remark]:
+def _architectures(source: FTConfig, folder: FTConfig, shown: Sequence[str]) -> Iterator[Remark]:
     try:
-        mine, theirs = (dataclasses.asdict(each.architecture()) for each in (source, folder))
+        mine, theirs = (
+            {**dataclasses.asdict(each.architecture()), _START: vars(each).get(_START)}
+            for each in (source, folder)
+        )
     except ValueError as error:
         yield Remark(DIFFERS, "setting", "architecture", str(error))
         return
     for name, one, other in differing(mine, theirs):
-        if name.partition(".")[0] not in _SHOWN_BY_TENSORS:
+        if name.partition(".")[0] not in shown:
             yield setting(name, one, other)
 
 
-def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return both configurations as transformers reads them, or as they are written.
+def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]]:
+    """Return both configurations as transformers reads them, and its other names of settings.
 
-    Its releases spell rotary settings in two ways, and write some defaults or leave them out.
+    One that it does not know is returned as it is written.
     """
     readers = (pair.facts.reader, pair.folder.reader)
     try:
@@ -102,22 +111,49 @@ def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             for each in readers
         )
     except (OSError, ValueError, KeyError):  # a model that it does not know, too
-        return readers[0].config, readers[1].config
-    return mine.to_dict(), theirs.to_dict()
+        return readers[0].config, readers[1].config, {}
+    return mine.to_dict(), theirs.to_dict(), theirs.attribute_map
 
 
 def _stated(pair: Pair) -> Iterator[Remark]:
     """Yield every key of config.json that the two sides state otherwise, whatever it changes."""
     own, stated = (
-        json_file(Path(each.path, CONFIG_NAME)) for each in (pair.facts.reader, pair.folder.reader)
+        dotted(json_file(Path(each.path, CONFIG_NAME)))
+        for each in (pair.facts.reader, pair.folder.reader)
     )
-    computed = [dotted(each) for each in _by_library(pair)]
-    for name, one, other in differing(own, stated):
-        # The library passes over a name that it keeps of neither side; others may not.
-        read = [each.get(name) for each in computed]
-        changes = not is_same(*read) or not any(name in each for each in computed)
-        status = _weight(pair, name, dotted(own), dotted(stated), changes=changes)
-        yield setting(name, one, other, status)
+    *computed, aliases = _by_library(pair)
+    mine, theirs = (_spelled(each, aliases) for each in (own, stated))
+    read = [_spelled(dotted(each), aliases) for each in computed]
+    for name, _, _ in differing(own, stated):
+        key = _spelling(name, aliases)
+        values = [each.get(key, [None]) for each in (mine, theirs, *read)]
+        shown: Any = values[1][0]
+        if any(not is_same(each, values[1][0]) for each in values[1]):
+            status, shown = DIFFERS, values[1]  # two values, of which each library takes one
+        elif is_same(values[0][0], values[1][0]):
+            status = EQUAL
+        else:
+            # The library passes over a name that it keeps of neither side; others may not.
+            changes = not is_same(values[2][0], values[3][0]) or not any(
+                key in each for each in read
+            )
+            status = _weight(pair, name, own, stated, changes=changes)
+        yield setting(name, values[0][0], shown, status)
+
+
+def _spelling(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the newest name of a setting."""
+    name = _SPELLINGS.get(name, name).replace("rope_scaling.", "rope_parameters.")
+    return aliases.get(name, name)
+
+
+def _spelled(table: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Return the values of settings by their newest names."""
+    found: dict[str, list[Any]] = {}
+    for name, value in table.items():
+        if value is not None:
+            found.setdefault(_spelling(name, aliases), []).append(value)
+    return found
 
 
 def _weight(
@@ -127,11 +163,9 @@ def _weight(
 
     `changes` says whether transformers reads another value, too.
     """
-    one, other, twin = own.get(name), stated.get(name), stated.get(_TWINS.get(name, name))
+    one, other = own.get(name), stated.get(name)
     top, kind = name.partition(".")[0], stated.get("model_type")
     is_same_kind = pair.facts.config.get("model_type") == kind
-    if twin is not None and other is not None and not is_same(twin, other):
-        return DIFFERS
     if top in _CLASSES:
         is_chosen = other is not None and (one is not None or top == "auto_map")
         return DIFFERS if is_chosen and is_same_kind else EQUAL
@@ -155,7 +189,8 @@ def _weight(
     is_default = known.use == "read" and None in (one, other) and not isinstance(other, bool)
     if not is_same_kind or is_usual or is_default or top.startswith("rope_"):
         return EQUAL
-    return DIFFERS if known.use == "read" and isinstance(other, bool) else UP_TO
+    is_derived = top in _DERIVED
+    return DIFFERS if known.use == "read" and (is_derived or isinstance(other, bool)) else UP_TO
 
 
 def _unknown(pair: Pair) -> Iterator[Remark]:
@@ -178,7 +213,7 @@ def _table_rows(pair: Pair) -> Iterator[Remark]:
     """Yield that config.json states another vocabulary than the embedding has rows."""
     stated = pair.folder.facts.config.get("vocab_size")
     for written in pair.tensors:
-        if written.items[0].tensor.name in ("model.wte", "shared.weight_T"):
+        if written.key.endswith(_TABLES):
             name = pair.folder.facts.resolve(written.key)
             rows = pair.folder.reader.tensors[name][0].shape[0] if name else stated
             if stated is not None and rows != stated and not pair.folder.is_shards:
@@ -208,7 +243,7 @@ def compare_generation(pair: Pair) -> Part:
         detail = f"{sorted(found)}, and {sorted(ends) or 'none'} in the source"
         findings.append(Remark(status, "end tokens", "folder", detail))
     elif not ends:
-        findings.append(Remark(UP_TO, "end tokens", "both", "neither side names some"))
+        findings.append(Remark(EQUAL, "end tokens", "both", "neither side names some"))
     return Part("generation", f"end tokens {sorted(ends)}", tuple(findings))
 
 

@@ -402,10 +402,11 @@ def _is_permuted(mine: Array, theirs: Array) -> bool:
 def _arithmetic(mine: Array, theirs: Array) -> str:
     """Return by what number all values were multiplied or moved, if it is one."""
     with np.errstate(all="ignore"):
-        for words, numbers in (("times", theirs / mine), ("plus", theirs - mine)):
+        for words, numbers, none in (("times", theirs / mine, 1), ("plus", theirs - mine, 0)):
             each = numbers[np.isfinite(numbers)]
-            if len(each) > 1 and np.ptp(each) <= 0.01 * abs(np.median(each)):
-                return f"its values are the source's {words} {np.median(each):.4g}"
+            number = np.median(each) if len(each) > 1 else none
+            if abs(number - none) > 0.01 and np.ptp(each) <= 0.01 * abs(number):
+                return f"its values are the source's {words} {number:.4g}"
     return ""
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -248,6 +248,42 @@ def fp8(copy: Copy, *, off: bool) -> None:
     copy.setting(quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})
 
 
+def packed(values: torch.Tensor, axis: int, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Pack numbers of 4 bits into words along an axis, the lowest bits first."""
+    values = values.movedim(axis, -1).to(torch.int64)
+    words = values.unflatten(-1, (-1, 8))[..., list(order)]
+    found = (words << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).int().movedim(-1, axis)
+
+
+def in_4_bits(copy: Copy, method: str, *, factor: float = 1.0) -> None:
+    """Round every matrix of the layers to 4 bits in groups of 64 inputs, in a method's layout.
+
+    The scales of row 5 of one matrix are off by a factor.
+    """
+    for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
+        groups = copy.tensors.pop(key).unflatten(1, (-1, 64))  # (out, groups, 64)
+        low, high = groups.amin(2), groups.amax(2)
+        scales = ((high - low) / 15).half().float()
+        zeros = (-low / scales).round().clamp(0, 15)
+        numbers = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 15).flatten(1)
+        if key == "model.layers.1.mlp.up_proj.weight":
+            scales[5] *= factor
+        name = key.removesuffix("weight")
+        copy.tensors[f"{name}scales"] = scales.T.half()
+        if method == "gptq":
+            copy.tensors[f"{name}qweight"] = packed(numbers.T, 0)
+            copy.tensors[f"{name}qzeros"] = packed(zeros.T - 1, 1)
+            copy.tensors[f"{name}g_idx"] = torch.arange(numbers.shape[1], dtype=torch.int32) // 64
+        else:
+            order = (0, 2, 4, 6, 1, 3, 5, 7)
+            copy.tensors[f"{name}qweight"] = packed(numbers.T, 1, order)
+            copy.tensors[f"{name}qzeros"] = packed(zeros.T, 1, order)
+    sym = {"sym": False, "desc_act": False} if method == "gptq" else {"version": "gemm"}
+    settings = {"quant_method": method, "bits": 4, "group_size": 64, **sym}
+    copy.setting(quantization_config=settings)
+
+
 def in_fp16(copy: Copy) -> None:
     copy.tensors = {key: value.half() for key, value in copy.tensors.items()}
     copy.tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
@@ -367,6 +403,13 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "qwen2", lambda c: c.setting(use_sliding_window=True, max_window_layers=0), "settings",
         "use_sliding_window", "True",
     ),
+    "fewer heads than there are keys": (
+        "llama", lambda c: c.setting(num_key_value_heads=4), "settings", "kv_head_num", "4",
+    ),
+    "another first token of answers": (
+        "t5", lambda c: c.setting(decoder_start_token_id=7), "settings",
+        "decoder_start_token_id", "7",
+    ),
     "a shorter longest sequence": (
         "llama", lambda c: c.setting(max_position_embeddings=20), "settings",
         "max_position_embeddings", "20",
@@ -435,6 +478,64 @@ def test_planted_fault_is_named_at_its_place(
     # Nothing else is blamed.
     others = [each.name for each in certificate.parts if each.status == "differs"]
     assert set(others) <= {where, *(["tensors"] if where == "settings" else [])}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source", hidden_size=128, intermediate_size=256,
+                         head_dim=32)  # fmt: skip
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    in_4_bits(copy, method)
+    copy.save()
+    certificate = made(source, copy.path)
+    assert certificate.status == "equal up to", certificate_text(certificate)
+    states = {row["state"] for row in part(certificate, "tensors").rows}
+    assert states == {"equal", "dequantised"}
+    copy = Copy(shutil.copytree(source, tmp_path / "wrong"))
+    in_4_bits(copy, method, factor=1.25)
+    copy.save()
+    (found,) = part(made(source, copy.path), "tensors").of("differs")
+    assert found.where == "model.layers.1.mlp.up_proj.weight"
+    assert "rows 5-5, " in found.detail
+
+
+def test_values_that_are_no_numbers_are_equal_to_themselves(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
+    source.tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    source.save()
+    certificate = made(source.path, shutil.copytree(source.path, tmp_path / "folder"), layers=True)
+    layers = part(certificate, "layers")
+    assert certificate.status == layers.status == "equal up to", certificate_text(certificate)
+    assert [each.where for each in layers.findings] == ["layer 1"]
+
+
+def test_two_spellings_of_a_setting_are_one(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    source, copy = sources("llama"), Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+    rope = json.loads((source / "config.json").read_text())["rope_parameters"]
+    copy.setting(rope_parameters=None, rope_theta=rope["rope_theta"], torch_dtype="float32",
+                 dtype=None)  # fmt: skip
+    assert made(source, copy.path).status == "equal"
+    copy.setting(rope_parameters=rope, rope_theta=5e5)
+    (found,) = part(made(source, copy.path), "settings").of("differs")
+    assert found.where == "rope_theta"
+
+
+def test_rows_that_no_model_reads_may_be_the_sources(tmp_path: Path) -> None:
+    source = write_model("opt", tmp_path / "source")
+    copy = Copy(source)
+    copy.tensors["model.decoder.embed_positions.weight"][:2] = 0.5
+    copy.save()
+    assert made(source, shutil.copytree(source, tmp_path / "folder")).status == "equal"
+
+
+def test_models_without_end_tokens_are_compared(tmp_path: Path) -> None:
+    source = write_model("qwen2", tmp_path / "source")
+    Copy(source).setting(bos_token_id=None, eos_token_id=None)
+    (source / "generation_config.json").unlink()
+    certificate = made(source, shutil.copytree(source, tmp_path / "folder"))
+    assert certificate.status == "equal", certificate_text(certificate)
 
 
 def stale_shards(copy: Copy) -> None:

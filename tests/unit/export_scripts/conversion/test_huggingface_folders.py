@@ -321,9 +321,11 @@ def test_the_folder_is_certified_by_its_source_and_its_shards(name: str, tmp_pat
         assert_equal(certified(source, folder, tmp_path))
 
 
-def certified(source: Path, folder: Path, tmp_path: Path, **fields: Any) -> Certificate:
+def certified(
+    source: Path, folder: Path, tmp_path: Path, given: Sequence[tuple[str, str]] = ()
+) -> Certificate:
     places = {"source": str(source), "folder": str(folder)}
-    return certify(CertifySection(**places, output_dir=str(tmp_path / "certificate"), **fields))
+    return certify(CertifySection(**places, output_dir=str(tmp_path / "certificate")), given)
 
 
 def assert_equal(certificate: Certificate) -> None:
