@@ -80,6 +80,12 @@ class Folder:
         """Whether it is a folder of shards, not a Hugging Face folder."""
         return isinstance(self.reader, FTFolder)
 
+    def own_name(self, tensor: WrittenTensor) -> WrittenTensor:
+        """Return a tensor under its name here, with or without the prefix of the family."""
+        prefix = "" if self.mapping is None else self.mapping.prefix
+        names = (self.facts.resolve(tensor.key), self.facts.resolve(prefix + tensor.key))
+        return dataclasses.replace(tensor, key=names[0] or names[1] or tensor.key)
+
     @property
     def data_type(self) -> str:
         """The floating type that most of its values have."""
@@ -275,7 +281,7 @@ def _planned(
             findings += [Remark(NOT_COMPUTED, "other tensors", "folder", p) for p in error.problems]
     tensors = (
         *(copied_tensor(key, facts.reader.tensors[key][0].shape) for key in named),
-        *(each for each in views if folder.facts.resolve(each.key) not in named),
+        *(each for each in map(folder.own_name, views) if each.key not in named),
     )
     return Pair(source, folder, plan, facts, tensors, tuple(findings))
 

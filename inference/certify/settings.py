@@ -55,6 +55,7 @@ _SPELLINGS = {
 }
 _TABLES = TIED_TABLES[:5]  # of tokens; those of heads follow
 _DERIVED = ("feed_forward_proj",)  # transformers 5 states what 4 derives from it
+_TOKEN = "_token_id"
 _START = "decoder_start_token_id"
 _POSITIONS = "max_position_embeddings"
 _WITHOUT_FUNCTION = ("transformers_version", "use_cache", "_from_model_config", "eos_token_id")
@@ -226,13 +227,17 @@ def compare_generation(pair: Pair) -> Part:
     """Compare the tokens that end an answer, and the defaults of generation."""
     if pair.config is not None and not {"end_id", "eos_token_id"} & vars(pair.config).keys():
         return Part("generation", "an encoder, which generates nothing")
-    mine, theirs = (_generation(facts) for facts in (pair.facts, pair.folder.facts))
+    sides = (pair.facts, pair.folder.facts)
+    mine, theirs = map(_generation, sides)
+    if all(facts.reader.format == "huggingface" for facts in sides):
+        mine, theirs = (
+            {name: each for name, each in facts.config.items() if name.endswith(_TOKEN)} | stated
+            for facts, stated in zip(sides, (mine, theirs), strict=True)
+        )
     findings = [
         setting(name, one, other)
         for name, one, other in differing(mine, theirs)
-        if name not in _WITHOUT_FUNCTION
-        and not (not mine and name.endswith("_token_id"))
-        and not (name not in mine and other == pair.facts.config.get(name))
+        if name not in _WITHOUT_FUNCTION and (mine or not name.endswith(_TOKEN))
     ]
     try:
         ends, found = _ends(pair.facts, pair.config), _ends(pair.folder.facts, pair.folder.config)

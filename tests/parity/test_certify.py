@@ -49,7 +49,11 @@ def made(source: Path, folder: Path, *, layers: bool = False, **fields: Any) -> 
 
 
 def options(source: Path, folder: Path, output: Path, **fields: Any) -> CertifySection:
-    places = {"source": str(source), "folder": str(folder), "output_dir": str(output)}
+    places: dict[str, Any] = {
+        "source": str(source),
+        "folder": str(folder),
+        "output_dir": str(output),
+    }
     return CertifySection(**places, **fields)
 
 
@@ -528,6 +532,17 @@ def test_rows_that_no_model_reads_may_be_the_sources(tmp_path: Path) -> None:
     copy.tensors["model.decoder.embed_positions.weight"][:2] = 0.5
     copy.save()
     assert made(source, shutil.copytree(source, tmp_path / "folder")).status == "equal"
+
+
+def test_a_prefix_of_all_names_and_a_file_of_known_tokens_may_be_left_out(tmp_path: Path) -> None:
+    source = write_model("gpt2", tmp_path / "source")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    (copy.path / "generation_config.json").unlink()
+    copy.tensors = {key.removeprefix("transformer."): each for key, each in copy.tensors.items()}
+    copy.save()
+    for sides in ((source, copy.path), (copy.path, source)):
+        certificate = made(*sides)
+        assert certificate.status == "equal", certificate_text(certificate)
 
 
 def test_models_without_end_tokens_are_compared(tmp_path: Path) -> None:

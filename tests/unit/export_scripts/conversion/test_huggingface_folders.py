@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +324,7 @@ def test_the_folder_is_certified_by_its_source_and_its_shards(name: str, tmp_pat
 def certified(
     source: Path, folder: Path, tmp_path: Path, given: Sequence[tuple[str, str]] = ()
 ) -> Certificate:
-    places = {"source": str(source), "folder": str(folder)}
+    places: dict[str, Any] = {"source": str(source), "folder": str(folder)}
     return certify(CertifySection(**places, output_dir=str(tmp_path / "certificate")), given)
 
 
