@@ -230,10 +230,9 @@ def compare_generation(pair: Pair) -> Part:
     sides = (pair.facts, pair.folder.facts)
     mine, theirs = map(_generation, sides)
     if all(facts.reader.format == "huggingface" for facts in sides):
-        mine, theirs = (
-            {name: each for name, each in facts.config.items() if name.endswith(_TOKEN)} | stated
-            for facts, stated in zip(sides, (mine, theirs), strict=True)
-        )
+        known = ({name: each for name, each in facts.config.items() if name.endswith(_TOKEN)}
+                 for facts in sides)  # fmt: skip
+        mine, theirs = ({**next(known), **stated} for stated in (mine, theirs))
     findings = [
         setting(name, one, other)
         for name, one, other in differing(mine, theirs)
