@@ -342,7 +342,7 @@ def test_references_that_a_metric_cannot_read_are_refused(
 ):
     field = {"summarization": "highlights", "translation": "target"}[name]
     path = lines(tmp_path / "rows.jsonl", {source: "A text.", field: target})
-    task = make(name, TextTaskOptions(data_path=path))
+    task = make(name, TextTaskOptions(data_path=str(path)))
     if is_scored:
         assert task.prepare()
     else:
