@@ -5,7 +5,7 @@ change nothing here are in fields.tsv.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -120,10 +120,9 @@ _Prompts = Annotated[
 
 def _one_structure(given: dict[str, Any]) -> dict[str, Any]:
     """Return the structure that the fields of a request ask for, by their names."""
-    stated = {name: value for name, value in given.items() if value is not None}
-    found = [each for name, value in stated.items() if (each := _structure(name, value))]
+    found = [each for name, value in given.items() if (each := _structure(name, value))]
     if len(found) > 1:
-        raise ValueError(f"only one of {', '.join(stated)} is possible")
+        raise ValueError(f"only one of {', '.join(given)} is possible")
     if found:
         compiled(found[0])
     return found[0] if found else {}
@@ -202,10 +201,6 @@ class RequestRecord(BaseModel):
         if not isinstance(value, dict):
             return value
         return {name: _whole_number(each) for name, each in value.items() if each is not None}
-
-
-def _given(names: Sequence[str], body: Mapping[str, Any]) -> str | None:
-    return next((name for name in names if body.get(name) is not None), None)
 
 
 class StreamOptions(RequestRecord):
@@ -311,20 +306,6 @@ class Sampling(RequestRecord):
     return_token_ids: bool = _flag()
     # One of the keys of `grammars.STRUCTURES`, and its value; empty for any text.
     structured_outputs: Annotated[dict[str, Any], BeforeValidator(_one_structure)] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_one_name(cls, value: Any) -> Any:
-        """Gather what several names stand for."""
-        if not isinstance(value, dict):
-            return value
-        lengths, structures = SPELLINGS.values()
-        rest = {name: each for name, each in value.items() if name not in lengths + structures}
-        if (length := _given(lengths, value)) is not None:
-            rest["max_tokens"] = value[length]
-        if _given(structures, value) is not None:
-            rest["structured_outputs"] = {name: value.get(name) for name in structures}
-        return rest
 
     best_of: int | None = _whole(None, 1, MOST_CHOICES)
     echo: bool = _flag()
@@ -483,7 +464,9 @@ def read_request(
     if len(body) > MOST_FIELDS:
         raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
     fixed = kind.fixed()
-    values = {name: value for name, value in body.items() if name not in fixed}
+    stated = {name: value for name, value in body.items() if value is not None}
+    values = {name: value for name, value in stated.items() if name not in fixed}
+    spelled = _with_one_name(values)
     for name, value in (defaults or {}).items():
         # A request's presence_penalty takes the place of a repetition_penalty.
         is_replaced = name == "repetition_penalty" and values.get("presence_penalty")
@@ -501,17 +484,24 @@ def read_request(
             problems.setdefault(str(each["loc"][0])[:100], _words(kind, each))
         if found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1:
             code = "unknown_parameter"
-    for name, field in fixed.items():
-        value = body.get(name)
-        if value is not None and field.values is not None and value not in field.values:
-            problems[name] = field.reason
-    for name, names in SPELLINGS.items():
-        if name in problems:  # the client may have called it something else
-            problems[_given(names, body) or name] = problems.pop(name)
+    for name, (taken, reason) in fixed.items():
+        if name in stated and taken is not None and stated[name] not in taken:
+            problems[name] = reason
+    problems = {spelled.get(name, name): words for name, words in problems.items()}
     if problems:
         text = "; ".join(f"{name}: {words}" for name, words in problems.items())
         raise RejectedError(text, param=next(iter(problems)), code=code)
     return request
+
+
+def _with_one_name(values: dict[str, Any]) -> dict[str, str]:
+    """Gather what several names stand for; return the client's name of each such field."""
+    spelled: dict[str, str] = {}
+    for field, names in SPELLINGS.items():
+        if given := {name: values.pop(name) for name in names if name in values}:
+            spelled[field], first = next(iter(given.items()))
+            values[field] = given if field == "structured_outputs" else first
+    return spelled
 
 
 def _words(kind: type[RequestRecord], error: Any) -> str:
