@@ -76,14 +76,18 @@ class TritonInstallation:
     def arguments(self, folder: Path | None = None) -> list[str]:
         """Return the options with the paths of the server's parts.
 
-        Links to its backends are made in `folder`; without one it has those that it was built with.
+        Links to its backends are made in `folder`; without one it has those that it was built
+        with.
         """
         found = []
         if folder is not None and self.backends:
             for name, path in self.backends.items():
                 link = folder / "backends" / name
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(path)
+                if path.suffix == ".so":  # the server loads none that lies elsewhere
+                    shutil.copyfile(path, link)
+                else:
+                    link.symlink_to(path)
             found.append(f"--backend-directory={folder / 'backends'}")
         if self.cache_directory is not None:
             found.append(f"--cache-directory={self.cache_directory}")

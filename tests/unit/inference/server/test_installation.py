@@ -30,6 +30,9 @@ def test_models_find_this_project_beside_the_python_backend(tmp_path: Path) -> N
     assert backends is not None
     assert (backends / "python/inference/server").is_dir()
     assert os.access(backends / "python/triton_python_backend_stub", os.X_OK)
+    library = backends / "python/libtriton_python.so"
+    assert library.is_file()
+    assert not library.is_symlink()  # which the server refuses for Python-based backends
 
 
 def test_models_for_nvidias_backend_find_ours_unless_theirs_is_asked_for(tmp_path: Path) -> None:
