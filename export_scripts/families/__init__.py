@@ -13,7 +13,8 @@ from export_scripts.families.gpt.huggingface import (
     OPT_HUGGINGFACE,
 )
 from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
-from export_scripts.families.gptj import GPTJ_HUGGINGFACE, GPTJ_JAX
+from export_scripts.families.gptj import GPTJ_HUGGINGFACE
+from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX_ELEUTHER, GPTNEOX_HUGGINGFACE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import SourceMapping
