@@ -17,7 +17,7 @@ from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
 from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_folder
-from export_scripts.conversion.huggingface import plan_huggingface
+from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import ConversionRequest, request_problems
 from export_scripts.conversion.tokenizer import with_tokenizer
@@ -222,6 +222,8 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
             "origin": plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
             "fingerprint": _source_print(request.checkpoint_path),
+            # A Hugging Face folder that is made of shards has them again.
+            **({} if request.is_huggingface else {"settings": kept_settings(plan)}),
         },
         "lora": [
             {"path": str(path.absolute()), "fingerprint": _source_print(path)}

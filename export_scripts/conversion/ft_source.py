@@ -12,7 +12,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Sources
-from export_scripts.files.json_content import Fields
+from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
 from export_scripts.ft.validation import open_directory, read_manifest
@@ -29,6 +29,7 @@ class FTFolder(CheckpointReader):
 
     mapping: SourceMapping  # to its own layout, for other ranks and another type
     origin: str  # name of the mapping that it came from
+    settings: Table  # of its source, as `huggingface.kept_settings`
 
 
 def is_ft_folder(path: Path) -> bool:
@@ -59,6 +60,7 @@ def open_ft_folder(path: Path) -> FTFolder:
         },
         mapping=_mapping(family, config),
         origin=str(manifest["source"].get("origin", "")),
+        settings=dict(manifest["source"].get("settings", {})),
     )
 
 

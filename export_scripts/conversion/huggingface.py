@@ -10,7 +10,7 @@ import fnmatch
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.checkpoints.base import (
@@ -33,7 +33,7 @@ from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
-from export_scripts.files.json_content import Fields, json_bytes
+from export_scripts.files.json_content import Fields, Table, json_bytes
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 
 WEIGHTS_NAME = "model.safetensors"
@@ -45,10 +45,24 @@ _HEADS = ("model.lm_head.weight", "lm_head.weight")
 _EMBEDDINGS = ("model.wte", "shared.weight_T")
 # Keys of a source's config.json that do not hold for the new folder.
 _NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "transformers_version")
+# Those that are the new folder's in any case. A tied head is a matter of values, and in a T5 of
+# transformers 4 of scaling; an OPT's narrow embedding is written in its full width.
+_NEW = ("architectures", "tie_word_embeddings", "torch_dtype", "word_embed_proj_dim")
+# Fields of a config that the request decides, or that say nothing of what config.json describes.
+_NOT_COMPARED = (
+    "model_name", "name_or_path", "tensor_para_size", "weight_data_type", "tasks",
+    "prompt_learning_start_id", "prompt_learning_type", "ia3_num_tasks",
+)  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Spellings of the longest sequence in sources whose family's config does not record it.
 _POSITIONS = ("max-position-embeddings", "seq-length", "seq")
+_LONGEST = "max_position_embeddings"
 _USUAL_POSITIONS = 2048
+# Names in rope_parameters -> those next to it before transformers 5.
+_OLDER_ROTARY = {
+    "rope_theta": ("rope_theta", "rotary_emb_base"),
+    "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
+}
 # Fields of an architecture that decide where a head is stored, not what it computes; and one of
 # adapters, which are written next to the model.
 _FREE = ("untied_head", "ia3_num_tasks")
@@ -92,11 +106,12 @@ def _chosen(
     """Return the first configuration that holds, after its mapping and before its tensors."""
     tried: list[tuple[str, list[str]]] = []
     is_tied = has_tied_head(source)
-    for mapping, config in _configurations(source, is_tied):
-        tensors, reasons = _tried(source, mapping, config, is_tied)
+    for mapping, config, is_own in _configurations(source, is_tied):
+        tensors, reasons = _tried(source, mapping, config, is_tied, is_own=is_own)
         if not reasons:
             return mapping, config, tensors
-        tried.append((config["model_type"], reasons))
+        if not is_own:
+            tried.append((config["model_type"], reasons))
     # The nearest one's; the others differ in as much.
     kind, reasons = min(tried, key=lambda each: len(each[1]))
     path, has_shards = source.facts.reader.path, source.mapping.family.has_shards
@@ -109,12 +124,28 @@ def _chosen(
     )
 
 
-def _configurations(source: ConversionPlan, is_tied: bool) -> list[tuple[SourceMapping, Fields]]:
-    """Return every configuration to try, with its mapping, the source's own first."""
-    reader, own = source.facts.reader, source.facts.config
-    kept = {key: value for key, value in own.items() if key not in _NOT_KEPT}
-    stated = {key: own[key] for key in _TOKENS if own.get(key) is not None}
-    is_huggingface = source.mapping.written is not None
+def kept_settings(plan: ConversionPlan) -> Table:
+    """Return the settings that a new folder has of its source's config.json, or of one before."""
+    reader = plan.facts.reader
+    if isinstance(reader, FTFolder):
+        return reader.settings
+    own = plan.facts.config
+    if plan.mapping.written is not None:
+        return {key: value for key, value in own.items() if key not in _NOT_KEPT}
+    stated = next((own[name] for name in _POSITIONS if isinstance(own.get(name), int)), None)
+    return {} if stated is None else {_LONGEST: stated}
+
+
+def _configurations(
+    source: ConversionPlan, is_tied: bool
+) -> list[tuple[SourceMapping, Fields, bool]]:
+    """Return every configuration to try, after its mapping and before whether it is the source's.
+
+    The source's own comes first, as it is but for settings that it leaves open: releases of
+    transformers differ in defaults and spellings. Next comes one with only the source's settings
+    that have no effect on what is computed here.
+    """
+    reader, kept = source.facts.reader, kept_settings(source)
     origin = reader.origin if isinstance(reader, FTFolder) else source.mapping.name
     found = []
     for mapping in SOURCE_MAPPINGS:
@@ -127,14 +158,29 @@ def _configurations(source: ConversionPlan, is_tied: bool) -> list[tuple[SourceM
                 if value is not None or key in mapping.nulls
             }
             whole["torch_dtype"] = SOURCE_TYPES[source.config.weight_data_type][1]
-            is_own = mapping.name == origin
-            if is_own and is_huggingface:
-                is_own = written["model_type"] == own.get("model_type")
-                # With whatever else the source's own states.
-                whole = kept | whole | stated if is_own else whole
-            found.append((is_own, mapping, whole))
-    found.sort(key=lambda each: not each[0])
-    return [(mapping, written) for _, mapping, written in found]
+            is_kind = mapping.name == origin and kept.get("model_type") == whole["model_type"]
+            if is_kind:
+                new = {key: whole[key] for key in _NEW if key in whole}
+                found.append((0, mapping, {**whole, **_older_spelling(kept, whole), **kept, **new}))
+                # Its meaning stands in the older spelling, which both releases read.
+                whole = {**kept, **whole}
+                whole.pop("rope_parameters", None)
+            found.append((1 if mapping.name == origin else 2, mapping, whole))
+    found.sort(key=lambda each: each[0])
+    return [(mapping, written, order == 0) for order, mapping, written in found]
+
+
+def _older_spelling(kept: Table, whole: Table) -> Fields:
+    """Return the numbers in a config.json's rope_parameters by the names before transformers 5."""
+    rotary = kept.get("rope_parameters")
+    if not isinstance(rotary, Mapping):
+        return {}
+    return {
+        older: rotary[name]
+        for name, spellings in _OLDER_ROTARY.items()
+        for older in spellings
+        if older in whole and name in rotary
+    }
 
 
 def has_tied_head(source: ConversionPlan) -> bool:
@@ -153,26 +199,36 @@ def has_tied_head(source: ConversionPlan) -> bool:
 
 
 def _tried(
-    source: ConversionPlan, mapping: SourceMapping, config: Fields, is_tied: bool
+    source: ConversionPlan, mapping: SourceMapping, config: Fields, is_tied: bool, *, is_own: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str]]:
-    """Return the tensors of a configuration, and where it reads back as another model."""
+    """Return the tensors of a configuration, and where it reads back as another model.
+
+    The source's own has to read back as the same in every field.
+    """
     folder, kind = source.request.folder, source.config.weight_data_type
     # Weights are named as in a folder that states its configuration and holds no tensor.
     empty = CheckpointReader("huggingface", folder, config, {}, ())
-    facts = Facts(empty, tp_size=1, weight_data_type=kind, prefix=mapping.prefix)
+    facts = Facts(
+        empty,
+        tp_size=1,
+        weight_data_type=kind,
+        prefix=mapping.prefix,
+        tokenizer=source.facts.tokenizer,
+    )
     tensors, reasons, homeless = written_views(source, mapping, facts, is_tied)
     pieces = {t.key: (StoredTensor(folder, 0, kind, t.shape),) for t in tensors}
     facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
     try:
         reasons = [*mapping.unsupported(facts), *reasons]
         back = mapping.config(facts)
-        mine, theirs = (dataclasses.asdict(c.architecture()) for c in (source.config, back))
+        both = source.config, back
+        mine, theirs = (vars(c) if is_own else dataclasses.asdict(c.architecture()) for c in both)
     except CheckpointMismatchError as error:
         return tensors, [*error.problems, *reasons]
     reasons += [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
         for name, value in mine.items()
-        if name not in _FREE and not _is_same(theirs[name], value)
+        if name not in (_NOT_COMPARED if is_own else _FREE) and not _is_same(theirs[name], value)
     ]
     if homeless and not reasons:
         reasons = [f"it has no tensor for {', '.join(homeless)}"]
@@ -293,8 +349,8 @@ def _other_files(
     remarks = []
     key = mapping.positions
     if key is not None and key not in config:
-        stated = (source.facts.config.get(name) for name in _POSITIONS)
-        config[key] = next((n for n in stated if isinstance(n, int)), None)
+        kept = kept_settings(source)
+        config[key] = kept.get(key, kept.get(_LONGEST))
         if config[key] is None:
             config[key] = _USUAL_POSITIONS
             remarks.append(

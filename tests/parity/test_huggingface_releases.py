@@ -150,7 +150,6 @@ def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path:
     settings = json.loads((folder / "config.json").read_text())
     assert {key: settings.get(key, "absent") for key in SPELLED[name]} == SPELLED[name]
     assert settings["torch_dtype"] == "float32"
-    assert "rope_parameters" not in settings
 
 
 @pytest.mark.parametrize("name", NOT_IN_4)

@@ -59,11 +59,9 @@ def rotary_fields(
             f"{', '.join(ROTARY_SCALINGS)}"
         )
         return plain
-    base = settings.number("rope_theta", "rotary_emb_base", default=base)
-    part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction or 1.0)
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
-    base = inner.number("rope_theta", default=base)
-    part = inner.number("partial_rotary_factor", default=part)
+    base = _either(settings, inner, "rope_theta", "rotary_emb_base", base)
+    part = _either(settings, inner, "partial_rotary_factor", "rotary_pct", fraction or 1.0)
     if part > 1:
         settings.note(f"partial_rotary_factor = {part:g}: expected at most 1")
         return plain
@@ -83,6 +81,18 @@ def rotary_fields(
         return plain
     scaling = _scaling(kind, inner, settings)
     return {**fields, **scaling_fields(kind, scaling)}
+
+
+def _either(settings: Settings, inner: Settings, name: str, older: str, default: float) -> float:
+    """Return a number that stands among the parameters or, in older files, next to them."""
+    outside = settings.number(name, older, default=default)
+    inside = inner.number(name, default=outside)
+    if inside != outside and not {name, older}.isdisjoint(settings.source):
+        settings.note(
+            f"{name} = {outside:g}, and {inside:g} among the parameters of rotary positions: "
+            "transformers 4 reads the first and 5 the second; remove the wrong one"
+        )
+    return inside
 
 
 def _layers_apart(settings: Settings) -> tuple[Table, Table]:

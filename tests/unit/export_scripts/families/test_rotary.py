@@ -58,3 +58,16 @@ def test_the_fraction_of_the_family_holds_where_none_is_named() -> None:
 def test_unknown_scaling_is_reported_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'ntk' cannot be represented; known: default, lin"):
         read({"rope_scaling": {"type": "ntk", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("outside", "name"),
+    [("rope_theta", "rope_theta"), ("rotary_emb_base", "rope_theta"),
+     ("partial_rotary_factor", "partial_rotary_factor"), ("rotary_pct", "partial_rotary_factor")],
+)  # fmt: skip
+def test_two_values_of_which_releases_read_different_ones_are_refused(
+    outside: str, name: str
+) -> None:
+    assert read({outside: 0.5, "rope_parameters": {name: 0.5}})
+    with pytest.raises(ValueError, match=name):
+        read({outside: 0.5, "rope_parameters": {name: 0.25}})

@@ -1,0 +1,110 @@
+"""The settings of a source are in the folder that is made of it, or of its shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.tiny_transformers import MODELS, write_model
+
+# Settings that the new folder has of its own.
+OWN = ("architectures", "dtype", "torch_dtype", "transformers_version")
+# Settings without effect on logits, and tokens in forms that config.ini does not hold.
+CHANGES: Mapping[str, Any] = {
+    "initializer_range": 0.5, "pad_token_id": 7, "eos_token_id": [2, 9], "bos_token_id": None,
+}  # fmt: skip
+
+
+def written(source: Path, output: Path, kind: str = "huggingface", **more: Any) -> Path:
+    request = ConversionRequest(source, output, 1, "fp32", output_format=kind, **more)
+    return convert(request).ft_dir
+
+
+def through_shards(source: Path, output: Path, **more: Any) -> Path:
+    return written(written(source, output, "fastertransformer"), output, **more)
+
+
+def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((folder / name).read_text())
+    return {key: value for key, value in table.items() if key not in OWN}
+
+
+def changed(source: Path, **changes: Any) -> Path:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return source
+
+
+@pytest.mark.parametrize("way", [written, through_shards])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("bert", "mt5", "opt")])
+def test_every_setting_of_a_folder_comes_back(name: str, way: Any, tmp_path: Path) -> None:
+    changes = {} if name.startswith("t5") else CHANGES
+    source = write_model(name, tmp_path / "source")
+    source = changed(source, **changes)
+    back = way(source, tmp_path, model_type="t5_encoder" if name == "t5-encoder" else None)
+    expected, found = settings(source), settings(back)
+    assert {key: found.get(key, "absent") for key in expected} == expected
+    ends = settings(back, "generation_config.json")["eos_token_id"]
+    assert name.startswith("t5") or {2, 9} <= set(ends)
+
+
+@pytest.mark.parametrize("way", [written, through_shards])
+def test_a_stated_token_counts_more_than_the_source(way: Any, tmp_path: Path) -> None:
+    source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
+    back = way(source, tmp_path, given=(("end_id", "11"),))
+    assert settings(back)["eos_token_id"] == 11
+    assert settings(back)["pad_token_id"] == 7
+
+
+def test_an_end_token_stated_for_shards_is_that_of_the_folder(tmp_path: Path) -> None:
+    source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
+    shards = written(source, tmp_path, "fastertransformer", given=(("end_id", "11"),))
+    back = written(shards, tmp_path)
+    assert settings(back)["eos_token_id"] == 11
+    assert settings(back, "generation_config.json")["eos_token_id"] in (11, [11])
+
+
+def test_a_rotary_base_stated_for_a_folder_has_one_spelling(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    back = settings(written(source, tmp_path, given=(("rotary_base", "500"),)))
+    assert back["rope_theta"] == 500
+    assert "rope_parameters" not in back
+
+
+def neox_release(shared: Path, source: Path) -> Path:
+    shutil.copytree(shared / "golden/gptneox_eleuther/train_tp2/source", source)
+    with (source / "configs/20B.yml").open("a") as file:
+        file.write("max-position-embeddings: 96\n")
+    return source
+
+
+def gptj_release(shared: Path, source: Path) -> Path:
+    shutil.copytree(shared / "golden/gptj_slim/tiny/source", source)
+    stated = {"n_heads": 4, "seq": 96, "pe_rotary_dims": 4}
+    (source / "6B_roto_256.json").write_text(json.dumps(stated))
+    return source
+
+
+@pytest.mark.parametrize("way", [written, through_shards])
+@pytest.mark.parametrize(
+    ("release", "key"),
+    [(neox_release, "max_position_embeddings"), (gptj_release, "n_positions")],
+)
+def test_the_longest_sequence_of_a_release_is_in_the_folder(
+    release: Any, key: str, way: Any, shared: Path, tmp_path: Path
+) -> None:
+    back = way(release(shared, tmp_path / "source"), tmp_path / "out")
+    assert settings(back)[key] == 96
+
+
+def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    back = written(changed(source, tie_word_embeddings=True, pad_token_id=7), tmp_path)
+    assert settings(back)["tie_word_embeddings"] is False
+    assert settings(back)["pad_token_id"] == 7
