@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -371,23 +371,17 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
             yield f"{name} has no effect with {kind.words}; leave it out, or use {ours}{able}."
 
 
-# Setting -> what switches it on, and whether that is so.
-_SWITCHES: dict[str, tuple[str, Callable[[DeployConfig], bool]]] = {
-    "interface": ("deploy.server=pytriton", lambda config: config.server == PYTRITON),
-    "handover_s": ("deploy.uptime", lambda config: config.uptime is not None),
-    **{
-        f"openai.{each.name}": ("deploy.openai.enabled=true", lambda config: config.openai.enabled)
-        for each in fields(OpenAIOptions)
-    },
-}
-
-
 def _switched_off(config: DeployConfig) -> Iterator[str]:
     """Yield settings of what is not switched on."""
-    plain = DeploySection()
-    for name, (switch, is_on) in _SWITCHES.items():
+    plain, in_openai = DeploySection(), "deploy.openai.enabled=true" * (not config.openai.enabled)
+    switches = {
+        "interface": "deploy.server=pytriton" * (config.server != PYTRITON),
+        "handover_s": "deploy.uptime" * (config.uptime is None),
+        **{f"openai.{name}": in_openai for name in vars(config.openai)},
+    }
+    for name, switch in switches.items():
         value = attrgetter(name)(config)
-        if value != attrgetter(name)(plain) and not is_on(config):
+        if switch and value != attrgetter(name)(plain):
             yield (
                 f"deploy.{name}={shown(value)} has no effect without {switch}; set that too, or "
                 f"leave deploy.{name} out."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ from export_scripts.ft.tokenizer_files import find_tokenizer
 from export_scripts.values import shown
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
-from inference.evaluation.options import OPENAI, EvaluateSection, EvaluationOptions
+from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops, unreachable_data
 from inference.evaluation.task import EvaluationError
@@ -257,19 +257,17 @@ def _without_effect(options: EvaluationOptions) -> Iterator[str]:
     """Yield the settings of tasks that are not asked, and of a protocol that is not spoken."""
     asked = {each.partition(":")[0] for each in options.tasks}
     asked |= {*_OF_EVERY_TASK, *(["openai"] if options.protocol == OPENAI else [])}
-    for each in fields(EvaluateSection):
-        made: Any = each.default_factory
-        if not is_dataclass(made) or each.name in asked:
+    for section, given in vars(options).items():
+        if not is_dataclass(given) or section in asked:
             continue
-        given, plain = getattr(options, each.name), made()
-        key, value = (
-            ("protocol", options.protocol) if each.name == "openai" else ("tasks", options.tasks)
-        )
+        kind: Any = type(given)
+        plain = vars(kind())
+        key = "protocol" if section == "openai" else "tasks"
         yield from (
-            f"evaluate.{each.name}.{name}={shown(found)} has no effect with "
-            f"evaluate.{key}={shown(value)}; change that, or leave it out."
-            for name, found in vars(given).items()
-            if found != getattr(plain, name)
+            f"evaluate.{section}.{name}={shown(value)} has no effect with "
+            f"evaluate.{key}={shown(getattr(options, key))}; change that, or leave it out."
+            for name, value in vars(given).items()
+            if value != plain[name]
         )
     if options.baseline == "none" and options.baseline_path is not None:
         yield (

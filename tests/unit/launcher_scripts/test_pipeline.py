@@ -218,6 +218,31 @@ def test_data_of_the_evaluation_is_looked_for(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("word", "without"),
+    [
+        ("evaluate.boolq.output_len=3", "evaluate.tasks=[lambada]"),
+        ("evaluate.harness.batch_size=3", "evaluate.tasks=[lambada]"),
+        ("evaluate.openai.chat=true", "evaluate.protocol=grpc"),
+        ("evaluate.baseline_path=/x", "evaluate.baseline=none"),
+        ("deploy.openai.port=9005", "deploy.openai.enabled=true"),
+        ("deploy.interface=nemo", "deploy.server=pytriton"),
+        ("deploy.handover_s=5", "deploy.uptime"),
+    ],
+)
+def test_settings_of_what_is_off_are_refused(tmp_path: Path, word: str, without: str) -> None:
+    made = plan(tmp_path, word, "stages=[deploy,evaluate]")
+    key = word.partition("=")[0]
+    (problem,) = [text for text in made.problems if text.startswith(f"{key}=")]
+    assert without in problem
+
+
+def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
+    made = plan(tmp_path, "deploy.engine=vllm", "convert.format=huggingface")
+    (problem,) = [text for text in made.problems if "export" in text]
+    assert "stages=[convert,deploy,evaluate]" in problem
+
+
 def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
     made = plan(tmp_path, "evaluate.gate.lambada_last_word.mni=0.5")
     assert any("there is no such bound (did you mean min?)" in text for text in made.problems)
