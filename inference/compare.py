@@ -183,6 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if len(options.runs) < 2:
             raise ValueError("name at least two runs.")
+        if options.gate is None and options.bound:
+            raise ValueError("--bound is for --gate: name its folder, too.")
+        if options.gate is not None and options.output is not None:
+            raise ValueError("--gate writes a page into its folder: leave --output out.")
         paths = [find_run(run, history_dir=options.history_dir) for run in options.runs]
         found = [(path.parent.name, read_run(path)) for path in paths]
         runs = dict(found)
@@ -207,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             replace_file(options.output, comparison_page(first[0], compared).html())
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - this is the command's output
+        text = str(error).replace("evaluate.gate.", "--bound ")
+        print(f"error: {text}", file=sys.stderr)  # noqa: T201 - this is the command's output
         return 2
     return EXIT_PASS
 

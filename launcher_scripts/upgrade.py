@@ -147,7 +147,8 @@ def run_and_decide(config: Config, outcomes: Sequence[Outcome], console: Console
     try:
         text, decision = decide(dict(map(_result, outcomes)), bounds, folder)
     except ValueError as error:
-        console.say(f"\nnothing is decided: {error}")
+        reason = str(error).replace("evaluate.gate", "upgrade.gate")
+        console.say(f"\nnothing is decided: {reason}")
         return status or EXIT_FAILED
     console.say(f"\n{text}\n\npage: {folder / 'upgrade.html'}")
     return decision

@@ -213,6 +213,11 @@ def test_the_command_judges_reports(runs, tmp_path: Path, capsys):
     assert "is not a bound" in capsys.readouterr().err
     words[-1] += " at 95 %"
     assert main([*paths, *words]) == 0
+    for wrong, option in ((words[2:], "--gate"), ([*words, "--output", "x.html"], "--output")):
+        assert main([*paths, *wrong]) == 2
+        assert option in capsys.readouterr().err
+    assert main([*paths, *words[:3], "lambada_y=no drop of more than 20 % at 95 %"]) == 2
+    assert "--bound lambada_y" in capsys.readouterr().err
 
 
 def test_a_terminal_lists_a_few_changed_samples(runs, tmp_path: Path, capsys):
