@@ -63,13 +63,15 @@ def _network(
     model: Mapping[str, Any],
     state: Mapping[str, torch.Tensor],
 ) -> Any:
-    gpt = importlib.import_module("megatron.core.models.gpt")
-    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    configs = importlib.import_module("megatron.core.transformer.transformer_config")
     try:
+        gpt = importlib.import_module("megatron.core.models.gpt")
+        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        configs = importlib.import_module("megatron.core.transformer.transformer_config")
         config = configs.TransformerConfig(**options)
         layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
         network = gpt.GPTModel(config, layer, **model).eval()
+    except ImportError as error:  # 0.19 imports triton also on a CPU, and does not require it
+        raise ValueError(f"{title} needs {error.name}: pip install {error.name}") from error
     except TypeError as error:
         raise ValueError(
             f"{title} has another interface than versions 0.12 to 0.19: {error}"
