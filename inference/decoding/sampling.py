@@ -198,7 +198,8 @@ def _draw(
     with np.errstate(invalid="ignore", over="ignore"):  # an unusable row comes out as NaN
         masses = np.exp(logits - logits[:, :1])
         norms = 0.0 if log_norms is None else np.exp(log_norms.astype(np.float64))[:, None]
-    masses[(top_k > 0) & (np.arange(values.shape[1]) >= top_k)] = 0.0
+    if top_k.any():
+        masses[(top_k > 0) & (np.arange(values.shape[1]) >= top_k)] = 0.0
     sums = np.cumsum(masses, axis=1)
     within = sums[:, -1:]
     mass = np.where(top_k > 0, within, norms) + rest
