@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,13 @@ from typing import Any
 
 from inference.evaluation.environment import describe_weights
 from inference.evaluation.record import Prediction, from_json
-from inference.evaluation.task import Dataset, Sample, Task, sample_ids
+from inference.evaluation.task import Dataset, Sample, Score, Task, sample_ids
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".answered.jsonl"
-_ASKED_AGAIN = 4  # of those answered: the same address may serve another model today
+# The same address may serve another model today. Answers of few words agree by chance.
+_SAMPLES_AGAIN, _REQUESTS_AGAIN = 16, 4
 _NEARLY = 1e-3  # as far as the load moves a log probability
 # Options that no answer depends on; the address of the pipeline's own server is new each time.
 _NOT_ASKED = (
@@ -45,11 +47,18 @@ class AnswerFile:
         self._lock = threading.Lock()
 
     def lines(self) -> list[bytes]:
-        """Return what an earlier run has left; the text after the last line feed is not whole."""
+        """Return what an earlier run has left.
+
+        The text after the last line feed is not whole, and would damage the line that comes next.
+        """
         if not self._path.is_file():
             return []
         first, *lines = self._path.read_bytes().split(b"\n")
-        return lines[:-1] if first == json.dumps(self._asked).encode() else []
+        if not lines or first != json.dumps(self._asked).encode():
+            return []
+        if torn := lines.pop():
+            os.truncate(self._path, self._path.stat().st_size - len(torn))
+        return lines
 
     def add(self, answer: Any) -> None:
         """Keep an answer."""
@@ -68,7 +77,7 @@ class AnswerFile:
 
 
 def answered_samples(
-    kept: AnswerFile, samples: Sequence[Sample], ask: Callable[[Sample], Mapping[str, float]]
+    kept: AnswerFile, samples: Sequence[Sample], ask: Callable[[Sample], Score]
 ) -> dict[int, Prediction]:
     """Return the answers of an earlier run by their sample's index; `ask` scores one anew.
 
@@ -80,10 +89,13 @@ def answered_samples(
     except ValueError:
         stored = []
     found = {each.index: each for each in stored if each.index in by_index}
-    again = sorted(found)[:: max(1, len(found) // _ASKED_AGAIN)][:_ASKED_AGAIN]
-    if any(not _alike(dict(found[index].values), dict(ask(by_index[index]))) for index in again):
-        kept.forget("is of another model")
-        return {}
+    again = sorted(found)[:: max(1, len(found) // _SAMPLES_AGAIN)][:_SAMPLES_AGAIN]
+    for index in again:
+        before, score = found[index], ask(by_index[index])
+        same_values = _alike(dict(before.values), dict(score.values))
+        if not same_values or before.answer != score.answer:
+            kept.forget("is of another model")
+            return {}
     if not found:
         kept.forget()
     return found
@@ -106,7 +118,7 @@ class AnsweredRequests:
     ) -> None:
         self._kept, self._ask, self._reuse, self._lock = kept, ask, reuse, threading.Lock()
         self._stored: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-        self._unchecked, self.reused = _ASKED_AGAIN, 0
+        self._unchecked, self.reused = _REQUESTS_AGAIN, 0
         try:
             for line in kept.lines():
                 request, reply = json.loads(line)

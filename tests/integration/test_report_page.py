@@ -140,6 +140,25 @@ def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, s
     assert "4 of 4 samples" in page
 
 
+@pytest.mark.parametrize("name", ["value", "low", "high"])
+def test_a_figure_that_json_has_no_number_for_hides_no_other(
+    browser: Browser, url, folder, tmp_path, name
+):
+    report = read_report(folder / "report.json")
+    (task,) = report.tasks
+    metrics = tuple(replace(each, **{name: float("inf")}) for each in task.metrics)
+    history = tuple(
+        replace(each, metrics={one.name: one for one in metrics}) for each in report.history
+    )
+    changed = replace(report, tasks=(replace(task, metrics=metrics),), history=history)
+    samples = read_predictions(folder / "predictions.jsonl")
+    (folder / f"{name}.html").write_text(report_page(changed, samples).html())
+    page = browser(f"{url}/{name}.html", shot=tmp_path / "shot.png")
+    assert "not a number" in page
+    assert "4 of 4 samples" in page
+    assert "NaN" not in page
+
+
 @pytest.mark.parametrize("width", [1200, 520])
 def test_nothing_sticks_out_of_the_page(browser: Browser, url, folder, tmp_path, width):
     name = with_script(

@@ -23,7 +23,7 @@ from inference.evaluation.report import formatting
 GOOD, BAD, UNDECIDED, QUIET = "good", "bad", "open", "quiet"  # classes of report.css
 _TEMPLATES = Path(__file__).parent / "templates"
 # Underscores inside a word do not mark up anything.
-_MARKUP = re.compile(r"[\\`*\[\]<>&#|]|(?<!\w)_|_(?!\w)")
+_MARKUP = re.compile(r"[\\`*\[\]<>&#|~$]|(?<!\w)_|_(?!\w)")
 _ESCAPED = re.compile(r"\\(.)|&#64;")
 _CELL_END = re.compile(r"(?<!\\)\|")
 
@@ -32,7 +32,7 @@ def _plain(value: Any) -> Markup:
     """Return a value as one line of Markdown that cannot hold markup or call a user."""
     if isinstance(value, Markup):  # of a macro, whose values are plain already
         return value
-    text = "" if value is None else str(value)
+    text = "" if value is None else str(value).encode(errors="replace").decode()
     escaped = _MARKUP.sub(lambda found: f"\\{found[0]}", text).replace("@", "&#64;")
     return Markup(" ".join(escaped.split()))
 

@@ -126,7 +126,7 @@ def run_task(
     answered: dict[int, Prediction] = {}
     if is_kept and not task.only_served:
         kept = AnswerFile(task, prepared.dataset, samples)
-        answered = answered_samples(kept, samples, lambda each: task.score(each, timer).values)
+        answered = answered_samples(kept, samples, lambda each: task.score(each, timer))
     earlier = len(answered)
     _ask_all(
         task,

@@ -14,9 +14,10 @@
     return element;
   };
 
-  // Numbers, as formatting.py writes them.
+  // Numbers, as formatting.py writes them; null is what JSON has no number for.
 
   const numberText = (value) => {
+    if (value === null) return "not a number";
     if (value === 0) return "0";
     const size = Math.abs(value);
     if (size >= 1e9 || size < 1e-3) return value.toExponential(2);
@@ -27,7 +28,7 @@
     return `${ms < 100 ? ms.toFixed(1) : ms.toFixed(0)} ms`;
   };
   const valueText = (value, unit) => {
-    return unit === "fraction" ? `${(100 * value).toFixed(2)}%` : numberText(value);
+    return unit === "fraction" && value !== null ? `${(100 * value).toFixed(2)}%` : numberText(value);
   };
 
   // Axes: a place is in percent of the plotting area, so that a chart fills whatever width it is given.
@@ -199,7 +200,8 @@
   };
   const intervalText = ({ low, high, unit }) => `${valueText(low, unit)} to ${valueText(high, unit)}`;
   const intervalPoint = (metric, series = 0) => {
-    const { value, low, high, unit } = metric;
+    const { value, unit } = metric;
+    const [low, high] = [metric.low ?? value, metric.high ?? value];
     const text = valueText(value, unit);
     return { value, low, high, series, text, hint: `${text} (95%: ${intervalText(metric)})` };
   };
@@ -236,7 +238,7 @@
     );
 
   const accuracies = (task, { baseline, bounds, baseline_source: source }) => {
-    const metrics = task.metrics.filter((each) => each.unit === "fraction");
+    const metrics = task.metrics.filter((each) => each.unit === "fraction" && each.value !== null);
     const others = [
       ["reference", `reference: ${task.reference?.source}`, (metric) => referenceOf(task, metric)?.reference],
       ["baseline", `baseline: ${source}`, (metric) => baseline[metric.name]?.value],
@@ -303,8 +305,9 @@
 
   const history = (runs) =>
     pair(
-      Object.keys(runs.at(-1).metrics).map((name) => {
-        const known = runs.filter((each) => each.metrics[name]);
+      Object.keys(runs.at(-1).metrics).flatMap((name) => {
+        const known = runs.filter((each) => (each.metrics[name]?.value ?? null) !== null);
+        if (!known.length) return [];
         const points = known.map((run, x) => {
           const point = intervalPoint(run.metrics[name]);
           return { ...point, x, hint: `${point.hint}, ${run.run_id}` };
@@ -335,7 +338,7 @@
         name: title(name),
         points: all.flatMap(([, report], i) => {
           const found = metricsOf(report).find((metric) => metric.name === name);
-          return found ? [intervalPoint(found, i)] : [];
+          return (found?.value ?? null) === null ? [] : [intervalPoint(found, i)];
         }),
       }))
       .filter((row) => row.points.length > 1);
@@ -406,14 +409,14 @@
 
   const source = document.getElementById("markdown");
   const blocks = source.textContent.trim().split("\n\n").slice(1); // without the title
-  source.remove();
+  const charts = chartsOf(page);
+  source.remove(); // not before there is something in its place
   if (blocks[0]?.startsWith("|")) {
     for (const line of blocks.shift().split("\n").slice(2)) {
       const [name, value] = cellsOf(line).map(plain);
       document.getElementById("facts").append(make("li", {}, `${name} `, make("b", {}, value)));
     }
   }
-  const charts = chartsOf(page);
   main.append(...(charts[""] ?? []));
   const sections = [];
   for (const block of blocks) {

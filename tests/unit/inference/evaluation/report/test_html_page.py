@@ -154,16 +154,21 @@ def test_the_page_holds_the_markdown_for_readers_without_scripts(report, predict
     assert "| lambada_last_word | 50.00% | 40.00% to 60.00% | 100 |" in found.text
 
 
-HOSTILE_TEXT = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b | end"
+HOSTILE_TEXT = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b ~~no~~ $x$ | end"
 
 
 def test_cells_of_markdown_hold_no_markup_and_call_nobody():
     text = markdown("checkpoints", title="", rows=[("1", HOSTILE_TEXT, "", "", "", "")])
     assert text.splitlines()[-1] == (
-        "| 1 | \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` \\_word\\_ a_b \\| end "
-        "|  |  |  |"
+        "| 1 | \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` \\_word\\_ a_b "
+        "\\~\\~no\\~\\~ \\$x\\$ \\| end |  |  |  |"
     )
     assert HOSTILE_TEXT in terminal_text(text)
+
+
+def test_half_a_surrogate_pair_can_be_written():
+    text = markdown("checkpoints", title="", rows=[("1", "\ud83d", "", "", "", "")])
+    assert text.encode().splitlines()[-1] == b"| 1 | ? |  |  |  |"
 
 
 def test_a_command_cannot_end_its_block(report):

@@ -150,7 +150,21 @@ def test_a_run_goes_on_where_the_one_before_it_stopped(options, model, tmp_path)
     assert files(tmp_path / "out") == sorted(FILE_NAMES)
 
 
-@pytest.mark.parametrize("other", ["model", "options", "damage"])
+def test_an_answer_that_was_not_written_whole_damages_none_after_it(options, model, tmp_path):
+    rows = map(json.loads, Path(options().lambada.data_path).read_text().splitlines())
+    contexts = [row["text"].rpartition(" ")[0] for row in rows]
+    for count in (2, 3):
+        model.refuses = set(contexts[count:])
+        with pytest.raises(EvaluationError, match="could not be evaluated"):
+            evaluate(options(), FACTS, model=model)
+        with (tmp_path / "out" / "lambada.answered.jsonl").open("a") as file:
+            file.write('{"task": "lam')
+    model.refuses = set()
+    report = evaluate(options(), FACTS, model=model)
+    assert report.tasks[0].note == "3 samples were answered in an earlier run that ended"
+
+
+@pytest.mark.parametrize("other", ["model", "answers", "options", "damage"])
 def test_a_run_does_not_go_on_with_the_answers_of_another(options, model, tmp_path, other):
     last = json.loads(Path(options().lambada.data_path).read_text().splitlines()[3])["text"]
     model.refuses = {last.rpartition(" ")[0]}
@@ -159,6 +173,8 @@ def test_a_run_does_not_go_on_with_the_answers_of_another(options, model, tmp_pa
     model.refuses, changes = set(), {}
     if other == "model":
         model.log_prob = -0.7
+    elif other == "answers":  # which are wrong as those before
+        model.continuations["She opened the garden"] = ("x",)
     elif other == "options":
         changes = {"model_name": "another"}
     else:
