@@ -14,7 +14,15 @@ from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEY
 
 _TAKES_VALUE = ("--config-path", "--config-name", "--config-dir", "--cfg", "--package")
 _IS_SWITCH = ("--help", "--multirun", "--resolve")  # --cfg always resolves
-_SHORT = {"--help": "-h", "--multirun": "-m", "--package": "-p"}
+_SHORT = {
+    "--help": "-h",
+    "--multirun": "-m",
+    "--package": "-p",
+    "--cfg": "-c",
+    "--config-path": "-cp",
+    "--config-name": "-cn",
+    "--config-dir": "-cd",
+}
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 

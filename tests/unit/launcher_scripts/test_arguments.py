@@ -54,6 +54,12 @@ def test_options_may_stand_between_overrides() -> None:
     assert arguments.shows == ""
 
 
+def test_short_options_are_those_of_hydra(tmp_path: Path) -> None:
+    assert read_arguments(["-c", "job", "-p", "export"]).shows == "export"
+    (problem,) = read_arguments(["-cd", f"{tmp_path}/nope"]).problems
+    assert problem.startswith(f"--config-dir={tmp_path}/nope")
+
+
 def test_option_without_its_value_is_a_problem_and_not_an_exit() -> None:
     (problem,) = read_arguments(["--config-name"]).problems
     assert "--config-name" in problem
