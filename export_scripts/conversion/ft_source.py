@@ -60,7 +60,7 @@ def open_ft_folder(path: Path) -> FTFolder:
         },
         mapping=_mapping(family, config),
         origin=str(manifest["source"].get("origin", "")),
-        settings=dict(manifest["source"].get("settings", {})),
+        settings=manifest["source"].get("settings", {}),
     )
 
 

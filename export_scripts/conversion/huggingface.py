@@ -44,7 +44,7 @@ _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _HEADS = ("model.lm_head.weight", "lm_head.weight")
 _EMBEDDINGS = ("model.wte", "shared.weight_T")
 # Keys of a source's config.json that do not hold for the new folder.
-_NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "transformers_version")
+_NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "quantization_config", "transformers_version")
 # Those that are the new folder's in any case. A tied head is a matter of values, and in a T5 of
 # transformers 4 of scaling; an OPT's narrow embedding is written in its full width.
 _NEW = ("architectures", "tie_word_embeddings", "torch_dtype", "word_embed_proj_dim")
@@ -127,10 +127,8 @@ def _chosen(
 def kept_settings(plan: ConversionPlan) -> Table:
     """Return the settings that a new folder has of its source's config.json, or of one before."""
     reader = plan.facts.reader
-    if isinstance(reader, FTFolder):
-        return reader.settings
-    own = plan.facts.config
-    if plan.mapping.written is not None:
+    own = reader.settings if isinstance(reader, FTFolder) else plan.facts.config
+    if isinstance(reader, FTFolder) or plan.mapping.written is not None:
         return {key: value for key, value in own.items() if key not in _NOT_KEPT}
     stated = next((own[name] for name in _POSITIONS if isinstance(own.get(name), int)), None)
     return {} if stated is None else {_LONGEST: stated}
@@ -143,9 +141,10 @@ def _configurations(
 
     The source's own comes first, as it is but for settings that it leaves open: releases of
     transformers differ in defaults and spellings. Next comes one with only the source's settings
-    that have no effect on what is computed here.
+    that have no effect on what is computed here, then one without any: a manifest can hold those
+    of another model.
     """
-    reader, kept = source.facts.reader, kept_settings(source)
+    reader, every = source.facts.reader, kept_settings(source)
     origin = reader.origin if isinstance(reader, FTFolder) else source.mapping.name
     found = []
     for mapping in SOURCE_MAPPINGS:
@@ -158,16 +157,25 @@ def _configurations(
                 if value is not None or key in mapping.nulls
             }
             whole["torch_dtype"] = SOURCE_TYPES[source.config.weight_data_type][1]
-            is_kind = mapping.name == origin and kept.get("model_type") == whole["model_type"]
+            is_kind = mapping.name == origin and every.get("model_type") == whole["model_type"]
             if is_kind:
+                kept = _without_obstacles(source, mapping, every)
                 new = {key: whole[key] for key in _NEW if key in whole}
                 found.append((0, mapping, {**whole, **_older_spelling(kept, whole), **kept, **new}))
                 # Its meaning stands in the older spelling, which both releases read.
-                whole = {**kept, **whole}
-                whole.pop("rope_parameters", None)
+                kept.pop("rope_parameters", None)
+                found.append((1, mapping, {**kept, **whole}))
             found.append((1 if mapping.name == origin else 2, mapping, whole))
     found.sort(key=lambda each: each[0])
     return [(mapping, written, order == 0) for order, mapping, written in found]
+
+
+def _without_obstacles(source: ConversionPlan, mapping: SourceMapping, kept: Table) -> Fields:
+    """Return settings without those that may change what is computed, unless they are passed."""
+    reader = CheckpointReader("huggingface", source.request.folder, kept, {}, ())
+    found = mapping.obstacles(Facts(reader, 1, source.config.weight_data_type))
+    allows = source.request.allows_setting
+    return {key: value for key, value in kept.items() if key not in found or allows(key)}
 
 
 def _older_spelling(kept: Table, whole: Table) -> Fields:
@@ -351,7 +359,7 @@ def _other_files(
     if key is not None and key not in config:
         kept = kept_settings(source)
         config[key] = kept.get(key, kept.get(_LONGEST))
-        if config[key] is None:
+        if not isinstance(config[key], int):
             config[key] = _USUAL_POSITIONS
             remarks.append(
                 f"the source does not record its longest sequence: {key} of config.json is "

@@ -96,7 +96,8 @@ def read_manifest(folder: Path) -> Fields:
         records = table["files"].values()
         if any(int(each["size_bytes"]) < 0 or int(each["crc32"], 16) < 0 for each in records):
             raise ValueError("sizes and checksums below 0")
-        table["source"] = dict(table.get("source", {}))
+        table["source"] = source = dict(table.get("source", {}))
+        source["settings"] = dict(source.get("settings", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointMismatchError(
             f"{path} is not a readable manifest ({error!r}); delete it, or convert again with "

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.layout import manifest_path
 from tests.tiny_transformers import MODELS, write_model
 
 # Settings that the new folder has of its own.
@@ -108,3 +110,48 @@ def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(tmp_path: Pat
     back = written(changed(source, tie_word_embeddings=True, pad_token_id=7), tmp_path)
     assert settings(back)["tie_word_embeddings"] is False
     assert settings(back)["pad_token_id"] == 7
+
+
+def shards_with(source: Path, output: Path, kept: Any) -> Path:
+    """Return shards whose manifest holds other settings than their source's."""
+    shards = written(source, output, "fastertransformer")
+    path = manifest_path(shards)
+    table = json.loads(path.read_text())
+    table["source"]["settings"] = kept
+    path.write_text(json.dumps(table))
+    return shards
+
+
+def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    planted = {
+        "auto_map": {"AutoModelForCausalLM": "a--b.C"}, "custom_pipelines": {"a": {"impl": "b.py"}},
+        "quantization_config": {"quant_method": "fp8"}, "_name_or_path": "elsewhere", "scale": 3,
+    }  # fmt: skip
+    shards = shards_with(source, tmp_path, settings(source) | planted | {"pad_token_id": 7})
+    assert settings(written(shards, tmp_path)).keys().isdisjoint(planted)
+    passed = settings(written(shards, tmp_path / "passed", allow_setting=("scale",)))
+    assert passed["scale"] == 3
+    assert passed["pad_token_id"] == 7
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 9.0}, "mlp_bias": True},
+        {"hidden_act": ["x"], "num_hidden_layers": "y", "rope_parameters": 3},
+        {"sliding_window": 3, "model_type": "mistral"},
+    ],
+)
+def test_settings_of_another_model_leave_the_shards_own(kept: Any, tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    back = settings(written(shards_with(source, tmp_path, settings(source) | kept), tmp_path))
+    assert back["model_type"] == "llama"
+    assert not {"mlp_bias", "sliding_window"} & {name for name in back if back[name]}
+    assert not back.get("rope_scaling")
+
+
+def test_settings_that_are_no_table_make_a_manifest_unreadable(tmp_path: Path) -> None:
+    shards = shards_with(write_model("llama", tmp_path / "source"), tmp_path, [1, 2])
+    with pytest.raises(CheckpointMismatchError, match="manifest"):
+        written(shards, tmp_path)
