@@ -7,7 +7,6 @@ known family are compared by name, where both sides are Hugging Face folders.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, FileMaps
+from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, FileMaps, json_file
 from export_scripts.checkpoints.huggingface import (
     TIED_TABLES,
     index_huggingface,
@@ -141,7 +140,7 @@ def open_folder(path: Path) -> Folder:
         problems += [*_ghosts(path, reader), *_uncompared(path, reader)]
     else:
         raise ValueError(f"{path} holds neither config.json nor config.ini: name such a folder")
-    quantised, passed = quantization(reader), list[str]()
+    quantised, passed, stored = quantization(reader), list[str](), reader.tensors.keys()
 
     def is_noted(name: str) -> bool:
         passed.append(name)
@@ -149,6 +148,9 @@ def open_folder(path: Path) -> Folder:
 
     try:
         reader = with_plain_weights(reader, is_noted)
+        if quantised is not None and reader.tensors.keys() == stored:
+            detail = "no tensor is quantised, and some libraries would quantise them"
+            problems.append(Remark(DIFFERS, "quantisation", QUANTIZATION, detail))
     except CheckpointMismatchError as error:
         problems += [Remark(NOT_COMPUTED, "quantisation", path.name, p) for p in error.problems]
     problems += [
@@ -179,7 +181,7 @@ def _ranks(reader: CheckpointReader) -> int:
 def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
     """Yield the tensors that an index lists and no file holds."""
     for index in path.glob("*.index.json"):
-        table = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+        table = json_file(index).get("weight_map")
         for key in table if isinstance(table, dict) else ():
             if key not in reader.tensors:
                 status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS

@@ -44,7 +44,8 @@ _WITHOUT_EFFECT = (
     "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
 # Classes that a library takes, and code that it may run.
-_CLASSES = ("architectures", "auto_map")
+_CODE = "auto_map"
+_CLASSES = ("architectures", _CODE)
 _TYPES = ("dtype", "torch_dtype")  # that a server computes in by default
 # Spellings of transformers 4, and those of transformers 5: each release reads its own.
 _SPELLINGS = {
@@ -72,9 +73,9 @@ def compare_settings(pair: Pair) -> Part:
     elif not both:
         reason = "the family of the folder cannot read its configuration"
         return not_computed("settings", reason, "config.json")
-    if both and pair.config is not None:
-        findings += _unknown(pair)
-        if (a := own.get(_POSITIONS)) != (b := stated.get(_POSITIONS)):
+    if pair.config is not None and not folder.is_shards:
+        findings += _unknown(pair, both=both)
+        if both and (a := own.get(_POSITIONS)) != (b := stated.get(_POSITIONS)):
             findings.append(setting(_POSITIONS, a, b))
     findings += _table_rows(pair)
     if both:
@@ -168,8 +169,8 @@ def _weight(
     top, kind = name.partition(".")[0], stated.get("model_type")
     is_same_kind = pair.facts.config.get("model_type") == kind
     if top in _CLASSES:
-        is_chosen = other is not None and (one is not None or top == "auto_map")
-        return DIFFERS if is_chosen and is_same_kind else EQUAL
+        is_chosen = other is not None and one is not None and is_same_kind
+        return DIFFERS if is_chosen or (top == _CODE and other is not None) else EQUAL
     if top in _TYPES:
         usual, found = (next(filter(None, map(each.get, _TYPES)), None) for each in (own, stated))
         return EQUAL if found in (usual, SOURCE_TYPES[pair.folder.data_type][1]) else UP_TO
@@ -194,19 +195,24 @@ def _weight(
     return DIFFERS if known.use == "read" and (is_derived or isinstance(other, bool)) else UP_TO
 
 
-def _unknown(pair: Pair) -> Iterator[Remark]:
-    """Yield settings of one side that may change what is computed, and are not the other's."""
+def _unknown(pair: Pair, *, both: bool) -> Iterator[Remark]:
+    """Yield settings of one side that may change what is computed, and are not the other's.
+
+    A source of another format (not `both`) has names of its own.
+    """
     assert pair.plan is not None
+    reader, stated = pair.facts.reader, pair.folder.facts.config
+    own = reader.settings if isinstance(reader, FTFolder) else pair.facts.config
     found: dict[str, str] = {}
-    for mapping, facts in (
-        (pair.plan.mapping, pair.facts),
-        (pair.folder.mapping, pair.folder.facts),
-    ):
+    sides = (pair.folder.mapping, pair.folder.facts), (pair.plan.mapping, pair.facts)
+    for mapping, facts in sides[: 1 + both]:
         assert mapping is not None
         with contextlib.suppress(ValueError):  # reported as the folder's configuration
             found |= mapping.obstacles(facts)
+    if not both and stated.get(_CODE):
+        found[_CODE] = f"{stated[_CODE]!r:.100}: a library may run this code"
     for name, why in found.items():
-        if pair.facts.config.get(name) != pair.folder.facts.config.get(name):
+        if own.get(name) != stated.get(name):
             yield Remark(DIFFERS, "setting", name, why)
 
 

@@ -484,6 +484,38 @@ def test_planted_fault_is_named_at_its_place(
     assert set(others) <= {where, *(["tensors"] if where == "settings" else [])}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("auto_map", {"AutoModelForCausalLM": "own--model.Model"}),
+        ("attention_scale", 3),
+        ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    ],
+)
+def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
+    key: str, value: Any, tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    shards = convert_to(sources("llama"), tmp_path / "shards")
+    kind: Mapping[str, Any] = {"output_format": "huggingface", "tp_size": 1}
+    copy = Copy(convert_to(shards, tmp_path / "folder", **kind))
+    assert made(shards, copy.path).status == "equal"
+    copy.setting(**{key: value})
+    found = made(shards, copy.path)
+    assert found.status == "differs"
+    assert key in found.verdict
+
+
+def test_code_in_a_folder_of_another_kind_than_its_source_is_named(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    copy = Copy(convert_to(sources("llama"), tmp_path, output_format="huggingface", tp_size=1))
+    copy.setting(
+        model_type="mistral", sliding_window=None, architectures=["MistralForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "own--model.Model"},
+    )  # fmt: skip
+    assert "auto_map" in made(sources("llama"), copy.path).verdict
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Path) -> None:
     source = write_model("llama", tmp_path / "source", hidden_size=128, intermediate_size=256,
