@@ -256,7 +256,9 @@ class EvaluateStage(Stage):
 def _without_effect(options: EvaluationOptions) -> Iterator[str]:
     """Yield the settings of tasks that are not asked, and of a protocol that is not spoken."""
     asked = {each.partition(":")[0] for each in options.tasks}
-    asked |= {*_OF_EVERY_TASK, *(["openai"] if options.protocol == OPENAI else [])}
+    asked |= {*_OF_EVERY_TASK}
+    if options.protocol == OPENAI or "harness" in asked:  # whose chats are of that protocol
+        asked.add("openai")
     for section, given in vars(options).items():
         if not is_dataclass(given) or section in asked:
             continue

@@ -237,6 +237,12 @@ def test_settings_of_what_is_off_are_refused(tmp_path: Path, word: str, without:
     assert without in problem
 
 
+def test_the_harness_chats_by_openai_s_protocol(tmp_path: Path) -> None:
+    words = ("evaluate.openai.chat=true", "evaluate.tasks=[lambada,harness:gsm8k]")
+    made = plan(tmp_path, *words, "deploy.openai.enabled=true", "stages=[deploy,evaluate]")
+    assert not [text for text in made.problems if "evaluate.openai.chat" in text]
+
+
 def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
     made = plan(tmp_path, "deploy.engine=vllm", "convert.format=huggingface")
     (problem,) = [text for text in made.problems if "export" in text]
