@@ -21,7 +21,7 @@ from typing import Any
 
 from inference.evaluation.environment import describe_weights
 from inference.evaluation.record import Prediction, from_json
-from inference.evaluation.task import Dataset, Sample, Score, Task, sample_ids
+from inference.evaluation.task import Dataset, Sample, Task, sample_ids
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ class AnswerFile:
 
 
 def answered_samples(
-    kept: AnswerFile, samples: Sequence[Sample], ask: Callable[[Sample], Score]
+    kept: AnswerFile, samples: Sequence[Sample], ask: Callable[[Sample], Prediction]
 ) -> dict[int, Prediction]:
-    """Return the answers of an earlier run by their sample's index; `ask` scores one anew.
+    """Return the answers of an earlier run by their sample's index; `ask` asks one anew.
 
     None are returned unless some that are asked again are answered as before.
     """
@@ -91,9 +91,9 @@ def answered_samples(
     found = {each.index: each for each in stored if each.index in by_index}
     again = sorted(found)[:: max(1, len(found) // _SAMPLES_AGAIN)][:_SAMPLES_AGAIN]
     for index in again:
-        before, score = found[index], ask(by_index[index])
-        same_values = _alike(dict(before.values), dict(score.values))
-        if not same_values or before.answer != score.answer:
+        before, now = found[index], ask(by_index[index])
+        is_like = _alike(dict(before.values), dict(now.values))
+        if not is_like or before.answer != now.answer:
             kept.forget("is of another model")
             return {}
     if not found:

@@ -41,6 +41,8 @@ UNKNOWN_TOKEN = -1  # of an answer that came as text; only the number of tokens 
 _PROBE = "The old lighthouse stood at the end of the point"
 # Parameters that a server may refuse.
 _EXTRAS = {"return_token_ids": True, **NEUTRAL}
+# vLLM's permission has an id of its own each time; a router loads a model when it is asked.
+_OF_THE_MOMENT = ("created", "permission", "status", "state")
 _MOST_LOG_PROB = 1e-3  # which rounding explains
 _MANY = 8  # tokens of a prompt of which some surprise any model
 
@@ -107,7 +109,7 @@ class OpenAIModel(TextGenerator):
     def check_unchanged(self) -> None:
         """Raise ImpossibleFigureError if the server's list says other things of the model now."""
         now = _listed(self.client, self.model)
-        if now and self.listed and now != self.listed:
+        if any(now[key] != self.listed[key] for key in now.keys() & self.listed.keys()):
             raise ImpossibleFigureError(
                 f"{self.client.url} serves another model than at the start: {now}, then "
                 f"{self.listed}."
@@ -228,7 +230,7 @@ def _has_text(event: Mapping[str, Any]) -> bool:
 
 
 def _listed(client: OpenAIClient, name: str | None) -> dict[str, Any]:
-    """Return what a server lists of a model, without what is new each time.
+    """Return what a server lists of a model, without what is new each time or is its state.
 
     Nothing where the model was named, and there is no list or it is not in it.
     """
@@ -238,7 +240,7 @@ def _listed(client: OpenAIClient, name: str | None) -> dict[str, Any]:
         if name is None:
             raise
         return {}
-    return {key: each for key, each in found.items() if key not in ("created", "permission")}
+    return {key: each for key, each in found.items() if key not in _OF_THE_MOMENT}
 
 
 def open_model(options: EvaluationOptions) -> OpenAIModel:

@@ -126,7 +126,7 @@ def run_task(
     answered: dict[int, Prediction] = {}
     if is_kept and not task.only_served:
         kept = AnswerFile(task, prepared.dataset, samples)
-        answered = answered_samples(kept, samples, lambda each: task.score(each, timer))
+        answered = answered_samples(kept, samples, lambda each: _ask(task, timer, each))
     earlier = len(answered)
     _ask_all(
         task,
@@ -226,13 +226,18 @@ def _ask(task: Task, model: TextGenerator, sample: Sample) -> Prediction:
     return Prediction(
         task=task.name,
         index=sample.index,
-        text=sample.text,
-        target=sample.target,
-        answer=score.answer,
+        text=_whole(sample.text),
+        target=_whole(sample.target),
+        answer=_whole(score.answer),
         values=dict(score.values),
         seconds=time.perf_counter() - start,
         group=sample.group,
     )
+
+
+def _whole(text: str) -> str:
+    """Return text without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
 
 
 def impossible(metric: Metric) -> str:

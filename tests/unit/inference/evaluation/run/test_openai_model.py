@@ -30,7 +30,7 @@ from inference.evaluation.run import (
 )
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.latency import measure_latency
-from inference.evaluation.run.openai_model import open_model
+from inference.evaluation.run.openai_model import _listed, open_model
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     Completion,
@@ -434,8 +434,19 @@ def test_a_server_that_lists_another_model_at_the_end_is_found(
 ) -> None:
     model = open_model(options(server, tmp_path))
     model.check_unchanged()
+    model.client.get = lambda _: {"data": [{"id": "alphabet", "root": "/after"}]}
     with pytest.raises(ImpossibleFigureError, match="another model than at the start"):
         replace(model, listed={"id": "alphabet", "root": "/before"}).check_unchanged()
+
+
+def test_a_router_that_loads_the_model_when_asked_serves_no_other(
+    server: Server, tmp_path: Path
+) -> None:
+    model = open_model(options(server, tmp_path))
+    listed = {"id": model.model, "meta": {"size": 3}}  # which it knows of a loaded model alone
+    states = iter([{"status": "unloaded"}, {"status": "loaded", **listed}])
+    model.client.get = lambda _: {"data": [{"id": model.model, **next(states)}]}
+    replace(model, listed=_listed(model.client, model.model)).check_unchanged()
 
 
 def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(

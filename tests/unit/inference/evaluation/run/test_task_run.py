@@ -29,6 +29,12 @@ def test_metrics_and_predictions_cover_all_samples_in_order(passages, model):
     }
 
 
+def test_half_a_surrogate_pair_in_an_answer_is_replaced(passages, model):
+    model.continuations["She opened the garden"] = ("\ud83d",)
+    answers = [each.answer for each in run(passages, model).predictions]
+    assert "".join(answers).encode()
+
+
 def test_requests_are_kept_in_flight_up_to_the_limit(passages, model):
     run(passages, model, concurrency=2)
     assert model.most_in_flight == 2
