@@ -225,7 +225,11 @@ def _draw_from_all(candidates: Candidates, i: int, draw: DrawParameters) -> tupl
     assert candidates.log_norms is not None
     logits = candidates.logits[i].cpu().numpy()  # (X,)
     ordered = np.sort(logits)[::-1]
-    ((place,), _, _) = _draw(ordered[None], candidates.log_norms[i : i + 1], [draw])
+    for width in (len(ordered) // 4, len(ordered)):  # a quarter often has most of the mass
+        best, norms = ordered[None, :width], candidates.log_norms[i : i + 1]
+        (place,), (is_certain,), _ = _draw(best, norms, [draw])
+        if is_certain:
+            break
     value = ordered[place]
     equal = place - np.count_nonzero(logits > value)  # of equal logits the lower ids come first
     return int(np.flatnonzero(logits == value)[equal]), float(value)
