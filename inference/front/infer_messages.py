@@ -11,7 +11,7 @@ from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
 from inference.front.validation import MOST_ENTRIES, MOST_TEXTS, SentRequest, checked_form
 
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
-_RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
+_ID, _RAW_INPUT_CONTENTS = 3, 7  # of service_pb2.ModelInferRequest
 
 
 def parsed(kind: Any, data: bytes) -> Any:
@@ -47,6 +47,15 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[WireField]]:
     return bytes(kept), raw
 
 
+def message_id(data: bytes) -> str:
+    """Return the id in a ModelInferRequest that is refused, "" if it has none."""
+    try:
+        found = [each.content for each in wire_fields(data) if each.number == _ID]
+    except WireFormatError:
+        return ""
+    return data[found[-1]].decode(errors="replace") if found and found[-1] else ""
+
+
 def read_message(data: bytes, size_bytes: int) -> SentRequest:
     """Return what a ModelInferRequest `without_raw_tensors` says. Raises RejectedError.
 
@@ -74,7 +83,11 @@ def read_message(data: bytes, size_bytes: int) -> SentRequest:
 
 def _contents(tensor: Any) -> list[Any] | None:
     """Return the values that a tensor has in its message, None if they are raw ones."""
-    for _, values in tensor.contents.ListFields():  # one field has them, that of the type
+    fields = tensor.contents.ListFields()
+    if len(fields) > 1:
+        names = " and ".join(field.name for field, _ in fields)
+        raise RejectedError(f"input '{tensor.name[:40]}' has {names}; send one of them")
+    for _, values in fields:
         return list(values[: MOST_TEXTS + 1]) if tensor.datatype == "BYTES" else list(values)
     return None
 

@@ -132,7 +132,10 @@ class _Parameters(_Record):
                     "false"
                 )
             if isinstance(value, int) and not -_INT64 - 1 <= value <= _INT64:
-                raise ValueError(f"parameter {shown} is {_shown(value)}; a number has 64 bits")
+                raise ValueError(
+                    f"parameter {shown} is {_shown(value)}; a number is within {-_INT64 - 1} and "
+                    f"{_INT64}"
+                )
         return given
 
 
@@ -197,6 +200,8 @@ class SentTensor(_Record):
         if self.datatype == "BYTES" and count > MOST_TEXTS:
             raise ValueError(f"{about} has {count} texts, {MOST_TEXTS} at most")
         if self.data is not None:
+            if self.parameters.binary_data_size is not None:
+                raise ValueError(f"{about} has data and binary_data_size; send one of them")
             values = [*_leaves(self.data)] if isinstance(self.data, list) else []
             if len(values) != count:
                 raise ValueError(
@@ -321,9 +326,11 @@ def read_generate(data: bytes, datatypes: Mapping[str, str]) -> GenerateRequest:
     if len(given) > MOST_ENTRIES:
         raise RejectedError(f"the request has {len(given)} inputs, {MOST_ENTRIES} at most")
     about = {"id": given.pop("id")} if "id" in given else {}
-    inner = given.pop("parameters", {})
+    inner = given.pop("parameters", None) or {}
     if not isinstance(inner, dict):
         raise RejectedError("parameters should be an object of JSON")
+    if twice := sorted(given.keys() & inner.keys()):
+        raise RejectedError(f"{twice[0][:_MOST_SHOWN]} is given twice, once in parameters")
     values = {**given, **inner}
     parameters = {name: each for name, each in values.items() if name not in datatypes}
     tensors = {}

@@ -21,7 +21,12 @@ from tritonclient.grpc import service_pb2
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError
-from inference.front.infer_messages import parsed, read_message, without_raw_tensors
+from inference.front.infer_messages import (
+    message_id,
+    parsed,
+    read_message,
+    without_raw_tensors,
+)
 from inference.front.request_log import REQUEST_ID, accepted_id, log_call
 from inference.front.sessions import Namespace
 from inference.front.tracing import call_status
@@ -245,6 +250,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         """
         model: HostedModel | None = None
         sent = SentRequest()
+        request = await self._context.guard.message(request)
         try:
             model, sent, asked = await self._read(hosted, request, sessions)
             async with contextlib.aclosing(model.infer(asked)) as responses:
@@ -258,6 +264,8 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                         await turn.wait()
                     yield reply.SerializeToString()
         except InferError as error:
+            if model is None:
+                sent = SentRequest.model_construct(id=message_id(request))
             if model is None or not model.decoupled:
                 await turn.wait()
             yield _stream_error(error, model, sent)

@@ -33,8 +33,11 @@ def described(version: str) -> dict[str, Any]:
         for name, names in SPELLINGS.items():
             if name in properties:
                 properties |= dict.fromkeys(names, properties[name])
+        for name in properties:
+            if name.startswith("guided_"):
+                properties[name] = {"type": ["string", "array", "object"]}
         for name, (values, reason) in kind.fixed().items():
-            taken = {} if values is None else {"enum": values}
+            taken = {} if values is None else {"enum": [*values, None]}
             properties[name] = {"description": reason, **taken}
     paths = {path: {"post": _operation(form.format(model=kind.__name__))}
              for path, kind in KINDS.items()}  # fmt: skip

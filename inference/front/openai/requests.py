@@ -506,7 +506,7 @@ def _with_one_name(values: dict[str, Any]) -> dict[str, str]:
 
 def _words(kind: type[RequestRecord], error: Any) -> str:
     name, *inner = error["loc"]
-    if error["type"] == "missing":
+    if error["type"] == "missing" and not inner:
         return "is missing"
     if error["type"] == "extra_forbidden":
         return f"has no field {str(inner[0])[:100]}" if inner else "is not a field of this request"

@@ -238,6 +238,13 @@ def test_values_that_fit_pass() -> None:
     values = {"x": [0, (1 << 32) - 1], "text": ["a"], "scale": [1, 0.5], "stream": True}
     read_generate(json.dumps({**values, "else": "a"}).encode(), MODEL)
     read_generate(json.dumps({"parameters": values}).encode(), MODEL)
+    read_generate(json.dumps({**values, "parameters": None}).encode(), MODEL)
+
+
+@pytest.mark.parametrize("name", ["x", "own"])
+def test_a_value_that_generate_is_given_twice_is_refused(name: str) -> None:
+    with pytest.raises(RejectedError, match=f"{name} is given twice"):
+        read_generate(json.dumps({name: 1, "parameters": {name: 2}}).encode(), MODEL)
 
 
 @pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])

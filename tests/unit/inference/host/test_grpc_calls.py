@@ -141,6 +141,7 @@ def test_a_request_of_a_wrong_form_leaves_the_others_of_its_stream_alone() -> No
         assert await calls.answer() == ("1", SLOW)
         reply = service_pb2.ModelStreamInferResponse.FromString(await calls.call.read())
         assert "UINT33" in reply.error_message
+        assert reply.infer_response.id == "7"
         await calls.ask(QUICK)
         assert await calls.answer() == ("1", QUICK)
 

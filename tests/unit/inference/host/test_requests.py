@@ -116,6 +116,7 @@ def test_json_and_bytes_make_one_request(model: Echo) -> None:
         (lambda body: body["inputs"][0].update(datatype="UINT8", data=[1]), "expects 'BYTES'"),
         (lambda body: body["inputs"][0].update(datatype="TEXT"), "invalid datatype"),
         (lambda body: body["inputs"][0].pop("data"), "neither data nor"),
+        (lambda body: body["inputs"][0].update(parameters={"binary_data_size": 0}), "one of them"),
         (lambda body: body.update(outputs=[{"name": "z"}]), "unexpected inference output 'z'"),
         (lambda body: body["inputs"][0].update(shape=[5, 1], data=["a"] * 5), "must be <= 4"),
         (lambda body: body["inputs"][0].update(shape=[1]), "unexpected shape"),
@@ -302,6 +303,7 @@ def sent_message(datatype: str, **contents: Any) -> bytes:
         ("INT8", {"int_contents": [300]}),
         ("UINT16", {"uint_contents": [1 << 16]}),
         ("BF16", {"bytes_contents": [b"ab"]}),
+        ("UINT32", {"fp32_contents": [1.0]}),
     ],
 )
 def test_contents_that_a_type_cannot_hold_are_refused(
@@ -309,6 +311,12 @@ def test_contents_that_a_type_cannot_hold_are_refused(
 ) -> None:
     data = sent_message(datatype, **contents)
     with pytest.raises(RejectedError, match=datatype):
+        read_message(data, len(data))
+
+
+def test_contents_of_two_types_are_refused() -> None:
+    data = sent_message("UINT32", uint_contents=[1], fp32_contents=[2.0])
+    with pytest.raises(RejectedError, match="uint_contents and fp32_contents"):
         read_message(data, len(data))
 
 

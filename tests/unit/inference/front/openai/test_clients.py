@@ -293,7 +293,9 @@ def test_the_description_has_every_field_and_its_spellings() -> None:
             for each in ("ChatRequest", "CompletionRequest")
         )
         assert chat.keys() >= ChatRequest.model_fields.keys() | {"max_completion_tokens", "user"}
-        assert whole["suffix"]["enum"] == [""]
+        assert whole["suffix"]["enum"] == ["", None]
+        assert all(None in each["enum"] for each in whole.values() if "enum" in each)
+        assert "string" in whole["guided_regex"]["type"]
         assert whole["temperature"]["maximum"] == 2
         assert description["paths"].keys() >= {"/v1/completions", CHAT, "/v1/embeddings"}
         for record in RECORDED:
