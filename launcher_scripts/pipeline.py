@@ -123,9 +123,10 @@ def _leave_export_out(requested: list[str], engine: str) -> list[str]:
     if "export" not in requested or engine not in (VLLM, OPENAI):
         return []
     requested.remove("export")
+    remedy = f"set stages=[{','.join(requested)}]" if requested else "leave deploy.engine out"
     return [
         f"deploy.engine={engine} serves the folder of convert.format=huggingface, and export makes "
-        f"a repository of shards: set stages=[{','.join(requested)}]."
+        f"a repository of shards: {remedy}."
     ]
 
 

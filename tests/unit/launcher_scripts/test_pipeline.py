@@ -247,6 +247,9 @@ def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
     made = plan(tmp_path, "deploy.engine=vllm", "convert.format=huggingface")
     (problem,) = [text for text in made.problems if "export" in text]
     assert "stages=[convert,deploy,evaluate]" in problem
+    made = plan(tmp_path, "deploy.engine=vllm", "stages=[export]")
+    (problem,) = [text for text in made.problems if "export" in text]
+    assert problem.endswith("leave deploy.engine out.")
 
 
 def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
