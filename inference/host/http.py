@@ -151,7 +151,7 @@ class KServeHttp:
         if found["action"] == "infer":
             return await self._inferred(model, request, body, owner)
         streams = found["action"] == "generate_stream"
-        return await self._generated(model, request, body, streams=streams)
+        return await self._generated(model, request, body, owner, streams=streams)
 
     async def _inferred(
         self, model: HostedModel, request: web.BaseRequest, body: bytes, owner: str | None
@@ -176,13 +176,19 @@ class KServeHttp:
         return response
 
     async def _generated(
-        self, model: HostedModel, request: web.BaseRequest, body: bytes, *, streams: bool
+        self,
+        model: HostedModel,
+        request: web.BaseRequest,
+        body: bytes,
+        owner: str | None,
+        *,
+        streams: bool,
     ) -> web.StreamResponse:
         sent = await self._context.workers.check(
             read_generate, body, model.datatypes(), size_bytes=len(body)
         )
-        asked, encoded = generate_request(model, sent), partial(generated, model, sent)
-
+        asked = generate_request(model, sent, lambda: self._sessions(request, owner))
+        encoded = partial(generated, model, sent)
         if not streams:
             if model.decoupled:
                 raise InferError(_ONE_RESPONSE)

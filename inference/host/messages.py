@@ -21,7 +21,9 @@ FINAL_PARAMETER = "triton_final_response"
 _WITHOUT_EFFECT = frozenset({"priority", "timeout", "stream"})
 
 
-def generate_request(model: HostedModel, sent: GenerateRequest) -> InferRequest:
+def generate_request(
+    model: HostedModel, sent: GenerateRequest, sessions: Callable[[], Namespace]
+) -> InferRequest:
     """Return the request that a client of `generate` asks for. Raises InferError.
 
     A row fills the last axis of any size. What is neither an input nor a parameter of the protocol
@@ -44,7 +46,19 @@ def generate_request(model: HostedModel, sent: GenerateRequest) -> InferRequest:
                 f"input '{name}' of model '{model.name}' has the shape {shape}, and {len(row)} "
                 "values were given"
             ) from None
-    return InferRequest(tensors, id=sent.id, parameters=parameters)
+    turn = _turn(sent.parameters, sessions)
+    return InferRequest(tensors, turn=turn, id=sent.id, parameters=parameters)
+
+
+def _turn(parameters: RequestParameters, sessions: Callable[[], Namespace]) -> SessionTurn | None:
+    """Return the turn of a session that a request is, None if it belongs to none."""
+    if not parameters.sequence_id:
+        return None
+    return SessionTurn(
+        sessions().inside(parameters.sequence_id),
+        starts=parameters.sequence_start,
+        ends=parameters.sequence_end,
+    )
 
 
 def parts_of(sent: SentRequest, rest: memoryview) -> list[memoryview]:
@@ -97,15 +111,8 @@ def with_bytes(
         tensors[each.name] = array_of(part, each.datatype, each.shape, name=named)
     if next(parts, None) is not None:
         raise InferError(f"unexpected additional input data for model '{model.name}'")
-    parameters, turn = sent.parameters, None
-    if parameters.sequence_id:
-        turn = SessionTurn(
-            sessions().inside(parameters.sequence_id),
-            starts=parameters.sequence_start,
-            ends=parameters.sequence_end,
-        )
-    wanted = tuple(each.name for each in sent.outputs)
-    return InferRequest(tensors, wanted, turn, sent.id, parameters=parameters.others())
+    turn, wanted = _turn(sent.parameters, sessions), tuple(each.name for each in sent.outputs)
+    return InferRequest(tensors, wanted, turn, sent.id, parameters=sent.parameters.others())
 
 
 def json_answer(

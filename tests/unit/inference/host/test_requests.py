@@ -136,7 +136,7 @@ def test_a_request_that_does_not_fit_is_refused(
 def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
     body = json.dumps({"text": "a", "ids": [1, 2, 3], "flat": 7, "id": "5", "stream": True})
     sent = read_generate(body.encode(), model.datatypes())
-    request = generate_request(model, sent)
+    request = generate_request(model, sent, mine)
     shapes = {name: list(value.shape) for name, value in request.tensors.items()}
     assert shapes == {"text": [1, 1], "ids": [1, 3], "flat": [1, 1]}
     assert len(ask(model, request)) == 2
@@ -151,9 +151,17 @@ def test_a_name_that_is_not_an_input_reaches_models_of_others_alone(model: Echo)
         sent = read_generate(json.dumps(body).encode(), model.datatypes())
         model.takes_parameters = False
         with pytest.raises(InferError, match="model 'm' takes no txet; its inputs are flat, ids"):
-            generate_request(model, sent)
+            generate_request(model, sent, mine)
         model.takes_parameters = True
-        assert generate_request(model, sent).parameters == {"txet": 1}
+        assert generate_request(model, sent, mine).parameters == {"txet": 1}
+
+
+def test_a_session_is_the_same_for_generate_and_infer(model: Echo) -> None:
+    named = {"sequence_id": 7, "sequence_start": True}
+    sent = read_generate(json.dumps({"text": "a", **named}).encode(), model.datatypes())
+    turn = generate_request(model, sent, mine).turn
+    assert turn == read(model, {"inputs": [text()], "parameters": named}).turn
+    assert turn == SessionTurn(mine().inside(7), starts=True)
 
 
 def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
