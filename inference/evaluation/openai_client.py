@@ -63,7 +63,7 @@ class OpenAIClient:
         self.path = CHAT if chat else COMPLETIONS
         self._timeout_s = timeout_s
         self._credentials = credentials
-        self._answered_by: dict[str, Any] = {}
+        self._answered_by: Any = None
         ca = credentials.ca
         tls = ssl.create_default_context(cafile=None if ca is None else str(ca))
         # Neither a proxy nor a redirection to elsewhere gets the token.
@@ -118,13 +118,14 @@ class OpenAIClient:
     def _check_answer(self, answer: Mapping[str, Any], most: Any, rows: int) -> None:
         """Raise ImpossibleFigureError if another model answers than before, or beyond `most`.
 
-        Some servers count the end token, too.
+        Some servers count the end token, too. `system_fingerprint` is not compared: public services
+        answer from replicas that have several.
         """
-        by = {name: answer.get(name) for name in ("model", "system_fingerprint")}
+        by = answer.get("model")
         self._answered_by = self._answered_by or by
         if by != self._answered_by:
             raise ImpossibleFigureError(
-                f"{self.url} answers by another model: {by}, before {self._answered_by}."
+                f"{self.url} answers by another model: {by!r}, before {self._answered_by!r}."
             )
         made = usage_count(answer, "completion_tokens")
         if isinstance(most, int) and made is not None and made > rows * (most + 1):
