@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,8 @@ def test_a_figure_that_json_has_no_number_for_hides_no_other(
 ):
     report = read_report(folder / "report.json")
     (task,) = report.tasks
-    metrics = tuple(replace(each, **{name: float("inf")}) for each in task.metrics)
+    figure: Any = {name: float("inf")}
+    metrics = tuple(replace(each, **figure) for each in task.metrics)
     history = tuple(
         replace(each, metrics={one.name: one for one in metrics}) for each in report.history
     )

@@ -434,7 +434,8 @@ def test_a_server_that_lists_another_model_at_the_end_is_found(
 ) -> None:
     model = open_model(options(server, tmp_path))
     model.check_unchanged()
-    model.client.get = lambda _: {"data": [{"id": "alphabet", "root": "/after"}]}
+    client: Any = model.client
+    client.get = lambda _: {"data": [{"id": "alphabet", "root": "/after"}]}
     with pytest.raises(ImpossibleFigureError, match="another model than at the start"):
         replace(model, listed={"id": "alphabet", "root": "/before"}).check_unchanged()
 
@@ -444,8 +445,9 @@ def test_a_router_that_loads_the_model_when_asked_serves_no_other(
 ) -> None:
     model = open_model(options(server, tmp_path))
     listed = {"id": model.model, "meta": {"size": 3}}  # which it knows of a loaded model alone
-    states = iter([{"status": "unloaded"}, {"status": "loaded", **listed}])
-    model.client.get = lambda _: {"data": [{"id": model.model, **next(states)}]}
+    states: Iterator[Any] = iter([{"status": "unloaded"}, {"status": "loaded", **listed}])
+    client: Any = model.client
+    client.get = lambda _: {"data": [{"id": model.model, **next(states)}]}
     replace(model, listed=_listed(model.client, model.model)).check_unchanged()
 
 
