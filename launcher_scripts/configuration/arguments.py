@@ -13,9 +13,11 @@ from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
 _TAKES_VALUE = ("--config-path", "--config-name", "--config-dir", "--cfg", "--package")
-_IS_SWITCH = ("--help", "--multirun", "--resolve")  # --cfg always resolves
+SHELL_COMPLETION = "--shell-completion"
+_IS_SWITCH = ("--help", "--multirun", SHELL_COMPLETION, "--resolve")  # --cfg always resolves
 _SHORT = {
     "--help": "-h",
+    SHELL_COMPLETION: "-sc",
     "--multirun": "-m",
     "--package": "-p",
     "--cfg": "-c",
@@ -36,6 +38,7 @@ class Arguments:
         root: that of the configuration.
         problems: problems of the words themselves.
         shows: section of the configuration to show, all of it if empty; None to show none.
+        completes: whether a shell asks for completion; the overrides are its question.
     """
 
     overrides: tuple[str, ...]
@@ -44,6 +47,7 @@ class Arguments:
     multirun: bool = False
     wants_help: bool = False
     shows: str | None = None
+    completes: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,6 +106,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         shows=None if known.cfg is None else known.package or "",
+        completes=bool(known.shell_completion),
     )
 
 

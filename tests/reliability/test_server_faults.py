@@ -243,7 +243,7 @@ def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Pa
         hang.touch()
         until(lambda: not is_ready(server.address("http")), "the end of readiness")
         with TritonClient(server.address("grpc"), timeout_s=10) as client:
-            assert not client.is_ready()
+            until(lambda: not client.is_ready(), "the end of readiness over gRPC")
         until(lambda: server.failure() is not None, "the canary's notice")
         assert server.failure() == "model hanging has not answered a canary for 5 s"
         hang.unlink()

@@ -546,11 +546,20 @@ def test_no_form_of_a_message_ends_the_server(server: ModelServer) -> None:
     messages.append(message.SerializeToString())
     with grpc.insecure_channel(server.address("grpc")) as channel:
         for message in messages:
-            for name in ("ModelInfer", "ModelStreamInfer"):
-                call = channel.stream_stream(CALLS + name)
-                with pytest.raises(grpc.RpcError) as caught:
-                    list(call(iter([message]), timeout=30))
-                assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            call = channel.unary_unary(f"{CALLS}ModelInfer")
+            with pytest.raises(grpc.RpcError) as caught:
+                call(message, timeout=30)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            stream = channel.stream_stream(
+                f"{CALLS}ModelStreamInfer",
+                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+            )
+            if message == messages[0]:
+                with pytest.raises(grpc.RpcError):
+                    list(stream(iter([message]), timeout=30))
+            else:
+                (answer,) = stream(iter([message]), timeout=30)
+                assert answer.error_message
     assert triton_of(server) == pid
     assert _still_answers(server)
 
