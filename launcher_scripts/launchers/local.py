@@ -47,7 +47,7 @@ class LocalHandle(JobHandle):
 
     def poll(self) -> str | None:
         """Return the final state, or None while the job runs."""
-        if self._state is None and self.submitted.done():
+        if self._state is None and self._has_ended():
             end_processes_of_job(self.mark)
             self._state = self._settle()
         return self._state
@@ -56,16 +56,29 @@ class LocalHandle(JobHandle):
         """Send SIGTERM for up to `grace_s`, then kill every process of the job."""
         self._was_stopped = True
         deadline = time.monotonic() + grace_s
-        while not self.submitted.done() and time.monotonic() < deadline:
+        while not self._has_ended() and time.monotonic() < deadline:
             # Repeated: a process that is just starting may not handle the signal yet.
             self.process.terminate()
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
-            while not self.submitted.done() and time.monotonic() < waited_until:
+            while not self._has_ended() and time.monotonic() < waited_until:
                 time.sleep(0.05)
         end_processes_of_job(self.mark)
-        while not self.submitted.done():
+        while not self._has_ended():
             time.sleep(0.05)
         self.poll()
+
+    def _has_ended(self) -> bool:
+        """Return whether the process of the job has ended.
+
+        Popen.poll cannot say so any more once Ctrl-C came while it held its lock, which stays held.
+        """
+        if self.submitted.done():
+            return True
+        try:
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True
+        return ended is not None
 
     def _settle(self) -> str:
         """Return the state from the job's result, and correct the record."""

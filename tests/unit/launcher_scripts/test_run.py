@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ import yaml
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
-from launcher_scripts.launchers.local import LocalLauncher
+from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
 from stages.base import Stage
@@ -99,6 +100,17 @@ def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> N
     assert "  | working" in text
     assert "not started" in text
     assert not (tmp_path / "environment").exists()
+
+
+def test_job_ends_although_ctrl_c_came_while_its_process_was_polled(tmp_path: Path) -> None:
+    stage = SleepStage(settings(tmp_path, "sleep"))
+    handle = make_run(stage)[0]._submit("sleep")
+    assert isinstance(handle, LocalHandle)
+    wait_for(stage.target.with_suffix(".pid"))
+    lock: Any = handle.process
+    lock._waitpid_lock.acquire()  # as KeyboardInterrupt leaves it
+    handle.stop(20)
+    assert handle.poll() == "cancelled"
 
 
 def test_killed_job_is_lost_and_says_so(tmp_path: Path) -> None:
