@@ -5,14 +5,14 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from export_scripts import __version__
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.files.checksum import sha256_of
+from export_scripts.files.journal import Journal
 from inference.certify.certificate import Certificate
 from inference.certify.findings import Part, not_computed
 from inference.certify.layers import compare_layers, compute_original
@@ -65,11 +65,15 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
             Path(options.source), Path(options.folder), given=given, scratch_dir=Path(scratch)
         )
         texts, tokens = compare_texts(pair)
-        with _records(output / STATE_NAME, _identity(pair, given)) as (records, file):
-            keep = partial(_write, file)
-            tensors = compare_tensors(
-                pair, tokens=tokens, done=records, keep=keep, progress=progress
-            )
+        kept = Journal(output / STATE_NAME, _identity(pair, given))
+        records = (from_json(TensorRecord, line) for line in kept.lines())
+        tensors = compare_tensors(
+            pair,
+            tokens=tokens,
+            done={each.key: each for each in records},
+            keep=lambda record: kept.add(asdict(record)),
+            progress=progress,
+        )
         parts = [tensors, compare_settings(pair), *texts, compare_generation(pair)]
         own, others = pair.files
         sides = {
@@ -124,20 +128,3 @@ def _identity(pair: Pair, given: Given) -> str:
     changes = [file.stat().st_ctime_ns for several in files for file in several]
     places = [str(file) for several in files for file in several]
     return json.dumps([__version__, *map(fingerprint_files, files), changes, places, given])
-
-
-@contextlib.contextmanager
-def _records(path: Path, identity: str) -> Iterator[tuple[dict[str, TensorRecord], TextIO]]:
-    """Open the records of an interrupted run: a line each, after one that says of what they are."""
-    lines = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []
-    if lines[:1] != [identity]:
-        lines = [identity]
-    records = [from_json(TensorRecord, line) for line in lines[1:]]
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
-        yield {each.key: each for each in records}, file
-
-
-def _write(file: TextIO, record: TensorRecord) -> None:
-    file.write(json.dumps(asdict(record)) + "\n")
-    file.flush()

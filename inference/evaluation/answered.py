@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.journal import Journal
 from inference.evaluation.environment import describe_weights
 from inference.evaluation.record import Prediction, from_json
 from inference.evaluation.task import Dataset, Sample, Task, sample_ids
@@ -38,46 +38,14 @@ _NOT_ASKED = (
 )  # fmt: skip
 
 
-class AnswerFile:
-    """Lines of JSON behind one that says what was asked; those of other questions are not read."""
-
-    def __init__(self, task: Task, dataset: Dataset, samples: Sequence[Sample]) -> None:
-        self._path = Path(task.options.output_dir) / f"{task.name}{_SUFFIX}"
-        self._asked = _asked(task, dataset, samples)
-        self._lock = threading.Lock()
-
-    def lines(self) -> list[bytes]:
-        """Return what an earlier run has left.
-
-        The text after the last line feed is not whole, and would damage the line that comes next.
-        """
-        if not self._path.is_file():
-            return []
-        first, *lines = self._path.read_bytes().split(b"\n")
-        if not lines or first != json.dumps(self._asked).encode():
-            return []
-        if torn := lines.pop():
-            os.truncate(self._path, self._path.stat().st_size - len(torn))
-        return lines
-
-    def add(self, answer: Any) -> None:
-        """Keep an answer."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            if not file.tell():
-                file.write(json.dumps(self._asked) + "\n")
-            file.write(json.dumps(answer) + "\n")
-
-    def forget(self, reason: str = "") -> None:
-        """Remove it; a reason is for the user."""
-        if reason:
-            logger.warning(f"{self._path} {reason}; all is asked anew")
-        with self._lock:
-            self._path.unlink(missing_ok=True)
+def answer_journal(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> Journal:
+    """Return the journal of a task's answers; those to other questions are not read."""
+    path = Path(task.options.output_dir) / f"{task.name}{_SUFFIX}"
+    return Journal(path, _asked(task, dataset, samples))
 
 
 def answered_samples(
-    kept: AnswerFile, samples: Sequence[Sample], ask: Callable[[Sample], Prediction]
+    kept: Journal, samples: Sequence[Sample], ask: Callable[[Sample], Prediction]
 ) -> dict[int, Prediction]:
     """Return the answers of an earlier run by their sample's index; `ask` asks one anew.
 
@@ -94,7 +62,7 @@ def answered_samples(
         before, now = found[index], ask(by_index[index])
         is_like = _alike(dict(before.values), dict(now.values))
         if not is_like or before.answer != now.answer:
-            kept.forget("is of another model")
+            _ask_anew(kept)
             return {}
     if not found:
         kept.forget()
@@ -112,7 +80,7 @@ class AnsweredRequests:
 
     def __init__(
         self,
-        kept: AnswerFile,
+        kept: Journal,
         ask: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         reuse: Callable[[Mapping[str, Any]], None],
     ) -> None:
@@ -143,12 +111,17 @@ class AnsweredRequests:
                 if _alike(before.get("choices"), reply.get("choices")):
                     return reply
                 self._stored.clear()
-                self._kept.forget("is of another model")
+                _ask_anew(self._kept)
                 self._kept.add([request, reply])
                 return reply
         reply = self._ask(body)
         self._kept.add([request, reply])
         return reply
+
+
+def _ask_anew(kept: Journal) -> None:
+    logger.warning(f"{kept.path} is of another model; all is asked anew")
+    kept.forget()
 
 
 def forget_answered(output_dir: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from inference.evaluation.answered import AnswerFile, answered_samples
+from inference.evaluation.answered import answer_journal, answered_samples
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import compare_metric, pairs_of
@@ -125,7 +125,7 @@ def run_task(
     kept = None
     answered: dict[int, Prediction] = {}
     if is_kept and not task.only_served:
-        kept = AnswerFile(task, prepared.dataset, samples)
+        kept = answer_journal(task, prepared.dataset, samples)
         answered = answered_samples(kept, samples, lambda each: _ask(task, timer, each))
     earlier = len(answered)
     _ask_all(

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inference.evaluation.answered import AnsweredRequests, AnswerFile
+from inference.evaluation.answered import AnsweredRequests, answer_journal
 from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,
@@ -272,7 +272,7 @@ class HarnessTask(Task):
                 self._asked.count_end(choice)
 
         assert self._drawn is not None, "prepared before"
-        self._answers = AnsweredRequests(AnswerFile(self, *self._drawn), ask, reuse)
+        self._answers = AnsweredRequests(answer_journal(self, *self._drawn), ask, reuse)
         return _asking(self._answers, threads, chat=client.chat)(**arguments)
 
     def _model_arguments(self) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""A journal of work that goes on where it was interrupted: a line of JSON for each result."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Lines of JSON behind one that says of what work they are. Threads may share it."""
+
+    def __init__(self, path: Path, work: str) -> None:
+        self.path, self._lock = path, threading.Lock()
+        self._head = json.dumps(work)
+
+    def lines(self) -> list[bytes]:
+        """Return what an earlier run has left; the journal of other work is removed.
+
+        The text after the last line feed is not whole, and would damage the line that comes next.
+        """
+        if not self.path.is_file():
+            return []
+        first, *lines = self.path.read_bytes().split(b"\n")
+        if not lines or first != self._head.encode():
+            self.forget()
+            return []
+        if torn := lines.pop():
+            os.truncate(self.path, self.path.stat().st_size - len(torn))
+        return lines
+
+    def add(self, result: Any) -> None:
+        """Keep a result."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
+            if not file.tell():
+                file.write(f"{self._head}\n")
+            file.write(json.dumps(result) + "\n")
+
+    def forget(self) -> None:
+        """Remove it."""
+        with self._lock:
+            self.path.unlink(missing_ok=True)
