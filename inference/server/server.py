@@ -295,12 +295,13 @@ class HostLink:
 
     def _take(self, event: Event, about: str) -> None:
         if event is Event.SAYS:
-            self._said.append(about)
             does, _, model = about.partition(" ")
             if does == "loading":
                 self._loading.append(model)
             elif model in self._loading:
                 self._loading.remove(model)
+            # A model that has loaded does not hide those that still load.
+            self._said.append(f"loading {', '.join(self._loading)}" if self._loading else about)
         elif event is Event.READY:
             self.models = tuple(sorted(about.split(" ")))
         elif event is Event.USED:

@@ -188,12 +188,22 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(
     progress = folder / "progress.json"
     progress.unlink(missing_ok=True)
     command = start(*words(exported, "stages=[deploy]", f"deploy.server={host}"))
-    until(lambda: progress.exists() and "loading " in progress.read_text())
-    if by == "file":
-        (folder / "stop_requested").touch()
-    else:
-        command.send_signal(signal.SIGINT)
-    text = finish(command, timeout_s=30)
+
+    def is_loading() -> bool:
+        assert command.poll() is None, command.stdout.read() if command.stdout else ""
+        return progress.exists() and "loading " in progress.read_text()
+
+    try:
+        until(is_loading, "loading")
+        if by == "file":
+            (folder / "stop_requested").touch()
+        else:
+            command.send_signal(signal.SIGINT)
+    except BaseException:
+        command.send_signal(signal.SIGINT)  # the tests that follow use the same folder
+        raise
+    finally:
+        text = finish(command, timeout_s=30)
     record = json.loads((folder / "job.json").read_text())
     if by == "file":
         assert command.returncode == 0, text

@@ -30,3 +30,14 @@ def test_an_answer_that_comes_late_is_not_kept() -> None:
     link.ask("m", timeout_s=10)
     answering.join()
     assert not link._answers
+
+
+def test_models_that_still_load_are_shown_until_the_last() -> None:
+    own, other = Pipe()
+    link = HostLink(own)
+    for line in ("loading engine", "loading texts", "loaded texts", "loaded engine"):
+        other.send_bytes(b"says " + line.encode())
+    other.close()
+    link.read_all()
+    engine, both = "loading engine", "loading engine, texts"
+    assert link.said() == [engine, both, engine, "loaded engine"]
