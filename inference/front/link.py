@@ -81,16 +81,22 @@ class Event(enum.Enum):
     KEPT = "kept"  # why the repository that was served is served on
 
 
-class Stop:
-    """The end of the process, by SIGTERM or Ctrl-C: `stopped` is set.
+class OwnerLink:
+    """The server's end of the connection; without its owner the process ends after a moment.
 
-    Running requests may finish, however long they take; the sender of the signal sets the limit.
+    `orders` has what the owner wants done; `is_healthy` is what he has last said of the models.
+    SIGTERM and Ctrl-C set `stopped`: running requests may finish, however long they take; the
+    sender of the signal sets the limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.stopped, self._lost = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
+        self.orders: asyncio.Queue[Question | Reload] = asyncio.Queue()
+        self.is_healthy = True
+        self._connection = connection
+        asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
     async def finish(self, *ends: Coroutine[Any, Any, None]) -> None:
         """Wait until the servers that this process runs have ended, after their last answers."""
@@ -100,20 +106,6 @@ class Stop:
         lost.cancel()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(ending, _GRACE_S)
-
-
-class OwnerLink(Stop):
-    """The server's end of the connection; without its owner the process ends after a moment.
-
-    `orders` has what the owner wants done; `is_healthy` is what he has last said of the models.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
-        self.orders: asyncio.Queue[Question | Reload] = asyncio.Queue()
-        self.is_healthy = True
-        self._connection = connection
-        asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
     def _read(self) -> None:
         try:
