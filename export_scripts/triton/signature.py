@@ -68,7 +68,7 @@ _, *_ROWS = (
 )
 
 
-def _declared(model: str) -> ModelSignature:
+def declared(model: str) -> ModelSignature:
     """Return the signature of a model, or of what some models have in addition, from the table.
 
     A scalar is one value per row: (B, 1) on the wire, (B,) for the model.
@@ -91,17 +91,17 @@ def _declared(model: str) -> ModelSignature:
 
 # model_type, as config.pbtxt spells it, to the signature of the model.
 MODEL_SIGNATURES: dict[str, ModelSignature] = {
-    **{kind: _declared(kind) for kind in ("GPT", "GPT-J")},
-    "GPT-NeoX": _declared("GPT-J"),
-    "Llama": _declared("GPT"),  # ours alone; the C++ backend has no such model
-    **{kind: _declared(kind) for kind in ("T5", "T5-Encoder", "bert")},
+    **{kind: declared(kind) for kind in ("GPT", "GPT-J")},
+    "GPT-NeoX": declared("GPT-J"),
+    "Llama": declared("GPT"),  # ours alone; the C++ backend has no such model
+    **{kind: declared(kind) for kind in ("T5", "T5-Encoder", "bert")},
 }
 GPT, T5 = MODEL_SIGNATURES["GPT"], MODEL_SIGNATURES["T5"]
 # Those that answer with hidden states, in the type that they compute in.
 ENCODERS = ("T5-Encoder", "bert")
 
-PREPROCESSING, POSTPROCESSING = map(_declared, ("preprocessing", "postprocessing"))
-TOKENIZER = _declared("tokenizer")
+PREPROCESSING, POSTPROCESSING = map(declared, ("preprocessing", "postprocessing"))
+TOKENIZER = declared("tokenizer")
 # Inputs of a generation model to the output of preprocessing that each takes.
 FROM_TEXT = {
     "input_ids": "INPUT_ID",
@@ -126,7 +126,7 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
 
 
 # Our own engine's alone; scores are of models with one answer to a prompt that they repeat.
-CHOICES, SCORES = map(_declared, ("choices", "scores"))
+CHOICES, SCORES = map(declared, ("choices", "scores"))
 
 
 def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSignature:
@@ -134,7 +134,7 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
 
     One that `keeps_sessions` has the shapes of `interactive`; texts get them here.
     """
-    text = _declared("ensemble")
+    text = declared("ensemble")
     text = with_leading_axis(text) if keeps_sessions else text
     options = tuple(
         replace(tensor, reshape=None)
@@ -160,7 +160,7 @@ def text_encoder(model: ModelSignature) -> ModelSignature:
 
 def interactive(model: ModelSignature) -> ModelSignature:
     """Return the signature of an interactive model: every shape gains a leading axis of size 1."""
-    return with_leading_axis(model + _declared("session"))
+    return with_leading_axis(model + declared("session"))
 
 
 def with_leading_axis(model: ModelSignature) -> ModelSignature:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from export_scripts.triton.parameters import PARAMETERS
-from export_scripts.triton.signature import MODEL_SIGNATURES
+from export_scripts.triton.signature import MODEL_SIGNATURES, declared
 from inference.client import main as client
-from inference.pytriton.repository import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.pytriton.server import main as pytriton
 from inference.server.__main__ import main as server
 from tests.conftest import ROOT
@@ -73,5 +72,5 @@ def test_tables_name_existing_things() -> None:
     assert [name for name in MODEL_SIGNATURES if name != "Llama" and name not in types] == []
     nvidia = ("tensor_para_size", "is_half", "int8_mode", "enable_custom_all_reduce", "is_sparse")
     assert [name for name in nvidia if name not in PARAMETERS or f"`{name}`" not in TEXT] == []
-    named = [*NEMO_INPUTS, *NEMO_OUTPUTS]
+    named = [*declared("nemo").inputs, *declared("nemo").outputs]
     assert [tensor.name for tensor in named if f"`{tensor.name}`" not in TEXT] == []

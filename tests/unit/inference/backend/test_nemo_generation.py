@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.triton.signature import declared
 from inference.backend.nemo_generation import NemoDeployModel, NemoModel
 from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
@@ -18,7 +19,6 @@ from inference.decoding.request import parse_request
 from inference.decoding.rows import RequestError
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
-from inference.pytriton.repository import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.ranks.settings import Placement
 from tests.text_requests import infer, text_model
 from tests.tiny_t5_tuning import write_prompts
@@ -55,14 +55,14 @@ def model(engine: Engine, tokenizer: Tokenizer) -> NemoModel:
 def request(prompts: list[str], *, task: str = "text_generation", **options: Any) -> Any:
     """Return a request as the example's client makes it: every option in a column."""
     types = {"INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_}
-    declared = {tensor.name: tensor.dtype for tensor in NEMO_INPUTS}
+    dtypes = {tensor.name: tensor.dtype for tensor in declared("nemo").inputs}
     rows = len(prompts)
     tensors: dict[str, Any] = {
         "tasks": np.array([[task.encode()]] * rows),
         "prompts": np.array([[prompt.encode()] for prompt in prompts]),
     }
     for name, value in options.items():
-        tensors[name] = np.full((rows, 1), value, types[declared[name]])
+        tensors[name] = np.full((rows, 1), value, types[dtypes[name]])
     return tensors
 
 
@@ -72,7 +72,7 @@ def sentences(outputs: dict[str, Any]) -> list[str]:
 
 def test_outputs_are_those_of_the_interface(model: NemoModel) -> None:
     (outputs,) = infer(model, [request(["in the end", "a"], max_length=4, add_BOS=True)])
-    assert list(outputs) == [tensor.name for tensor in NEMO_OUTPUTS]
+    assert list(outputs) == [tensor.name for tensor in declared("nemo").outputs]
     assert outputs["sentences"].shape == (2, 1)
     rows, one, width = outputs["token_ids"].shape
     assert (rows, one) == (2, 1)
