@@ -348,6 +348,8 @@ class Sampling(RequestRecord):
             found["repetition_penalty"] = "must be 1 next to a presence_penalty"
         if self.stream and self.prompt_logprobs is not None:
             found["prompt_logprobs"] = "needs stream=false"
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            found["min_tokens"] = f"must be at most max_tokens, which is {self.max_tokens}"
         return found
 
 

@@ -81,6 +81,7 @@ def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -
         ({"stop_token_ids": ["</s>"]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"min_p": 2}, "min_p"),
+        ({"min_tokens": 17}, "min_tokens"),  # more than the 16 of a completion
         ({"max_tokens": 4.5}, "max_tokens"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
