@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import hypothesis
 import pytest
 
 T = TypeVar("T")
@@ -22,8 +24,26 @@ SHARED = Path(os.environ.get("SLIPWAY_SHARED", _LARGER if _LARGER.is_dir() else 
 SAMPLE_MODEL = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The same examples in every run, on a machine of any speed.
+hypothesis.settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("same")
 # A shell ignores it for what it runs in the background, and every command would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let what a test and its fixtures draw not depend on the tests before them.
+
+    The generator of `random` is left alone: by it, processes choose different ports.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
             assert len(text) < 800
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(
     words=st.lists(
         st.tuples(

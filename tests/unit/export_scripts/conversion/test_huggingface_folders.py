@@ -107,9 +107,7 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
-@settings(
-    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     heads=st.sampled_from([4, 8]),
     half=st.integers(1, 5),

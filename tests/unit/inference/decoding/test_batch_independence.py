@@ -112,7 +112,7 @@ def decode(
     return results
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     requests=st.lists(rows, min_size=2, max_size=6),
     pool=st.booleans(),
@@ -128,7 +128,7 @@ def test_row_decodes_the_same_alone_and_in_company(
         assert alone[number] == together[number]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(request=rows, pool=st.booleans(), seed=st.integers(0, 2**16))
 def test_asking_for_results_on_the_way_changes_nothing(
     request: SequenceRequest, pool: bool, seed: int

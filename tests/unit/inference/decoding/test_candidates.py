@@ -27,7 +27,7 @@ def tied_logits(*shape: int, levels: int, seed: int) -> torch.Tensor:
     return torch.randint(-levels, levels + 1, shape, generator=generator).float() / 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     vocab_size=st.integers(40, 5000),
     width=st.integers(1, 40),

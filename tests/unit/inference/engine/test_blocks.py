@@ -176,4 +176,4 @@ class BlocksOfSlots(RuleBasedStateMachine):
 
 
 TestBlocksOfSlots = BlocksOfSlots.TestCase
-TestBlocksOfSlots.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestBlocksOfSlots.settings = settings(max_examples=30, stateful_step_count=25)

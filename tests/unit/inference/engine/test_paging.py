@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from export_scripts.families.layout.architecture import Rotary
@@ -171,7 +171,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 @given(
     requests=REQUESTS,
     overlap=st.booleans(),

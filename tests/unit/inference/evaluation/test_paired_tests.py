@@ -82,7 +82,7 @@ def tango(losses: int, gains: int, count: int, margin: float) -> float:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SCORES)
 def test_breaches_of_means_are_tested_as_by_student_s_t(scores):
     new, old = (np.array(column) for column in zip(*scores, strict=True))
@@ -152,7 +152,7 @@ def test_as_many_samples_hold_as_are_said_to_be_needed(bounded, most):
         assert (test.high <= 0.5 + 1e-6) is holds
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SCORES, st.floats(0.01, 0.9))
 def test_the_upper_limit_is_where_the_test_turns(scores, margin):
     pairs = Pairs(*(tuple(column) for column in zip(*scores, strict=True)))
