@@ -505,7 +505,7 @@ def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
         wait_for(tmp_path / "out" / "target.pid")
         config = action("cancel", tmp_path, f"run_dir={tmp_path}")
         assert look_after(config, Console()) == 0
-        assert command.wait(30) == 1
+        assert command.wait(120) == 1
     finally:
         if command.poll() is None:
             command.send_signal(signal.SIGINT)

@@ -238,11 +238,17 @@ def test_after_a_step_all_of_it_has_been_reported(
 
 
 def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
-    begun = threading.Event()
+    begun, left = threading.Event(), threading.Event()
+
+    def stay(_step: GenerationStep) -> None:
+        begun.set()
+        left.wait(60)
+
     request = request_of(engine, prompts_of(SLOTS), 60, beam_width=1)
-    future = engine.submit(request, on_step=lambda _step: begun.set())
-    assert begun.wait(10)
+    future = engine.submit(request, on_step=stay)
+    assert begun.wait(60)
     future.cancel()
+    left.set()
     with pytest.raises(CancelledError):
         future.result()
     assert answers(engine, request_of(engine, prompts_of(SLOTS), 3))

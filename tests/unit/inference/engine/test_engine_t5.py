@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -337,15 +338,18 @@ def test_long_rows_pass_the_encoder_in_slices(slicing: Engine, engine: Engine) -
 def test_rows_go_on_decoding_while_another_is_encoded(slicing: Engine) -> None:
     began: list[int] = []
     steps: list[GenerationStep] = []
-    decoding = slicing.submit(
-        request_of(slicing, prompts_of(1), 400, min_length=400), on_step=steps.append
-    )
-    while len(steps) < 5:
-        time.sleep(0.001)
+    comes = threading.Event()
+
+    def note(step: GenerationStep) -> None:
+        steps.append(step)
+        comes.wait(60)
+
+    decoding = slicing.submit(request_of(slicing, prompts_of(1), 400, min_length=400), on_step=note)
     late = slicing.submit(
         request_of(slicing, [[5] * 1500], 2), on_step=lambda _: began.append(len(steps))
     )
     before = len(steps)
+    comes.set()
     late.result()
     # Its two layers are two stages and two steps at least: the other row got tokens meanwhile.
     assert began[0] - before >= 2

@@ -98,7 +98,7 @@ def with_stream(check: Callable[[Calls, Gate], Awaitable[None]]) -> None:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 call = channel.stream_stream(STREAM_CALL)(metadata=(("x-request-id", "mine"),))
                 calls = Calls(context, call)
-                await asyncio.wait_for(check(calls, model), 5)
+                await asyncio.wait_for(check(calls, model), 60)
         finally:
             await server.stop(0)
             workers.close()

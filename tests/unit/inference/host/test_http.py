@@ -74,7 +74,7 @@ def with_server(served: Served, check: Callable[[FrontContext[Any], int], Awaita
         await runner.cleanup()
         workers.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
@@ -124,7 +124,7 @@ def test_the_event_loop_goes_on_while_a_large_answer_is_written() -> None:
             await asyncio.sleep(0.001)
             turns += 1
         assert b" 200 " in answering.result()
-        assert turns > 30
+        assert turns > 10  # 1 where it waits
         writer.transport.abort()
 
     with_server(Served(Large, decoupled=False), check)

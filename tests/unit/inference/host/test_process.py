@@ -66,7 +66,7 @@ def test_questions_are_answered_while_a_request_keeps_the_former_repository(
             await asyncio.sleep(0)
         following.cancel()
 
-    asyncio.run(asyncio.wait_for(run(), timeout=10))
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
     assert events[-1] == (Event.ANSWERED, "1 8 ")
 
 

