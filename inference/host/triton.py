@@ -28,7 +28,7 @@ from inference.host.repository import UnservedError
 from inference.server import supervisor
 from inference.server.installation import find_triton, nvidias_options, server_options
 from inference.server.log import fatal_lines, short_reason
-from inference.server.processes import ServerWatch, model_of
+from inference.server.processes import ServerWatch, descendants, model_of, process_state
 from inference.server.segments import user_prefix
 from inference.system.parent_process import LinkedProcess
 from inference.system.private_folder import PrivateFolder, is_plain, plain_folder
@@ -185,13 +185,19 @@ class TritonRepository:
         while True:
             lost = watch.loss()
             if lost:  # a model's process ends with a server whose own end is reported later
-                await self._ended(_REPORT_S)
+                await self._ended(_REPORT_S if self._runs() else _KILLED_S)
             if (status := self._end()) is not None:
                 lost = f"tritonserver ended with status {status}"
             if lost:
                 self._kill()  # the requests that it held are answered: it is unavailable
                 return self._leave("; ".join(self._reports) or lost)
             await asyncio.sleep(_POLL_S)
+
+    def _runs(self) -> bool:
+        """Return whether more is left of the server than processes of models."""
+        assert self._process is not None
+        left = (pid for pid in descendants(self._process.pid) if model_of(pid) is None)
+        return any(state.letter not in "ZX" for state in map(process_state, left) if state)
 
     async def metrics(self) -> list[str]:
         """Return the lines of the server's own metrics. Raises RejectedError."""
