@@ -17,7 +17,7 @@ from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
-_START_S = 40.0
+_START_S = 120.0
 _JOBS_END_S = 20.0
 # One of these is the controller's port; those of the nodes come _NODE_PORTS above it.
 _BASE_PORTS = range(20000, 29000, 200)

@@ -203,7 +203,7 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(
         command.send_signal(signal.SIGINT)  # the tests that follow use the same folder
         raise
     finally:
-        text = finish(command, timeout_s=30)
+        text = finish(command)
     record = json.loads((folder / "job.json").read_text())
     if by == "file":
         assert command.returncode == 0, text

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -47,13 +48,25 @@ def server(repository: Path, tmp_path: Path) -> Iterator[ModelServer]:
         yield running
 
 
-def texts(port: int, count: int = 4) -> list[str]:
-    """Return the texts of a stream over HTTP."""
+def texts(port: int, count: int = 4, each: Callable[[], object] = lambda: None) -> list[str]:
+    """Return the texts of a stream over HTTP; call `each` with every one."""
     body = json.dumps({**ASKED, "INPUT_1": count, "min_length": count}).encode()
     url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
-    with urllib.request.urlopen(url, data=body, timeout=60) as answer:
-        lines = [line for line in answer if line.startswith(b"data: ")]
-    return [json.loads(line[6:])["OUTPUT_0"] for line in lines]
+    found = []
+    with urllib.request.urlopen(url, data=body, timeout=240) as answer:
+        for line in answer:
+            if line.startswith(b"data: "):
+                found.append(json.loads(line[6:])["OUTPUT_0"])
+                each()
+    return found
+
+
+def held(port: int) -> float:
+    """Return how many sequences the server runs or keeps waiting."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    names = ("slipway_running_sequences{", "slipway_waiting_sequences{")
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -62,7 +75,7 @@ def test_a_lost_or_stopped_process_is_noticed(server: ModelServer, number: int) 
     everything = processes(server)
     assert server.failure() is None
     os.kill(everything[0], number)
-    until(lambda: server.failure() is not None, "the notice", limit_s=15)
+    until(lambda: server.failure() is not None, "the notice")
     said = server.failure() or ""
     assert ("status -9" if number == signal.SIGKILL else "stopped for 1 s") in said
     server.stop(drain_s=0)
@@ -122,7 +135,12 @@ def test_programs_of_others_are_refused_before_anything_loads(
     assert server.poll() is not None
 
 
-def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(repository: Path) -> None:
+def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
+    sample_repository: Callable[..., Path],
+) -> None:
+    # One after the other, so that the last is under way for long enough.
+    one_slot = {"device": "cpu", "max_lanes": "1"}
+    repository = sample_repository(tp_size=1, decoupled=True, parameters=one_slot)
     http_port, grpc, metrics = pick_free_ports("127.0.0.1", 3)
     words = [f"--model-repository={repository}", "--server=slipway", "--drain-s=60"]
     words += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
@@ -140,15 +158,17 @@ def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(repository: Path
 
     try:
         until(lambda: status()[0] == HTTPStatus.OK, "the server")
-        with ThreadPoolExecutor(1) as pool:
-            streamed = pool.submit(texts, http_port, 400)
-            time.sleep(0.5)
+        began, count = threading.Event(), 6
+        with ThreadPoolExecutor(count) as pool:
+            streamed = [pool.submit(texts, http_port, 400, began.set) for _ in range(count)]
+            assert began.wait(START_S)
+            until(lambda: held(metrics) + sum(each.done() for each in streamed) >= count)
             command.send_signal(signal.SIGTERM)
             until(lambda: status()[0] == HTTPStatus.SERVICE_UNAVAILABLE, "the end of readiness")
             url = f"http://127.0.0.1:{http_port}/v2/models/ensemble/generate_stream"
             refused = status(url, json.dumps(ASKED).encode())
             assert refused == (HTTPStatus.SERVICE_UNAVAILABLE, "1")
-            assert len(streamed.result()) == 400
+            assert [len(each.result()) for each in streamed] == [400] * count
         ended = time.monotonic()
         assert command.wait(30) == 0
         assert time.monotonic() - ended < 5  # promised: 1 s

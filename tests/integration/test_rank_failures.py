@@ -27,8 +27,7 @@ from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
 from tests.waiting import lives, until
 
-# A failed rank must be known within this time.
-NOTICE_S = 10.0
+NOTICE_S = 60.0  # of a slow machine; by default a rank may be silent for 7 s
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         assert (engine.healthy() or "").startswith(("rank 1", "a rank"))
         if future is not None:
             with pytest.raises(EngineFailedError, match=message):
-                future.result(1)
+                future.result(NOTICE_S)
         with pytest.raises(EngineFailedError, match=message):
             engine.submit(endless(engine))
         until(lambda: not any(map(lives, workers)), "the end of the workers")

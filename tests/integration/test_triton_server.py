@@ -12,6 +12,7 @@ import textwrap
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,15 @@ def test_stop_lets_running_requests_finish(tmp_path: Path) -> None:
     assert answers == [[[2, 4]]]
 
 
+@pytest.fixture
+def own_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts sockets where no server of another test is the next to start; their paths are short."""
+    with tempfile.TemporaryDirectory(prefix="slk", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.mark.usefixtures("own_place")
 def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
     add_model(tmp_path / "repo", "double", DOUBLE)
     script = f"""

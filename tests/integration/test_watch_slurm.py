@@ -27,7 +27,7 @@ SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 @pytest.mark.soak
 def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
-    tmp_path: Path, slurm_cluster: SlurmCluster, soak: int
+    tmp_path: Path, slurm_cluster: SlurmCluster, soak: int, request: pytest.FixtureRequest
 ) -> None:
     steps = range(30, 30 + 10 * min(soak, 50), 10)
     run, base = tmp_path / "run" / "checkpoints", tmp_path / "results"
@@ -50,10 +50,12 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
             "evaluate.latency.enabled=false", "evaluate.lambada.metrics=[lambada_last_token]",
             "evaluate.gate.lambada_last_token='no drop of more than 1 point at 95 %'",
         ]  # fmt: skip
-        return subprocess.Popen(
+        started = subprocess.Popen(
             command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+        request.addfinalizer(started.kill)
+        return started
 
     def watched() -> dict[int, dict[str, Any]]:
         if not state.exists():

@@ -88,7 +88,7 @@ def test_memory_stays_flat_under_many_clients(server: ModelServer, soak: int) ->
     assert min(counts) > 0
     assert processes(server) == running
     assert resident_bytes(server) - memory < GROWTH_BYTES
-    assert segment_bytes(server) == shared
+    assert segment_bytes(server) - shared < GROWTH_BYTES / 8
 
 
 class Stranger(RuleBasedStateMachine):
