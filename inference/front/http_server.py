@@ -20,6 +20,7 @@ _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 # Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
+_COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
 
 
 async def http_server(
@@ -29,10 +30,25 @@ async def http_server(
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     handler = traced(handler, access.otlp_collector)
     server = BoundServer(handler, most=most_connections())
-    runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
+    runner = _Runner(server, shutdown_timeout=LONGEST_REQUEST_S)
     await runner.setup()
     await web.TCPSite(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
+
+
+class _Runner(web.ServerRunner):
+    """Runs a `BoundServer`."""
+
+    async def cleanup(self) -> None:
+        """End the server; a client that connected just before is answered, not cut off."""
+        await asyncio.sleep(_POLL_S)  # those that wait at the port are let in
+        for site in list(self.sites):
+            await site.stop()
+        for _ in range(round(_COMES_S / _POLL_S)):
+            await asyncio.sleep(_POLL_S)
+            if not (isinstance(self.server, BoundServer) and self.server.has_new):
+                break
+        await super().cleanup()
 
 
 class BoundServer(web.Server):
@@ -56,6 +72,11 @@ class BoundServer(web.Server):
         self._open: set[Any] = set()
         self._new: dict[Any, asyncio.Transport] = {}
         self._idle: dict[Any, asyncio.Transport] = {}
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a connection has not sent its first request yet."""
+        return bool(self._new)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         """Take a connection in (called by aiohttp)."""

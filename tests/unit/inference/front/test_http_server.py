@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
@@ -31,3 +32,23 @@ def test_a_request_that_is_none_of_http_leaves_no_trace_in_the_log(
 
     assert b" 400 " in asyncio.run(send())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool) -> None:
+    async def end() -> bytes:
+        (port,) = pick_free_ports("127.0.0.1", 1)
+        runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        ending = asyncio.ensure_future(runner.cleanup())
+        await asyncio.sleep(0.1)
+        if asks:
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        await ending
+        writer.close()
+        return answer
+
+    began = time.monotonic()
+    assert (b" 200 " in asyncio.run(end())) is asks
+    assert time.monotonic() - began < 30
