@@ -56,8 +56,13 @@ class TritonRepository:
     def __init__(
         self, source: str, options: TritonOptions, *, leave: Callable[[str], None]
     ) -> None:
-        """Take a folder or an address, and call `leave` with the reason once a model is lost."""
+        """Take a folder or an address, and call `leave` with the reason once a model is lost.
+
+        Raises UnservedError for a folder that is none: tritonserver would end half a minute later.
+        """
         self.folder = None if "://" in source else Path(source)
+        if self.folder is not None and not self.folder.is_dir():
+            raise UnservedError([f"{source} is not a folder"])
         self.models: dict[str, HostedModel] = {}
         self._source, self._options, self._leave = source, options, leave
         self._held = contextlib.ExitStack()  # what a start has made, and the end removes

@@ -158,7 +158,7 @@ def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
 
     try:
         until(lambda: status()[0] == HTTPStatus.OK, "the server")
-        began, count = threading.Event(), 6
+        began, count = threading.Event(), 3
         with ThreadPoolExecutor(count) as pool:
             streamed = [pool.submit(texts, http_port, 400, began.set) for _ in range(count)]
             assert began.wait(START_S)

@@ -94,20 +94,20 @@ def test_failing_model_stops_the_start_with_its_own_words(tmp_path: Path) -> Non
 
 def test_start_that_takes_too_long_names_the_loading_models(tmp_path: Path) -> None:
     server = new_server(add_model(tmp_path / "repo", "slow", SLOW_START), tmp_path)
-    with pytest.raises(ServerStartError, match=r"not ready after 15 s:\n  still loading slow"):
-        server.start(timeout_s=15)
+    with pytest.raises(ServerStartError, match=r"not ready after 10 s:\n  still loading slow"):
+        server.start(timeout_s=10)
     assert server.poll() is not None
 
 
 def test_repository_without_models_is_refused(tmp_path: Path) -> None:
     (tmp_path / "repo").mkdir()
     with pytest.raises(ServerStartError, match="holds no model"):
-        new_server(tmp_path / "repo", tmp_path).start(timeout_s=30)
+        new_server(tmp_path / "repo", tmp_path).start(timeout_s=60)
 
 
-def test_missing_repository_ends_the_start_with_the_servers_words(tmp_path: Path) -> None:
-    with pytest.raises(ServerStartError, match=r"failed to stat file .*none"):
-        new_server(tmp_path / "none", tmp_path).start(timeout_s=30)
+def test_missing_repository_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ServerStartError, match=r"none is not a folder"):
+        new_server(tmp_path / "none", tmp_path).start(timeout_s=60)
 
 
 def test_ports_in_use_are_named_with_key_and_holder(tmp_path: Path) -> None:
