@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inference.decoding.candidates import GroupKey
 from inference.decoding.draws import NO_IDS, Penalty, TokenMarks, biases, prompt_ids
 from inference.decoding.processors import LogitRules
 from inference.decoding.rows import PromptResult, SequenceRequest, SequenceResult
@@ -24,10 +23,12 @@ class GrowingAnswer(ABC):
         prompt: The outputs of the prompt.
         error: The reason why no token could be chosen; the answer is finished then.
         rank_chooses: Whether a rank can choose its tokens.
+        needs_norm: Whether a step needs the sum over the vocabulary.
     """
 
     slots = 1
     rank_chooses = False
+    needs_norm = True
 
     def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         self.request, self.options = request, request.options
@@ -49,9 +50,14 @@ class GrowingAnswer(ABC):
     def is_finished(self) -> bool:
         """True when the answer takes no more steps."""
 
+    @property
+    def is_plain(self) -> bool:
+        """True when this step takes the best of the raw logits."""
+        return False
+
     @abstractmethod
-    def group_key(self, device: str) -> GroupKey:
-        """Return what this step's selection needs; widths are rounded so that answers share it."""
+    def width(self, device: str) -> int:
+        """Return how many of the best tokens of each slot a step looks at."""
 
     @abstractmethod
     def rules(self) -> list[LogitRules]:

@@ -8,16 +8,17 @@ its own length.
 
 # Shapes: K beams, m running beams, W candidates of a beam, R tokens asked for
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from inference.decoding.answer import GrowingAnswer
-from inference.decoding.candidates import Candidates, GroupKey
+from inference.decoding.candidates import Candidates
 from inference.decoding.processors import LogitRules, temperature_divisor
 from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResult
-from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import ends_with
 
 # The score that every beam but the first starts from, so that the first step fills all from one.
@@ -46,16 +47,6 @@ def length_divisor(length: int, *, alpha: float) -> float:
     return math.pow(length, max(-most, min(alpha, most)))
 
 
-class Extensions(NamedTuple):
-    """All extensions of a row's beams in one step, best first; each array is (count,)."""
-
-    parents: Array
-    tokens: Array
-    cum_log_probs: Array  # fp64
-    log_probs: Array  # of the new token alone
-    scores: Array
-
-
 class BeamSearch(GrowingAnswer):
     """A decoder-only beam search; beams are kept in the order of their last ranking."""
 
@@ -77,10 +68,10 @@ class BeamSearch(GrowingAnswer):
         """The slots whose logits matter."""
         return [k for k, beam in enumerate(self.beams) if beam.reason is None]
 
-    def group_key(self, device: str) -> GroupKey:
-        """Return what this step's selection needs: twice K extensions of each beam."""
+    def width(self, device: str) -> int:
+        """Return how many extensions of each beam a step looks at: twice K."""
         del device
-        return GroupKey("beam", 2 * self.slots, True)
+        return 2 * self.slots
 
     def rules(self) -> list[LogitRules]:
         """Return what to do to the logits of each running slot in this step."""
@@ -101,21 +92,28 @@ class BeamSearch(GrowingAnswer):
     def advance(self, candidates: Candidates) -> None:
         """Take the step."""
         # All beams of a row share this length: its own cache entries, not the padded ones.
-        best = self._extensions(candidates, length=self.request.context_len + self.generated)
-        self.beams = [self._extended(best, i) for i in range(self.slots)]
-        self.generated += 1
-        self.tokens = tuple(best.tokens[: self.slots].tolist())
-        self.parents = best.parents[: self.slots].tolist()
+        extensions = self._extensions(candidates, self.request.context_len + self.generated)
+        self._go_on(list(itertools.islice(extensions, self.slots)))
 
-    def _extensions(self, candidates: Candidates, *, length: int) -> Extensions:
-        """Rank all extensions; a finished beam has one, by its end id at no cost."""
-        shape = (self.slots, candidates.values.shape[1])
+    def _go_on(self, beams: Sequence[tuple[int, Hypothesis]]) -> None:
+        """Go on from beams, each with the slot of the one that it continues."""
+        self.parents = [parent for parent, _ in beams]
+        self.beams = [beam for _, beam in beams]
+        self.tokens = tuple(beam.tokens[-1] for beam in self.beams)
+        self.generated += 1
+
+    def _extensions(self, candidates: Candidates, length: int) -> Iterator[tuple[int, Hypothesis]]:
+        """Yield all extensions best first, each with the slot of the beam that it continues.
+
+        A finished beam has one, by its end id at no cost, and stays as it is.
+        """
         running = self.running
+        values = candidates.values.astype(np.float64)  # (m, W)
+        shape = (self.slots, values.shape[1])
         log_probs = np.full(shape, -np.inf)  # (K, W)
         tokens = np.full(shape, self.options.end_id)
         log_probs[:, 0] = 0.0
         assert candidates.log_norms is not None
-        values = candidates.values.astype(np.float64)  # (m, W)
         log_probs[running] = values - values[:, :1] - candidates.log_norms[:, None]
         tokens[running] = candidates.ids
         cum = np.array([beam.cum_log_prob for beam in self.beams])[:, None] + log_probs
@@ -123,28 +121,21 @@ class BeamSearch(GrowingAnswer):
         scores = cum / length_divisor(length, alpha=self.options.len_penalty)
         scores = scores + self.options.beam_search_diversity_rate * ranks
         order = np.argsort(-scores, axis=None, kind="stable")  # ties: lower beam, then higher rank
-        columns = (each.ravel()[order] for each in (tokens, cum, log_probs, scores))
-        return Extensions(order // shape[1], *columns)
+        columns = (each.ravel()[order].tolist() for each in (tokens, log_probs, cum, scores))
+        for parent, *numbers in zip((order // shape[1]).tolist(), *columns, strict=True):
+            beam = self.beams[parent]
+            yield parent, beam if beam.reason is not None else self._extended(beam, *numbers)
 
-    def _extended(self, best: Extensions, i: int) -> Hypothesis:
-        """Return a beam with its extension, or a finished one as it is."""
-        parent: Hypothesis = self.beams[best.parents[i]]
-        if parent.reason is not None:
-            return parent
-        token, words = int(best.tokens[i]), self.options.stop_words
-        tokens = (*parent.tokens, token)
+    def _extended(
+        self, beam: Hypothesis, token: int, log_prob: float, cum_log_prob: float, score: float
+    ) -> Hypothesis:
+        tokens, words = (*beam.tokens, token), self.options.stop_words
         reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
         if token in self.options.end_ids:
             reason = "end"
-        elif words and ends_with((*self._newest(parent.tokens), token), words):
+        elif words and ends_with((*self._newest(beam.tokens), token), words):
             reason = "stop"
-        return Hypothesis(
-            tokens=tokens,
-            log_probs=(*parent.log_probs, float(best.log_probs[i])),
-            cum_log_prob=float(best.cum_log_probs[i]),
-            reason=reason,
-            score=float(best.scores[i]),
-        )
+        return Hypothesis(tokens, (*beam.log_probs, log_prob), cum_log_prob, reason, score)
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the beams in their order."""
@@ -181,26 +172,20 @@ class PooledBeamSearch(BeamSearch):
 
     def advance(self, candidates: Candidates) -> None:
         """Take the step."""
-        best = self._extensions(candidates, length=self.generated + 1)
-        kept: list[Hypothesis] = []
-        parents = [0] * self.slots
-        for i, parent in enumerate(best.parents.tolist()):
-            if len(kept) == self.slots:
-                break
-            extended = self._extended(best, i)
+        kept: list[tuple[int, Hypothesis]] = []
+        extensions = self._extensions(candidates, self.generated + 1)
+        for i, (parent, extended) in enumerate(extensions):
             if extended.reason in (None, "length"):
-                parents[len(kept)] = parent
-                kept.append(extended)
+                kept.append((parent, extended))
             elif i < self.slots and not self._offer(extended):
+                break
+            if len(kept) == self.slots:
                 break
         # Fewer than K extensions go on only where the vocabulary is tiny; those slots are dead.
         first, tokens = self.beams[0], (*self.beams[0].tokens, self.options.end_id)
         reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
         dead = Hypothesis(tokens, (*first.log_probs, 0.0), UNSTARTED, reason)
-        self.beams = kept + [dead] * (self.slots - len(kept))
-        self.generated += 1
-        self.tokens = tuple(beam.tokens[-1] for beam in self.beams)
-        self.parents = parents
+        self._go_on(kept + [(0, dead)] * (self.slots - len(kept)))
 
     def _offer(self, hypothesis: Hypothesis) -> bool:
         """Take a hypothesis into the pool; False if it is full of better ones.

@@ -9,7 +9,6 @@ resolve to the lowest id.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,17 +36,6 @@ class Candidates:
         part = slice(start, start + count)
         norms = None if self.log_norms is None else self.log_norms[part]
         return Candidates(self.values[part], self.ids[part], norms, self.logits[part])
-
-
-class GroupKey(NamedTuple):
-    """The settings that answers share whose candidates are selected together.
-
-    A plain one takes the best of the raw logits; the logits of the others are processed first.
-    """
-
-    kind: Literal["plain", "sample", "beam"]
-    width: int
-    needs_norm: bool
 
 
 def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Candidates:

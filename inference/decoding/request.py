@@ -6,10 +6,8 @@ All problems of a request are reported together; each message starts with the te
 # Shapes: B rows, S padded prompt length, W width of a word list
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Constraint
 from inference.decoding.rows import (
@@ -23,7 +21,7 @@ from inference.decoding.rows import (
     RequestError,
     SequenceRequest,
 )
-from inference.decoding.sampling_params import BIAS, BIAS_IDS, read_options
+from inference.decoding.sampling_params import BIAS_IDS, TENSORS, read_options
 from inference.decoding.tensor_fields import Array, TensorFields
 
 STRUCTURE = "structured_output"
@@ -34,19 +32,15 @@ EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_lengths",
     "request_prompt_type",
 )
-
-
-_COMMON = f"""
-    runtime_top_k runtime_top_p beam_search_diversity_rate temperature len_penalty
-    repetition_penalty presence_penalty frequency_penalty {BIAS_IDS} {BIAS} min_length random_seed
-    is_return_log_probs beam_width start_id end_id bad_words_list stop_words_list {TASK_IDS}
-    top_p_decay top_p_min top_p_reset_ids {EMBEDDING} {LENGTHS} ia3_tasks
-    min_p nucleus_include_boundary ignore_eos {STRUCTURE}
-""".split()
-_OF_DECODERS = f"""
-    {TYPE} session_len memory_len is_return_context_cum_log_probs is_return_context_embeddings
-    num_log_probs num_prompt_log_probs
-""".split()
+_COMMON = {*TENSORS, STRUCTURE, TASK_IDS, EMBEDDING, LENGTHS, "ia3_tasks"}
+_OF_DECODERS = {TYPE, "session_len", "memory_len"}
+# Those that an encoder-decoder does not take.
+_OF_PROMPTS = {
+    "is_return_context_cum_log_probs",
+    "is_return_context_embeddings",
+    "num_log_probs",
+    "num_prompt_log_probs",
+}
 
 
 def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> GenerationRequest:
@@ -55,16 +49,66 @@ def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> Generati
     Raises:
         RequestError: with every problem found.
     """
-    return _Parser(tensors, limits).parse()
+    if limits.encoder_decoder:
+        lengths_name, output_name = "sequence_length", "max_output_len"
+        optional = _COMMON - _OF_PROMPTS
+    else:
+        lengths_name, output_name = "input_lengths", "request_output_len"
+        optional = _COMMON | _OF_DECODERS
+    ids, fields = read_batch(tensors, ("input_ids", lengths_name, output_name), optional)
+    width = ids.shape[1]
+    lengths = fields.lengths(lengths_name, width=width, may_be_empty=not limits.encoder_decoder)
+    output_lens = fields.numbers(output_name, default=1, within=(1, math.inf))
+    options, warnings = read_options(fields, start_id=limits.start_id, end_ids=limits.end_ids)
+    prompts, tasks = _read_prompts(fields, limits), fields.ia3_tasks(limits.ia3_num_tasks)
+    stated = {*tensors}
+    if limits.encoder_decoder or width == 0:  # where the model's own is fed
+        stated.add("start_id")
+    rows = []
+    for b, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sent, start = tuple(ids[b, :length].tolist()), (options[b].start_id,)
+        returned = sent
+        if prompt is not None and prompt.kind == P_TUNING:
+            returned = tuple(i for i in sent if i < prompt.start_id)
+        row = SequenceRequest(
+            input_ids=sent or start,
+            output_len=output_lens[b],
+            options=options[b],
+            context_ids=start if limits.encoder_decoder else sent or start,
+            returned_ids=() if limits.encoder_decoder else returned,
+            prompt=prompt,
+            ia3_task=tasks[b],
+        )
+        rows.append(row)
+        fields.problems += unknown_ids(b, sent, limits.vocab_size, prompt)
+        fields.problems += _row_problems(b, row, limits, stated)
+    sizes = {name: fields.common(name) for name in ("session_len", "memory_len")}
+    if width <= 1 and not limits.encoder_decoder and any(prompts):
+        source = EMBEDDING if EMBEDDING in tensors else TASK_IDS
+        fields.problems.append(
+            f"{source}: a virtual prompt needs at least 2 tokens in input_ids, got {width}"
+        )
+    constraints = [] if fields.problems else _constraints(fields, limits, options[0].beam_width)
+    if fields.problems:
+        raise RequestError(fields.problems)
+    return GenerationRequest(
+        rows=tuple(
+            replace(row, constraint=constraint)
+            for row, constraint in zip(rows, constraints, strict=True)
+        ),
+        padded_len=width,
+        encoder_decoder=limits.encoder_decoder,
+        warnings=tuple(warnings),
+        **sizes,
+    )
 
 
 def read_batch(
     tensors: Mapping[str, Array],
     required: Sequence[str],
-    optional: Sequence[str] = (),
+    optional: Collection[str] = (),
     *,
     kinds: str = "iu",
-    expected: str = "integers of shape [B,S]",
     hidden: tuple[int, ...] = (),
 ) -> tuple[Array, TensorFields]:
     """Return the first of the required tensors, (B, S, *hidden), and the fields of all.
@@ -73,261 +117,129 @@ def read_batch(
         RequestError: It is missing, or of another shape or type, or a name is unknown.
     """
     value = tensors.get(required[0])
-    fields = TensorFields(tensors, 1 if value is None or not value.ndim else len(value))
+    fields = TensorFields(tensors, 1 if value is None or not value.ndim else max(len(value), 1))
     fields.check_names(required, optional)
+    value = fields.array(required[0], kinds, (fields.batch, -1, *hidden))
     if value is None:
         raise RequestError(fields.problems)
-    is_batch = value.ndim == 2 + len(hidden) and len(value) and value.shape[2:] == hidden
-    if not is_batch or value.dtype.kind not in kinds:
-        got = f"{value.dtype} {list(value.shape)}"
-        raise RequestError([*fields.problems, f"{required[0]}: expected {expected}, got {got}"])
     return value, fields
 
 
-class _Parser:
-    def __init__(self, tensors: Mapping[str, Array], limits: ModelLimits) -> None:
-        self.limits = limits
-        names, optional = ("input_lengths", "request_output_len"), [*_COMMON, *_OF_DECODERS]
-        if limits.encoder_decoder:
-            names, optional = ("sequence_length", "max_output_len"), _COMMON
-        lengths_name, self.output_len = names
-        ids, self.fields = read_batch(tensors, ("input_ids", *names), optional)
-        self.problems, self.width = self.fields.problems, ids.shape[1]
-        lengths = self.fields.lengths(
-            lengths_name, width=self.width, may_be_empty=not limits.encoder_decoder
+def unknown_ids(
+    b: int, ids: Sequence[int], vocab_size: int, prompt: PromptTable | None = None
+) -> list[str]:
+    """Return the problem of a row's `input_ids` that neither vocabulary nor prompt table has."""
+    real, virtual = range(vocab_size), range(0)
+    if prompt is not None and prompt.kind == P_TUNING:
+        # From the first virtual id on every id is looked up in the table.
+        real = range(min(vocab_size, prompt.start_id))
+        virtual = range(prompt.start_id, prompt.start_id + prompt.length)
+    bad = [t for t, i in enumerate(ids) if i not in real and i not in virtual]
+    if not bad:
+        return []
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    table = f" and virtual ids {virtual.start} to {virtual.stop - 1}" if virtual else ""
+    known = f"vocabulary of size {vocab_size}{table}"
+    return [f"input_ids[{b},{bad[0]}]={ids[bad[0]]} outside {known}{more}"]
+
+
+def _row_problems(
+    b: int, row: SequenceRequest, limits: ModelLimits, stated: Collection[str]
+) -> list[str]:
+    """Return what is wrong with the options of a row; the request has the tensors `stated`."""
+    options, vocab_size = row.options, limits.vocab_size
+    biased = max((token for token, _ in options.logit_bias), default=0)
+    ids = {BIAS_IDS: biased, "start_id": options.start_id, "end_id": options.end_id}
+    problems = [
+        f"{name}[{b}]={token} outside vocabulary of size {vocab_size}"
+        for name, token in ids.items()
+        if name in stated and not 0 <= token < vocab_size
+    ]
+    if options.num_prompt_log_probs and row.prompt is not None:
+        problems.append(
+            f"num_prompt_log_probs[{b}]={options.num_prompt_log_probs}: a prompt with virtual "
+            "tokens is not scored token by token; leave one of them out"
         )
-        rows = zip(ids.astype(np.int64), lengths, strict=True)
-        self.inputs = [tuple(row[:length].tolist()) for row, length in rows]
-        self.output_lens = self.fields.numbers(self.output_len, default=1, within=(1, math.inf))
-        self.options, self.warnings = read_options(
-            self.fields, start_id=limits.start_id, end_ids=limits.end_ids
-        )
-        self.prompts = _read_prompts(self.fields, limits)
-        self.before = [prompt.cached_len if prompt else 0 for prompt in self.prompts]
+    return problems
 
-    def parse(self) -> GenerationRequest:
-        self.problems += [
-            f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
-            "is not scored token by token; leave one of them out"
-            for b, row in enumerate(self.options)
-            if row.num_prompt_log_probs and self.prompts[b] is not None
-        ]
-        ia3_tasks = self.fields.ia3_tasks(self.limits.ia3_num_tasks)
-        session_len, memory_len = self._session()
-        self._check_special_ids()
-        self._check_room()
-        for b, (ids, prompt) in enumerate(zip(self.inputs, self.prompts, strict=True)):
-            self._check_ids(b, ids, prompt)
-        constraints = self._constraints()
-        if self.problems:
-            raise RequestError(self.problems)
-        return GenerationRequest(
-            rows=tuple(
-                replace(self._row(b, task), constraint=constraints[b])
-                for b, task in enumerate(ia3_tasks)
-            ),
-            padded_len=self.width,
-            encoder_decoder=self.limits.encoder_decoder,
-            session_len=session_len,
-            memory_len=memory_len,
-            warnings=tuple(self.warnings),
-        )
 
-    def _session(self) -> tuple[int | None, int | None]:
-        sizes: dict[str, int | None] = {"session_len": None, "memory_len": None}
-        for name in sizes:
-            if name in self.fields.tensors:
-                values = self.fields.numbers(name, default=0)
-                sizes[name] = values[0]
-                if len(set(values)) > 1:
-                    self.problems.append(f"{name} must be identical for all rows of a request")
-        session_len, memory_len = sizes["session_len"], sizes["memory_len"]
-        # An empty prompt is the start id.
-        prompt_len, longest = max(self.width, 1) + max(self.before), max(self.output_lens)
-        if session_len is not None and prompt_len + longest > session_len:
-            self.problems.append(
-                f"session_len: Session size too low ({session_len}): prompt ({prompt_len}) + "
-                f"{self.output_len} ({longest}) must fit"
-            )
-        if memory_len is not None and prompt_len > memory_len:
-            self.problems.append(
-                f"memory_len: Memory size too low ({memory_len}): prompt ({prompt_len}) must fit"
-            )
-        return session_len, memory_len
-
-    def _constraints(self) -> list[Constraint | None]:
-        """Return the form that each row's answer must have; other problems come first."""
-        value, grammars = self.fields.tensors.get(STRUCTURE), self.limits.grammars
-        found: list[Constraint | None] = [None] * self.fields.batch
-        if value is None or self.problems:
-            return found
-        if grammars is None or self.options[0].beam_width > 1:
-            reason = "needs beam_width=1" if grammars else "this model has no tokenizer"
-            self.problems.append(f"{STRUCTURE}: {reason}")
-        elif value.dtype.kind not in "OS" or value.size != len(found):
-            self.problems.append(f"{STRUCTURE}: expected BYTES of shape [{len(found)},1]")
-        elif max(map(len, value.reshape(-1))) > MOST_GRAMMAR_BYTES:
-            self.problems.append(f"{STRUCTURE}: {MOST_GRAMMAR_BYTES} bytes at most")
-        else:
-            for b, text in enumerate(value.reshape(-1)):
-                try:
-                    found[b] = grammars.constraint(bytes(text).decode()) if text else None
-                except ValueError as error:  # noqa: PERF203 - one problem each
-                    self.problems.append(f"{STRUCTURE}[{b}]: {error}")
-        return found
-
-    def _check_special_ids(self) -> None:
-        """Check ids that the request states, and a model's start id where it is fed."""
-        for b, row in enumerate(self.options):
-            largest = max((token for token, _ in row.logit_bias), default=0)
-            if largest >= self.limits.vocab_size:
-                self.problems.append(
-                    f"{BIAS_IDS}[{b}]: {largest} outside vocabulary of size "
-                    f"{self.limits.vocab_size}"
-                )
-        checked = set(self.fields.tensors)
-        if self.limits.encoder_decoder or self.width == 0:
-            checked.add("start_id")
-        for name in ("start_id", "end_id"):
-            for b, row in enumerate(self.options):
-                value = getattr(row, name)
-                if name in checked and not 0 <= value < self.limits.vocab_size:
-                    self.problems.append(
-                        f"{name}[{b}]={value} outside vocabulary of size {self.limits.vocab_size}"
-                    )
-
-    def _check_room(self) -> None:
-        """Check the position table and that a virtual prompt has a context pass to act in."""
-        width, limit = self.width, self.limits.max_pos_seq_len
-        if width <= 1 and not self.limits.encoder_decoder and any(self.prompts):
-            source = EMBEDDING if EMBEDDING in self.fields.tensors else TASK_IDS
-            self.problems.append(
-                f"{source}: a virtual prompt needs at least 2 tokens in input_ids, got {width}"
-            )
-        if limit is None:
-            return
-        if self.limits.encoder_decoder:
-            for name, size in (("input_ids", width), (self.output_len, max(self.output_lens))):
-                if size > limit:
-                    self.problems.append(f"{name}: {size} exceeds max_pos_seq_len ({limit})")
-            return
-        needs = map(sum, zip(self.before, self.output_lens, strict=True))
-        need, b = max((need, b) for b, need in enumerate(needs))
-        if width + need > limit:
-            self.problems.append(
-                f"input_ids: prompt ({width + self.before[b]}) + {self.output_len} "
-                f"({self.output_lens[b]}) exceeds max_pos_seq_len ({limit})"
-            )
-
-    def _check_ids(self, b: int, ids: tuple[int, ...], prompt: PromptTable | None) -> None:
-        vocab_size = self.limits.vocab_size
-        real, virtual = range(vocab_size), range(0)
-        if prompt is not None and prompt.kind == P_TUNING:
-            # From the first virtual id on every id is looked up in the table.
-            real = range(min(vocab_size, prompt.start_id))
-            virtual = range(prompt.start_id, prompt.start_id + prompt.length)
-        bad = [t for t, i in enumerate(ids) if i not in real and i not in virtual]
-        if bad:
-            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            table = f" and virtual ids {virtual.start} to {virtual.stop - 1}" if virtual else ""
-            self.problems.append(
-                f"input_ids[{b},{bad[0]}]={ids[bad[0]]} outside vocabulary of size "
-                f"{vocab_size}{table}{more}"
-            )
-
-    def _row(self, b: int, ia3_task: int | None) -> SequenceRequest:
-        ids, options, prompt = self.inputs[b], self.options[b], self.prompts[b]
-        start = (options.start_id,)
-        returned = ids
-        if prompt is not None and prompt.kind == P_TUNING:
-            returned = tuple(i for i in ids if i < prompt.start_id)
-        return SequenceRequest(
-            input_ids=ids or start,
-            output_len=self.output_lens[b],
-            options=options,
-            context_ids=start if self.limits.encoder_decoder else ids or start,
-            returned_ids=() if self.limits.encoder_decoder else returned,
-            prompt=prompt,
-            ia3_task=ia3_task,
-        )
+def _constraints(
+    fields: TensorFields, limits: ModelLimits, beam_width: int
+) -> list[Constraint | None]:
+    """Return the form that each row's answer must have; problems go to `fields.problems`."""
+    grammars, found = limits.grammars, list[Constraint | None]()
+    texts = fields.array(STRUCTURE, "OS", (fields.batch, 1), (fields.batch,))
+    if texts is None:
+        return [None] * fields.batch
+    if grammars is None or beam_width > 1:
+        reason = "needs beam_width=1" if grammars else "this model has no tokenizer"
+        fields.problems.append(f"{STRUCTURE}: {reason}")
+        return []
+    for b, text in enumerate(texts.reshape(-1).tolist()):
+        try:
+            if len(text) > MOST_GRAMMAR_BYTES:
+                raise ValueError(f"{MOST_GRAMMAR_BYTES} bytes at most")
+            found.append(grammars.constraint(bytes(text).decode()) if text else None)
+        except ValueError as error:  # noqa: PERF203 - one problem each
+            fields.problems.append(f"{STRUCTURE}[{b}]: {error}")
+    return found
 
 
 def _read_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
     """Return the virtual prompt of every row; problems go to `fields.problems`."""
     wanted = (EMBEDDING, LENGTHS) if limits.encoder_decoder else (EMBEDDING, LENGTHS, TYPE)
-    present = [name for name in wanted if name in fields.tensors]
-    if len(present) == len(wanted):
+    missing = [name for name in wanted if name not in fields.tensors]
+    if not missing:
         return _sent_prompts(fields, limits)
-    if present:
-        missing = ", ".join(name for name in wanted if name not in present)
+    if len(missing) < len(wanted):
         fields.problems.append(
-            f"{present[0]}: a prompt in the request needs {', '.join(wanted)}; missing: {missing}"
+            f"a prompt in the request needs {', '.join(wanted)}; missing: {', '.join(missing)}"
         )
-        return [None] * fields.batch
-    if TASK_IDS in fields.tensors:
+    elif TASK_IDS in fields.tensors:
         return _loaded_prompts(fields, limits)
     return [None] * fields.batch
 
 
 def _loaded_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
-    kind = limits.prompt_learning_type
+    kind, lengths, start = (
+        limits.prompt_learning_type, limits.prompt_lengths, limits.virtual_start_id
+    )  # fmt: skip
     if kind not in ((P_TUNING,) if limits.encoder_decoder else (PREFIX_PROMPT, P_TUNING)):
         fields.problems.append(
             f"{TASK_IDS}: this model has no loaded prompts (prompt_learning_type={kind}); "
             "omit the tensor"
         )
         return [None] * fields.batch
-    known = ", ".join(map(str, sorted(limits.prompt_lengths))) or "none"
-    tables: list[PromptTable | None] = []
-    for b, task_id in enumerate(fields.numbers(TASK_IDS, default=0)):
-        length = limits.prompt_lengths.get(task_id)
-        if length is None:
-            fields.problems.append(f"{TASK_IDS}[{b}]={task_id} is unknown; loaded tasks: {known}")
-            tables.append(None)
-        else:
-            tables.append(PromptTable(kind, length, limits.virtual_start_id, task_id=task_id))
-    return tables
+    tasks = fields.numbers(TASK_IDS, default=0)
+    known = ", ".join(map(str, sorted(lengths))) or "none"
+    fields.problems += [
+        f"{TASK_IDS}[{b}]={task} is unknown; loaded tasks: {known}"
+        for b, task in enumerate(tasks)
+        if task not in lengths
+    ]
+    return [
+        PromptTable(kind, lengths[task], start, task_id=task) if task in lengths else None
+        for task in tasks
+    ]
 
 
 def _sent_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
-    embedding = _embedding(fields, limits)
-    lengths = fields.numbers(LENGTHS, default=0)
+    embedding = fields.finite(EMBEDDING, fields.batch, -1, limits.hidden_units)  # (B, P, hidden)
+    most = 0 if embedding is None else embedding.shape[1]
     kinds = [P_TUNING] * fields.batch
     if not limits.encoder_decoder:
         kinds = fields.numbers(TYPE, default=NO_PROMPT)
-    for b, kind in enumerate(kinds if TYPE in fields.tensors else ()):
-        if kind not in (NO_PROMPT, SOFT_PROMPT, P_TUNING):
-            fields.problems.append(f"{TYPE}[{b}]={kind} must be one of 0, 1, 3 for this model")
+    fields.problems += [
+        f"{TYPE}[{b}]={kind} must be one of 0, 1, 3 for this model"
+        for b, kind in enumerate(kinds)
+        if kind not in (NO_PROMPT, SOFT_PROMPT, P_TUNING)
+    ]
     if embedding is None:
         return [None] * fields.batch
-    tables: list[PromptTable | None] = []
-    for b, (kind, length) in enumerate(zip(kinds, lengths, strict=True)):
-        if not 0 <= length <= embedding.shape[1]:
-            fields.problems.append(
-                f"{LENGTHS}[{b}]={length} must be in [0, {embedding.shape[1]}], "
-                f"the second size of {EMBEDDING}"
-            )
-        row = embedding[b, :length]  # (length, hidden)
-        table = PromptTable(kind, length, limits.virtual_start_id, embedding=row)
-        tables.append(None if kind == NO_PROMPT or length <= 0 else table)
-    return tables
-
-
-def _embedding(fields: TensorFields, limits: ModelLimits) -> Array | None:
-    """Return (B, P, hidden) fp32; half and single precision are both accepted."""
-    value = fields.tensors[EMBEDDING]
-    expected = (fields.batch, limits.hidden_units)
-    if value.ndim != 3 or (value.shape[0], value.shape[2]) != expected:
-        fields.problems.append(
-            f"{EMBEDDING}: expected shape [{expected[0]},P,{expected[1]}], got {list(value.shape)}"
-        )
-        return None
-    if value.dtype.kind != "f":
-        fields.problems.append(f"{EMBEDDING}: expected FP16 or FP32, got {value.dtype}")
-        return None
-    with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite
-        value = value.astype(np.float32)
-    if not np.isfinite(value).all():
-        fields.problems.append(f"{EMBEDDING}: holds values that are not finite")
-        return None
-    return value
+    lengths = fields.numbers(LENGTHS, default=0, within=(0, most))
+    return [
+        PromptTable(kind, length, limits.virtual_start_id, embedding=rows[:length])
+        if kind != NO_PROMPT and length > 0
+        else None
+        for kind, length, rows in zip(kinds, lengths, embedding, strict=True)
+    ]

@@ -13,13 +13,10 @@ import torch
 
 from inference.decoding.answer import GrowingAnswer
 from inference.decoding.beam_search import BeamSearch, PooledBeamSearch
-from inference.decoding.candidates import Candidates, GroupKey, select
+from inference.decoding.candidates import Candidates, select
 from inference.decoding.processors import pick_slots, process_logits, token_scores
 from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampling import SampledAnswer, sample
-
-# Answers whose candidates are selected together, and the slots of theirs that still run.
-_Groups = dict[GroupKey, tuple[list[GrowingAnswer], list[int]]]
 
 
 class Sampler:
@@ -60,35 +57,33 @@ class Sampler:
 
         `logits`, (N, V) fp32 or wider, have the slots of the answers in their order; they are kept.
         """
-        for key, (members, slots) in self._groups(answers, logits).items():
-            if key.kind == "plain":
+        # Answers whose candidates are selected together, and the slots of theirs that still run.
+        groups: dict[tuple[bool, int], tuple[list[GrowingAnswer], list[int]]] = {}
+        first = 0
+        for answer in answers:
+            assert not answer.is_finished, "a finished answer takes no steps"
+            members, slots = groups.setdefault((answer.is_plain, answer.slots), ([], []))
+            members.append(answer)
+            slots.extend(first + k for k in answer.running)
+            first += answer.slots
+        shape = list(logits.shape)
+        assert shape[0] == first, f"logits {shape} for {first} slots"
+        assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
+        for (is_plain, beams), (members, slots) in groups.items():
+            if is_plain:
                 x = pick_slots(logits[:, : self.vocab_size], slots)
             else:
                 rules = [rule for answer in members for rule in answer.rules()]
                 x = process_logits(logits, slots=slots, rules=rules, vocab_size=self.vocab_size)
-            width = min(key.width, self.vocab_size)
-            candidates = select(x, width=width, with_norm=key.needs_norm)
-            if key.kind == "beam":
+            width = max(answer.width(logits.device.type) for answer in members)
+            with_norm = not is_plain and any(answer.needs_norm for answer in members)
+            candidates = select(x, width=min(width, self.vocab_size), with_norm=with_norm)
+            if beams > 1:
                 _search(members, candidates)
                 continue
             sampled = [answer for answer in members if isinstance(answer, SampledAnswer)]
             sample(sampled, candidates)
             self._score(sampled, slots, logits)
-
-    def _groups(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> _Groups:
-        groups: _Groups = {}
-        slot = 0
-        for answer in answers:
-            assert not answer.is_finished, "a finished answer takes no steps"
-            key = answer.group_key(logits.device.type)
-            members, running = groups.setdefault(key, ([], []))
-            members.append(answer)
-            running.extend(slot + k for k in answer.running)
-            slot += answer.slots
-        shape = list(logits.shape)
-        assert shape[0] == slot, f"logits {shape} for {slot} slots"
-        assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
-        return groups
 
     def _score(
         self, answers: Sequence[SampledAnswer], slots: Sequence[int], logits: torch.Tensor

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from inference.decoding.answer import GrowingAnswer
-from inference.decoding.candidates import Candidates, GroupKey
+from inference.decoding.candidates import Candidates
 from inference.decoding.draws import ARG_MAX, DrawParameters, TokenMarks, Xorwow
 from inference.decoding.processors import LogitRules, temperature_factor
 from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResult, TokenScore
@@ -24,8 +24,6 @@ from inference.decoding.word_lists import ends_with
 MASS_EPSILON = 1e-6
 # Best tokens that a nucleus row looks at before it considers the whole row.
 NUCLEUS_PREFIX = {"cpu": 128, "cuda": 1024}
-
-_PLAIN = GroupKey("plain", 1, False)
 
 
 class SampledAnswer(GrowingAnswer):
@@ -57,6 +55,7 @@ class SampledAnswer(GrowingAnswer):
         is_scored = o.return_log_probs or o.num_log_probs
         is_free = self._constraint is None
         self._is_nucleus = not o.is_greedy and o.top_k == 0
+        self.needs_norm = self._is_nucleus or o.return_log_probs
         # Whether a step takes the arg-max of the raw logits, a forbidden id aside.
         self._is_plain = o.is_greedy and is_free and not (o.has_marks or is_scored)
         self._factor = 1.0 if self._is_plain else temperature_factor(o.temperature)
@@ -86,16 +85,16 @@ class SampledAnswer(GrowingAnswer):
         """True when the answer takes no more steps."""
         return self.reason is not None or self.error is not None
 
-    def group_key(self, device: str) -> GroupKey:
-        """Return what this step's selection needs; widths are rounded so that answers share it."""
-        o = self.options
-        if self._is_plain and not self._forbidden(self.generated):
-            return _PLAIN
-        if o.is_greedy:
-            return GroupKey("sample", 1, o.return_log_probs)
-        if self._is_nucleus:
-            return GroupKey("sample", NUCLEUS_PREFIX.get(device, 1024), True)
-        return GroupKey("sample", 1 << (o.top_k - 1).bit_length(), o.return_log_probs)
+    @property
+    def is_plain(self) -> bool:
+        """True when this step takes the best of the raw logits."""
+        return self._is_plain and not self._forbidden(self.generated)
+
+    def width(self, device: str) -> int:
+        """Return how many of the best tokens a step looks at."""
+        if self.options.is_greedy:
+            return 1
+        return NUCLEUS_PREFIX.get(device, 1024) if self._is_nucleus else self.options.top_k
 
     def rules(self) -> list[LogitRules]:
         """Return what to do to the answer's logits in this step."""

@@ -7,7 +7,7 @@ TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,36 +15,57 @@ from inference.decoding.tensor_fields import ANY, Range, TensorFields
 from inference.decoding.word_lists import MOST_IDS, Words, read_word_lists
 
 MAX_TOP_K = 1024
-DEFAULT_TOP_P_MIN = 1e-6
+DEFAULT_TOP_P_MIN = float(np.float32(1e-6))
 LEAST_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
 MOST_FREQUENCY_PENALTY = 1e20  # a sum of more, divided by a small temperature, may overflow
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
 _SCORES = ("num_log_probs", "num_prompt_log_probs")
-# The tensors of numbers that are options as they are, with the least and the largest value.
-_RANGES: dict[str, Range] = {
-    "beam_width": (1, MAX_BEAM_WIDTH),
-    "random_seed": ANY,
-    "min_length": (0, math.inf),
-    "len_penalty": ANY,
-    "beam_search_diversity_rate": ANY,
-    "num_log_probs": (0, MAX_LOG_PROBS),
-    "num_prompt_log_probs": (0, MAX_LOG_PROBS),
-    "temperature": (0, math.inf),
-    "repetition_penalty": (LEAST_PENALTY, math.inf),
-    "presence_penalty": ANY,
-    "frequency_penalty": (-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY),
-    "min_p": (0, 1),
-    "top_p_decay": ANY,
-    "top_p_min": ANY,
+
+
+class _Option(NamedTuple):
+    """A parameter that a tensor gives as it is.
+
+    `tensor` is its name, if it is not that of the parameter. `per_row` forbids one value for all.
+    """
+
+    within: Range = ANY
+    tensor: str = ""
+    per_row: bool = False
+
+
+_OPTIONS = {
+    "start_id": _Option(per_row=True),
+    "end_id": _Option(per_row=True),
+    "ignore_eos": _Option(),
+    "beam_width": _Option((1, MAX_BEAM_WIDTH)),
+    "top_k": _Option((0, math.inf), "runtime_top_k"),
+    "top_p": _Option(tensor="runtime_top_p"),
+    "min_p": _Option((0, 1)),
+    "whole_boundary": _Option(tensor="nucleus_include_boundary"),
+    "temperature": _Option((0, math.inf)),
+    "repetition_penalty": _Option((LEAST_PENALTY, math.inf)),
+    "presence_penalty": _Option(),
+    "frequency_penalty": _Option((-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY)),
+    "min_length": _Option((0, math.inf)),
+    "len_penalty": _Option(),
+    "beam_search_diversity_rate": _Option(),
+    "top_p_decay": _Option(per_row=True),
+    "top_p_min": _Option(per_row=True),
+    "top_p_reset_id": _Option(tensor="top_p_reset_ids", per_row=True),
+    "random_seed": _Option(),
+    "return_log_probs": _Option(tensor="is_return_log_probs"),
+    "return_context_cum_log_probs": _Option(tensor="is_return_context_cum_log_probs"),
+    "return_context_embeddings": _Option(tensor="is_return_context_embeddings"),
+    "num_log_probs": _Option((0, MAX_LOG_PROBS)),
+    "num_prompt_log_probs": _Option((0, MAX_LOG_PROBS)),
 }
-_FLAGS = {
-    "ignore_eos": "ignore_eos",
-    "return_log_probs": "is_return_log_probs",
-    "return_context_cum_log_probs": "is_return_context_cum_log_probs",
-    "return_context_embeddings": "is_return_context_embeddings",
-}
+# The tensors that are read here.
+TENSORS = (
+    *(option.tensor or name for name, option in _OPTIONS.items()),
+    *("bad_words_list", "stop_words_list", BIAS_IDS, BIAS),
+)
 
 
 @dataclass(frozen=True)
@@ -135,27 +156,20 @@ def read_options(
     """
     warnings: list[str] = []
     others = () if "end_id" in fields.tensors else tuple(end_ids[1:])
+    defaults = {"start_id": start_id, "end_id": end_ids[0], "top_k": 0, "top_p": 0.0}
     columns: dict[str, list[Any]] = {
-        "start_id": fields.numbers("start_id", default=start_id, per_row=True),
-        "end_id": fields.numbers("end_id", default=end_ids[0], per_row=True),
-        "other_end_ids": [others] * fields.batch,
-        "bad_words": read_word_lists(fields, "bad_words_list", shared=True),
-        "stop_words": read_word_lists(fields, "stop_words_list", shared=False),
-        "logit_bias": _logit_bias(fields),
-        "whole_boundary": _whole_boundary(fields),
-        "top_p_reset_id": fields.numbers("top_p_reset_ids", default=-1, per_row=True),
-        **{name: fields.flags(tensor) for name, tensor in _FLAGS.items()},
-        **_selection_columns(fields, warnings),
+        name: fields.numbers(
+            tensor or name,
+            default=defaults.get(name, getattr(SamplingParams, name, None)),
+            within=within,
+            per_row=per_row,
+        )
+        for name, (within, tensor, per_row) in _OPTIONS.items()
     }
-    for name, within in _RANGES.items():
-        default = getattr(SamplingParams, name)
-        per_row = name in ("top_p_decay", "top_p_min")
-        columns[name] = fields.numbers(name, default=default, within=within, per_row=per_row)
-    columns["random_seed"] = [seed % 2**64 for seed in columns["random_seed"]]
-    columns["top_p_decay"] = [value if 0 < value <= 1 else 1.0 for value in columns["top_p_decay"]]
-    columns["top_p_min"] = [
-        float(np.float32(value)) if 0 < value <= 1 else 0.5 for value in columns["top_p_min"]
-    ]
+    columns["other_end_ids"] = [others] * fields.batch
+    columns["bad_words"] = read_word_lists(fields, "bad_words_list", shared=True)
+    columns["stop_words"] = read_word_lists(fields, "stop_words_list", shared=False)
+    columns["logit_bias"] = _logit_bias(fields)
     if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
         fields.problems.append(
             "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
@@ -168,53 +182,30 @@ def read_options(
             for name in (*_SCORES, "min_p")
             if any(columns[name])
         ]
-    pairs = zip(columns["return_context_cum_log_probs"], columns["return_log_probs"], strict=True)
-    if any(context and not scored for context, scored in pairs):
+    rows = []
+    for b in range(fields.batch):
+        row = {name: values[b] for name, values in columns.items()}
+        row["top_k"], row["top_p"], clamped = normalise_selection(row["top_k"], row["top_p"])
+        row["random_seed"] %= 2**64
+        row["top_p_decay"] = row["top_p_decay"] if 0 < row["top_p_decay"] <= 1 else 1.0
+        row["top_p_min"] = row["top_p_min"] if 0 < row["top_p_min"] <= 1 else 0.5
+        rows.append(SamplingParams(**row))
+        warnings += [f"{text} in row {b}" for text in clamped]
+    if any(row.return_context_cum_log_probs and not row.return_log_probs for row in rows):
         warnings.append("is_return_context_cum_log_probs has no effect without is_return_log_probs")
-    rows = [
-        SamplingParams(**{name: values[b] for name, values in columns.items()})
-        for b in range(fields.batch)
-    ]
     return rows, warnings
-
-
-def _whole_boundary(fields: TensorFields) -> list[bool] | list[None]:
-    name = "nucleus_include_boundary"
-    return fields.flags(name) if name in fields.tensors else [None] * fields.batch
 
 
 def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
     """Return each row's ids with their biases; a negative id pads a row."""
-    nothing: list[tuple[tuple[int, float], ...]] = [()] * fields.batch
-    ids, bias = (fields.tensors.get(name) for name in (BIAS_IDS, BIAS))
-    if ids is None and bias is None:
-        return nothing
-    if ids is None or bias is None:
+    ids = fields.array(BIAS_IDS, "iu", (fields.batch, -1))
+    shape = (fields.batch, -1) if ids is None else ids.shape
+    bias = fields.finite(BIAS, *shape)
+    if (BIAS_IDS in fields.tensors) != (BIAS in fields.tensors):
         fields.problems.append(f"{BIAS_IDS} and {BIAS} belong together; send both")
-        return nothing
-    if ids.ndim != 2 or len(ids) != fields.batch or bias.shape != ids.shape:
-        fields.problems.append(
-            f"{BIAS_IDS}, {BIAS}: expected shape [{fields.batch},W] of both, got "
-            f"{list(ids.shape)} and {list(bias.shape)}"
-        )
-    elif ids.dtype.kind not in "iu" or bias.dtype.kind != "f":
-        fields.problems.append(
-            f"{BIAS_IDS}, {BIAS}: expected INT32 and FP32, got {ids.dtype} and {bias.dtype}"
-        )
-    elif ids.size > MOST_IDS:
+    elif ids is not None and ids.size > MOST_IDS:
         fields.problems.append(f"{BIAS_IDS}: {ids.size} ids; {MOST_IDS} in all rows at most")
-    elif not np.isfinite(bias).all():
-        fields.problems.append(f"{BIAS}: holds values that are not finite")
-    else:
-        rows = zip(ids.tolist(), bias.astype(np.float32).tolist(), strict=True)
+    elif ids is not None and bias is not None:
+        rows = zip(ids.tolist(), bias.tolist(), strict=True)
         return [tuple({i: v for i, v in zip(*row, strict=True) if i >= 0}.items()) for row in rows]
-    return nothing
-
-
-def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:
-    counts = fields.numbers("runtime_top_k", default=0, within=(0, math.inf))
-    masses = fields.numbers("runtime_top_p", default=0.0)
-    rows = [normalise_selection(*row) for row in zip(counts, masses, strict=True)]
-    for b, (_, _, clamped) in enumerate(rows):
-        warnings.extend(f"{text} in row {b}" for text in clamped)
-    return {"top_k": [k for k, _, _ in rows], "top_p": [p for _, p, _ in rows]}
+    return [()] * fields.batch

@@ -10,6 +10,10 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Range = tuple[float, float]  # the least and the largest value
 ANY = -math.inf, math.inf
+# What tensors of numpy's kinds of types hold.
+_CONTENTS = {"iu": "integers", "f": "floating-point values", "fiu": "numbers", "OS": "BYTES"}
+# The kinds that are read as numbers of a type; None stands for a flag that may be missing.
+_KINDS = {int: "iu", float: "fiu"}
 
 
 @dataclass
@@ -20,22 +24,71 @@ class TensorFields:
     batch: int
     problems: list[str] = field(default_factory=list)
 
+    def array(self, name: str, kinds: str, *shapes: tuple[int, ...]) -> Array | None:
+        """Return a tensor of one of the shapes, fp32 where it has floating-point values.
+
+        -1 in a shape stands for any size; the first shape is the usual one. None if the tensor is
+        absent or refused.
+        """
+        value = self.tensors.get(name)
+        if value is None:
+            return None
+        sizes = value.shape
+        fits = any(
+            len(shape) == len(sizes)
+            and all(want in (size, -1) for want, size in zip(shape, sizes, strict=True))
+            for shape in shapes
+        )
+        if value.dtype.kind not in kinds or not fits:
+            content, shape = _CONTENTS.get(kinds, "BOOL"), ",".join(map(str, shapes[0]))
+            got = f"{value.dtype} {list(sizes)}"
+            self.problems.append(f"{name}: expected {content} of shape [{shape}], got {got}")
+            return None
+        if value.dtype.kind != "f":
+            return value
+        with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite
+            return value.astype(np.float32, copy=False)
+
+    def finite(self, name: str, *shape: int) -> Array | None:
+        """Return a tensor of finite fp32 values, None if it is absent or refused."""
+        value = self.array(name, "f", shape)
+        if value is None or np.isfinite(value).all():
+            return value
+        self.problems.append(f"{name}: holds values that are not finite")
+        return None
+
     def numbers(
-        self, name: str, *, default: float, per_row: bool = False, within: Range = ANY
+        self, name: str, *, default: float | None, per_row: bool = False, within: Range = ANY
     ) -> list[Any]:
-        """Return one number per row, of the type of `default`: integers, or finite fp32 values.
+        """Return a number for each row, of the type of `default`: integers, flags, or fp32 values.
 
         `per_row` forbids a single value for all rows.
         """
-        kinds, expected = "iu", "an integer type"
+        shapes: list[tuple[int, ...]] = [(self.batch, 1), (self.batch,)]
+        if not per_row or self.batch == 1:
+            shapes += [(1, 1), (1,), ()]
+        kinds = _KINDS.get(type(default), "b")
+        value = self.array(name, kinds, *shapes)
+        if value is None:
+            return [default] * self.batch
         if isinstance(default, float):
-            kinds, expected = "fiu", "a floating-point type"
-        values = self._values(name, kinds, expected, per_row, within)
-        return values or [default] * self.batch
+            value = value.astype(np.float32)
+        values: list[Any] = value.reshape(-1).tolist()
+        low, high = within
+        wanted = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
+        for b, each in enumerate(values):
+            if not (low <= each <= high and math.isfinite(each)):
+                shown = f"{each:g}" if isinstance(each, float) else each
+                expected = wanted if math.isfinite(each) else "finite"
+                self.problems.append(f"{name}[{b}]={shown} must be {expected}")
+        return values * (self.batch // len(values))
 
-    def flags(self, name: str) -> list[bool]:
-        """Return one boolean per row, False where the tensor is absent."""
-        return self._values(name, "b", "BOOL") or [False] * self.batch
+    def common(self, name: str) -> int | None:
+        """Return the integer that all rows share, None where the tensor is absent."""
+        values = self.numbers(name, default=0)
+        if len(set(values)) > 1:
+            self.problems.append(f"{name} must be identical for all rows of a request")
+        return values[0] if name in self.tensors else None
 
     def check_names(self, required: Sequence[str], optional: Collection[str]) -> None:
         """Note required inputs that are missing, and inputs that the model does not know."""
@@ -62,32 +115,3 @@ class TensorFields:
         if name in self.tensors:
             self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
         return [None] * self.batch
-
-    def _values(
-        self, name: str, kinds: str, expected: str, per_row: bool = False, within: Range = ANY
-    ) -> list[Any] | None:
-        value = self.tensors.get(name)
-        if value is None:
-            return None
-        if value.dtype.kind not in kinds:
-            self.problems.append(f"{name}: expected {expected}, got {value.dtype}")
-            return None
-        # A single row may also come as a bare scalar.
-        sizes = (self.batch,) if per_row else (self.batch, 1)
-        if value.shape[1:] not in ((), (1,)) or value.size not in sizes:
-            shapes = f"[{self.batch},1]" if per_row else f"[{self.batch},1] or [1]"
-            self.problems.append(f"{name}: expected shape {shapes}, got {list(value.shape)}")
-            return None
-        if value.dtype.kind == "f":
-            value = value.astype(np.float32)
-        values: list[Any] = value.reshape(-1).tolist()
-        if kinds == "fiu":
-            values = [float(np.float32(v)) for v in values]
-        low, high = within
-        wanted = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
-        for b, each in enumerate(values):
-            if not (low <= each <= high and math.isfinite(each)):
-                shown = f"{each:g}" if isinstance(each, float) else each
-                expected = wanted if math.isfinite(each) else "finite"
-                self.problems.append(f"{name}[{b}]={shown} must be {expected}")
-        return values * self.batch if len(values) != self.batch else values

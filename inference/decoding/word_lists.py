@@ -17,36 +17,23 @@ Words = tuple[tuple[int, ...], ...]
 
 def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Words]:
     """Return the entries of every row; with `shared`, one (2, W) list may serve all rows."""
-    nothing: list[Words] = [()] * fields.batch
-    value = fields.tensors.get(name)
+    value = fields.array(name, "iu", (fields.batch, 2, -1), *[(2, -1)] * shared)
     if value is None:
-        return nothing
-    is_shared = shared and value.ndim == 2 and value.shape[0] == 2
-    if not is_shared and (value.ndim != 3 or value.shape[:2] != (fields.batch, 2)):
-        other = " or [2,W]" if shared else ""
-        fields.problems.append(
-            f"{name}: expected shape [{fields.batch},2,W]{other}, got {list(value.shape)}"
-        )
-        return nothing
-    if value.dtype.kind not in "iu":
-        fields.problems.append(f"{name}: expected INT32, got {value.dtype}")
-        return nothing
+        return [()] * fields.batch
     width = value.shape[-1]
     if fields.batch * width > MOST_IDS:
         fields.problems.append(
             f"{name}: {width} ids for each of {fields.batch} rows; {MOST_IDS} in all at most"
         )
-        return nothing
-    rows = value[np.newaxis] if is_shared else value  # (1 or B, 2, W)
-    lists = [read_entries(row[0], row[1]) for row in rows.astype(np.int64)]
-    for b, entries in enumerate(lists):
-        if entries is None:
-            fields.problems.append(
-                f"{name}[{b}]: bad offsets {rows[b, 1].tolist()}; they must not decrease nor "
-                f"exceed {rows.shape[2]}"
-            )
-    found = [entries or () for entries in lists]
-    return found * fields.batch if is_shared else found
+        return [()] * fields.batch
+    rows = value.astype(np.int64).reshape(-1, 2, width)  # (1 or B, 2, W)
+    lists = [read_entries(*row) for row in rows]
+    fields.problems += [
+        f"{name}[{b}]: bad offsets {rows[b, 1].tolist()}; they must not decrease nor exceed {width}"
+        for b, entries in enumerate(lists)
+        if entries is None
+    ]
+    return [entries or () for entries in lists] * (fields.batch // len(rows))
 
 
 def read_entries(ids: Array, offsets: Array) -> Words | None:

@@ -16,7 +16,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
-from inference.decoding.rows import GenerationRequest, ModelLimits
+from inference.decoding.rows import GenerationRequest, ModelLimits, SequenceRequest
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
@@ -45,6 +45,7 @@ class Capacity:
     blocks: int = 0
     block_tokens: int = 0
     parts: int = 1  # 2 with an encoder
+    model_len: int | None = None  # most tokens that the model was made for
 
     @property
     def tokens(self) -> int:
@@ -61,53 +62,53 @@ class Capacity:
             "rank"
         )
 
-    def holds_at_once(self, request: GenerationRequest) -> bool:
-        """Return whether all rows of a request can run side by side to their ends."""
-        fit = not self.blocks or self.blocks_of(request) <= self.blocks
-        return fit and request.beam_width * len(request.rows) <= self.slots
-
-    def blocks_of(self, request: GenerationRequest) -> int:
-        """Return the most blocks that all rows of a request hold together."""
-        return sum(most_blocks(request, row, self.block_tokens) for row in request.rows)
-
     def problems_of(self, request: GenerationRequest) -> list[str]:
         """Return the reasons why a request can never run."""
         problems = self._too_long(request)
-        if request.beam_width > self.slots:
-            problems.append(
-                f"beam_width={request.beam_width} exceeds the {self.slots} sequences the cache "
-                "holds; raise max_lanes or kv_cache_bytes"
-            )
-        if self.blocks and request.beam_width > 1:
-            for b, row in enumerate(request.rows):
-                need = most_blocks(request, row, self.block_tokens)
-                if need > self.blocks:
-                    problems.append(
-                        f"beam_width={request.beam_width}: the beams of row {b} need room for "
-                        f"{need * self.block_tokens} cached tokens, the cache holds {self.tokens}; "
-                        "raise kv_cache_bytes"
-                    )
+        if request.beam_width > 1:
+            largest = max(request.rows, key=lambda row: self._blocks_of(request, row))
+            problems += self.room_problems(request, [largest])
         return problems
+
+    def room_problems(
+        self, request: GenerationRequest, rows: Sequence[SequenceRequest]
+    ) -> list[str]:
+        """Return the reasons why rows of a request cannot run side by side to their ends."""
+        about = f"beam_width={request.beam_width}: rows need"
+        problems, sequences = [], len(rows) * request.beam_width
+        if sequences > self.slots:
+            problems.append(
+                f"{about} {sequences} sequences, the cache holds {self.slots}; raise max_lanes or "
+                "kv_cache_bytes"
+            )
+        need = sum(self._blocks_of(request, row) for row in rows) * self.block_tokens
+        if self.blocks and need > self.tokens:
+            problems.append(
+                f"{about} room for {need} cached tokens, the cache holds {self.tokens}; lower "
+                "beam_width or lengths, or raise kv_cache_bytes"
+            )
+        return problems
+
+    def _blocks_of(self, request: GenerationRequest, row: SequenceRequest) -> int:
+        return most_blocks(request, row, self.block_tokens) if self.blocks else 0
 
     def _too_long(self, request: GenerationRequest) -> list[str]:
         problems = []
+        limit = f"exceeds the {self.max_len} tokens that a sequence holds; raise max_seq_len"
+        if self.max_len == self.model_len:
+            limit = f"exceeds max_pos_seq_len ({self.max_len}), which the model was made for"
         for b, row in enumerate(request.rows):
             if request.encoder_decoder:
                 sizes = {"input_ids": len(row.input_ids), "max_output_len": row.output_len}
                 problems += [
-                    f"{name}[{b}]: {size} tokens, a sequence holds {self.max_len}; raise "
-                    "max_seq_len"
+                    f"{name}[{b}]={size} {limit}"
                     for name, size in sizes.items()
                     if size > self.max_len
                 ]
-                continue
-            # The last token is never fed back.
-            need = row.context_len + row.output_len - 1
-            if need > self.max_len:
+            elif request.slot_tokens(row) > self.max_len:  # the last token is never fed back
                 problems.append(
                     f"input_ids[{b}]: prompt ({row.context_len}) + request_output_len "
-                    f"({row.output_len}) needs {need} cached tokens, a sequence holds "
-                    f"{self.max_len}; raise max_seq_len"
+                    f"({row.output_len}) {limit}"
                 )
         return problems
 
@@ -190,6 +191,7 @@ def plan_capacity(
         blocks=blocks if block_tokens else 0,
         block_tokens=block_tokens,
         parts=one_slot.parts,
+        model_len=architecture.max_pos_seq_len,
     )
 
 

@@ -16,7 +16,7 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from inference.decoding.request import read_batch
+from inference.decoding.request import read_batch, unknown_ids
 from inference.decoding.rows import RequestError
 from inference.decoding.tensor_fields import Array
 from inference.engine.queued_request import PlannedStep, QueuedRequest, StepScheduler
@@ -81,11 +81,8 @@ def _parse_states(tensors: Mapping[str, Array], hidden: int) -> EncodingRequest:
         tensors,
         ("input_hidden_state", "sequence_lengths"),
         kinds="f",
-        expected=f"floating-point values of shape [B,S,{hidden}]",
         hidden=(hidden,),
     )
-    with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite, and refused below
-        states = states.astype(np.float32, copy=False)
     lengths = fields.lengths("sequence_lengths", width=states.shape[1])
     if not fields.problems:
         fields.problems += [
@@ -107,15 +104,10 @@ def _parse_ids(
     lengths = fields.lengths("sequence_length", width=ids.shape[1])
     tasks = fields.ia3_tasks(architecture.ia3_num_tasks)
     # Attentions are returned for the whole batch if any row asks.
-    attentions = any(fields.flags("is_return_attentions"))
-    limit, vocab_size = architecture.max_pos_seq_len, architecture.vocab_size
+    attentions = any(fields.numbers("is_return_attentions", default=False))
+    limit = architecture.max_pos_seq_len
     for b, length in enumerate(lengths):
-        bad = [(t, i) for t, i in enumerate(ids[b, :length].tolist()) if not 0 <= i < vocab_size]
-        if bad:
-            t, token = bad[0]
-            fields.problems.append(
-                f"input_ids[{b},{t}]={token} outside vocabulary of size {vocab_size}"
-            )
+        fields.problems += unknown_ids(b, ids[b, :length].tolist(), architecture.vocab_size)
         if limit is not None and length > limit:
             fields.problems.append(f"input_ids[{b}]: {length} exceeds max_pos_seq_len ({limit})")
     if fields.problems:

@@ -121,7 +121,8 @@ class Engine(EngineBase[RunningRequest]):
         running.waiting = [self._make_sequence(running, *each) for each in enumerate(request.rows)]
         running.on_step, running.turn = on_step, turn
         frames_line_up = on_step is not None and len(request.rows) > 1
-        running.lock_step = frames_line_up and self.capacity.holds_at_once(request)
+        if frames_line_up:
+            running.lock_step = not self.capacity.room_problems(request, request.rows)
         try:
             self._queue(running)
         except (EngineBusyError, RequestError):

@@ -81,7 +81,7 @@ class Sessions:
             )
         if turn.starts:
             begun = Session(turn, request.request)
-            _check_room(begun, request)
+            _check_fit(begun, request)
             if session is not None:
                 self.end(session)
             request.session = self._sessions[turn.session_id] = begun
@@ -96,7 +96,7 @@ class Sessions:
                 ]
             )
         else:
-            _check_turn(session, request)
+            _check_fit(session, request)
             session.turn, session.is_busy = turn, True
             _continue(session, request)
 
@@ -140,16 +140,20 @@ def turn_problems(
     """Return the problems of a turn that do not depend on its conversation."""
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
-    return _start_problems(request, capacity, limits) if turn.starts else _next_problems(request)
-
-
-def _start_problems(
-    request: GenerationRequest, capacity: Capacity, limits: ModelLimits
-) -> list[str]:
-    session_len, memory_len = request.session_len, request.memory_len
-    if session_len is None:
+    if turn.starts and request.session_len is None:
         return ["session_len: the START request of a session needs it"]
-    problems = []
+    if turn.starts:
+        return [
+            *_length_problems(request, request.session_len or 0, capacity, limits),
+            *capacity.room_problems(request, request.rows),
+        ]
+    return _next_problems(request)
+
+
+def _length_problems(
+    request: GenerationRequest, session_len: int, capacity: Capacity, limits: ModelLimits
+) -> list[str]:
+    problems, memory_len = [], request.memory_len
     if limits.max_pos_seq_len is not None and session_len > limits.max_pos_seq_len:
         problems.append(
             f"session_len={session_len} exceeds max_pos_seq_len ({limits.max_pos_seq_len})"
@@ -160,21 +164,11 @@ def _start_problems(
             f"{name}={memory_len or session_len} exceeds the {capacity.max_len} tokens that a "
             "sequence holds; lower memory_len or session_len, or raise max_seq_len"
         )
-    slots = len(request.rows) * request.beam_width
-    if slots > capacity.slots:
+    longest = max(row.context_len for row in request.rows)
+    if memory_len is not None and longest > memory_len:
         problems.append(
-            f"input_ids: a session of {len(request.rows)} rows with beam_width="
-            f"{request.beam_width} keeps {slots} sequences, the cache holds {capacity.slots}; "
-            "raise max_lanes or kv_cache_bytes"
+            f"memory_len: Memory size too low ({memory_len}): prompt ({longest}) must fit"
         )
-    if capacity.blocks:
-        need = capacity.blocks_of(request) * capacity.block_tokens
-        if need > capacity.tokens:
-            problems.append(
-                f"session_len={session_len}: the rows and beams of the session need room "
-                f"for {need} cached tokens, the cache holds {capacity.tokens}; lower session_len, "
-                "memory_len or beam_width, or raise kv_cache_bytes"
-            )
     return problems
 
 
@@ -201,7 +195,7 @@ def _next_problems(request: GenerationRequest) -> list[str]:
     return problems
 
 
-def _check_turn(session: Session, request: RunningRequest) -> None:
+def _check_fit(session: Session, request: RunningRequest) -> None:
     """Raise RequestError for a turn of another shape, or one that is too long for its session."""
     asked, start, problems = request.request, session.start, []
     for name, given, kept in (
@@ -214,16 +208,9 @@ def _check_turn(session: Session, request: RunningRequest) -> None:
             rows = " rows" if name == "input_ids" else ""
             begun = "none" if kept is None else f"{kept}{rows}"
             problems.append(f"{name}: the session was started with {begun}, not {given}")
-    if problems:
-        raise RequestError(problems)
-    _check_room(session, request)
-
-
-def _check_room(session: Session, request: RunningRequest) -> None:
-    problems = []
-    for sequence in request.waiting:
-        kept = session.kept.get(sequence.index)
-        history = 0 if kept is None else len(kept.prompt)
+    for sequence in () if problems else request.waiting:
+        kept_one = session.kept.get(sequence.index)
+        history = 0 if kept_one is None else len(kept_one.prompt)
         new, more = sequence.prompt_len, sequence.request.output_len
         if history + new + more > session.session_len:
             problems.append(

@@ -125,7 +125,7 @@ def test_markers_are_not_part_of_the_text(model: TextModel) -> None:
         (request(["a", "b"], [1, 0]), r"request_output_len\[1\]=0 must be in \[1, 47\]"),
         (request(["a"], [POSITIONS]), r"request_output_len\[0\]=48 must be in \[1, 47\]"),
         (request(["a"], [1], beams=0), "beam_width"),
-        (request(["a"], [1], beams=7), "beam_width=7 exceeds the 6 sequences"),
+        (request(["a"], [1], beams=7), "beam_width=7: rows need 7 sequences"),
         (request(["a"], [1, 1]), r"request_output_len: expected shape \[1,1\]"),
         (request(["a"], [1]) | {"beam_width": column([1, 2])}, "beam_width: expected shape"),
         (

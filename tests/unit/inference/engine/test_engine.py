@@ -289,12 +289,12 @@ def test_request_longer_than_a_slot_is_refused(ft_dir: Path) -> None:
     options = EngineOptions(max_seq_len=16)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         assert engine.generate(request_of(engine, [[1] * 10], 7)).rows
-        with pytest.raises(RequestError, match=r"a sequence holds 16; raise max_seq_len"):
+        with pytest.raises(RequestError, match=r"exceeds the 16 tokens that .*; raise max_seq_len"):
             engine.submit(request_of(engine, [[1] * 10], 8))
 
 
 def test_beams_beyond_the_slots_are_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"beam_width=7 exceeds the 6 sequences"):
+    with pytest.raises(RequestError, match=r"beam_width=7: rows need 7 sequences, .* holds 6;"):
         engine.submit(request_of(engine, [[1]], 1, beam_width=7))
 
 
@@ -310,7 +310,7 @@ def test_beams_need_the_blocks_of_their_prompt_once(ft_dir: Path) -> None:
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         # Two blocks of the prompt, and two of each beam's answer.
         assert engine.generate(request_of(engine, [[1] * 8], 9, beam_width=3)).rows
-        message = r"beam_width=4: the beams of row 0 need room for 40 cached tokens, .* holds 32; "
+        message = r"beam_width=4: rows need room for 40 cached tokens, .* holds 32; "
         with pytest.raises(RequestError, match=message):
             engine.submit(request_of(engine, [[1] * 8], 9, beam_width=4))
         assert engine.load().blocks_used == 0

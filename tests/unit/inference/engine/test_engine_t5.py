@@ -285,18 +285,17 @@ def test_unknown_ia3_tasks_are_refused(engine: Engine) -> None:
 
 
 def test_positions_beyond_the_table_are_refused(engine: Engine) -> None:
-    with pytest.raises(
-        RequestError, match=r"max_output_len: 2101 exceeds max_pos_seq_len \(2100\)"
-    ):
-        request_of(engine, prompts_of(1), 2101)
+    message = r"max_output_len\[0\]=2101 exceeds max_pos_seq_len \(2100\)"
+    with pytest.raises(RequestError, match=message):
+        engine.submit(request_of(engine, prompts_of(1), 2101))
 
 
 def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> None:
     engine = Engine(ft_dirs[1], Placement(device="cpu"), options=EngineOptions(max_seq_len=8))
     with pytest.raises(RequestError) as caught:
         engine.submit(request_of(engine, [[5] * 9], 12))
-    assert "input_ids[0]: 9 tokens, a sequence holds 8; raise max_seq_len" in str(caught.value)
-    assert "max_output_len[0]: 12 tokens" in str(caught.value)
+    assert "input_ids[0]=9 exceeds the 8 tokens that a sequence holds" in str(caught.value)
+    assert "max_output_len[0]=12 exceeds the 8 tokens" in str(caught.value)
 
 
 def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs: dict[int, Path]) -> None:

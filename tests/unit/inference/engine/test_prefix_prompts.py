@@ -101,8 +101,8 @@ def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path:
     with Engine(write_prefixes("gpt", tmp_path), Placement(device="cpu")) as engine:
         long = [[1] * 72]
         assert engine.generate(request_of(engine, long, **tasks(0))).rows
-        with pytest.raises(RequestError, match=r"prompt \(75\) .* exceeds max_pos_seq_len \(80\)"):
-            request_of(engine, long, **tasks(1))
+        with pytest.raises(RequestError, match=r"prompt \(76\) .* exceeds max_pos_seq_len \(80\)"):
+            engine.submit(request_of(engine, [[1] * 73], **tasks(1)))
         with pytest.raises(RequestError, match="at least 2 tokens"):
             request_of(engine, [[1]], **tasks(1))
         size = {"session_len": np.array([[40]], np.uint32)}

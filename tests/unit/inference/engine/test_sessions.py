@@ -167,7 +167,7 @@ BAD_TURNS = [
     ([[5]], START, {}, "session_len: the START request of a session needs it"),
     ([[5]], START, {"session_len": 99}, r"session_len=99 exceeds max_pos_seq_len \(80\)"),
     ([[5]], START, {"session_len": 6}, r"session_len: Session size too low \(6\)"),
-    ([[5]] * 5, START, {"session_len": 40, "beam_width": 2}, "keeps 10 sequences, the cache holds"),
+    ([[5]] * 5, START, {"session_len": 40, "beam_width": 2}, "need 10 sequences, the cache holds"),
     ([[5], [6]], NEXT, {}, "input_ids: the session was started with 1 rows, not 2"),
     ([[5]], NEXT, {"beam_width": 2}, "beam_width: the session was started with 1, not 2"),
     ([[5]], NEXT, {"session_len": 60}, "session_len: the session was started with 70, not 60"),
@@ -280,7 +280,9 @@ def test_sessions_that_exceed_the_blocks_are_refused(ft_dir: Path) -> None:
     token_bytes = 2 * 2 * 4 * 6 * 4  # keys and values, layers, heads, head size, fp32
     options = EngineOptions(kv_block_tokens=8, kv_cache_bytes=(10 + 1) * 8 * token_bytes)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
-        with pytest.raises(RequestError, match="need room for 144 cached tokens, the cache holds"):
+        with pytest.raises(
+            RequestError, match="need room for 144 cached tokens, the cache holds"
+        ):
             engine.generate(begin(engine, [[3], [4]]), turn=START)
         engine.generate(begin(engine, [[3]]), turn=START)
         message = "sessions hold 1 of the 10 sequences, and 72 of the 80 tokens, that the cache"
