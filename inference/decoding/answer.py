@@ -1,19 +1,17 @@
 """The growing answer of a sequence, and what each of its steps does to logits."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from inference.decoding.draws import NO_IDS, Penalty, TokenMarks, biases, prompt_ids
-from inference.decoding.processors import LogitRules
-from inference.decoding.rows import PromptResult, SequenceRequest, SequenceResult
+from inference.decoding.rows import PromptResult, SequenceRequest
 from inference.decoding.word_lists import banned_ids
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
 
 
-class GrowingAnswer(ABC):
+class GrowingAnswer:
     """The answer of one sequence, from its first token to its result.
 
     Attributes:
@@ -24,6 +22,7 @@ class GrowingAnswer(ABC):
         error: The reason why no token could be chosen; the answer is finished then.
         rank_chooses: Whether a rank can choose its tokens.
         needs_norm: Whether a step needs the sum over the vocabulary.
+        is_plain: Whether a step takes the best of the raw logits.
     """
 
     slots = 1
@@ -39,33 +38,6 @@ class GrowingAnswer(ABC):
         self._vocab_size = vocab_size
         penalised = request.context_ids if self.options.is_penalised else ()
         self._prompt_ids = prompt_ids(penalised, vocab_size)
-
-    @property
-    @abstractmethod
-    def running(self) -> Sequence[int]:
-        """The slots whose logits matter."""
-
-    @property
-    @abstractmethod
-    def is_finished(self) -> bool:
-        """True when the answer takes no more steps."""
-
-    @property
-    def is_plain(self) -> bool:
-        """True when this step takes the best of the raw logits."""
-        return False
-
-    @abstractmethod
-    def width(self, device: str) -> int:
-        """Return how many of the best tokens of each slot a step looks at."""
-
-    @abstractmethod
-    def rules(self) -> list[LogitRules]:
-        """Return what to do to the logits of each running slot in this step."""
-
-    @abstractmethod
-    def result(self) -> SequenceResult:
-        """Return the answer so far."""
 
     def fail(self) -> None:
         """Finish the answer: its logits are unusable."""
@@ -93,7 +65,7 @@ class GrowingAnswer(ABC):
             bias = np.concatenate((bias, np.full(len(banned), -np.inf, np.float32)))
         return TokenMarks(seen, ids, bias)
 
-    def _forbidden(self, generated: int) -> tuple[int, ...]:
+    def forbidden_ids(self, generated: int) -> tuple[int, ...]:
         """Return the end ids of the vocabulary while the answer is too short to end."""
         if generated >= self.options.min_length:
             return ()

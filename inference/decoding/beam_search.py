@@ -56,7 +56,7 @@ class BeamSearch(GrowingAnswer):
         self.slots = o.beam_width
         self.generated = 0
         self.beams = [Hypothesis(), *[Hypothesis(cum_log_prob=UNSTARTED)] * (self.slots - 1)]
-        self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
+        self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=1)
 
     @property
     def is_finished(self) -> bool:
@@ -68,6 +68,8 @@ class BeamSearch(GrowingAnswer):
         """The slots whose logits matter."""
         return [k for k, beam in enumerate(self.beams) if beam.reason is None]
 
+    is_plain = False
+
     def width(self, device: str) -> int:
         """Return how many extensions of each beam a step looks at: twice K."""
         del device
@@ -76,7 +78,7 @@ class BeamSearch(GrowingAnswer):
     def rules(self) -> list[LogitRules]:
         """Return what to do to the logits of each running slot in this step."""
         divisor = temperature_divisor(self.options.temperature)
-        penalty, forbidden = self.penalty(self.generated), self._forbidden(self.generated)
+        penalty, forbidden = self.penalty(self.generated), self.forbidden_ids(self.generated)
         rules = []
         for tokens in (self.beams[k].tokens for k in self.running):
             marks = self._marks(tokens, self._newest(tokens))
@@ -85,8 +87,6 @@ class BeamSearch(GrowingAnswer):
 
     def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the last tokens of an answer, prompt included: as many as a word list can see."""
-        if not self._tail:
-            return ()
         return self.request.context_ids[-self._tail :] + tokens[-self._tail :]
 
     def advance(self, candidates: Candidates) -> None:

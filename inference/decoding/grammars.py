@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any
 
@@ -118,7 +118,7 @@ class Grammars:
         self._texts, self._size = texts, vocab_size
         self._end_ids = [token for token in end_ids if 0 <= token < vocab_size]
         self._lock = Lock()
-        self._matchers: dict[str, Any] = {}  # the newest
+        self._matcher = lru_cache(_MOST_KEPT)(self._compile)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -149,18 +149,14 @@ class Grammars:
             matcher = self._matcher(structure).deep_copy()
         return Constraint(matcher, self._size, self._threads)
 
-    def _matcher(self, structure: str) -> Any:
+    def _compile(self, structure: str) -> Any:
         """Return the matcher of a structure, which stays as it is."""
-        if structure not in self._matchers:
-            value = json.loads(structure)
-            if not isinstance(value, dict):
-                raise ValueError("expected an object of JSON")
-            if not self._end_ids:
-                raise ValueError("the model has no end token in its vocabulary")
-            matcher = _library().LLMatcher(self._tokenizer, compiled(value))
-            if matcher.is_error():
-                raise ValueError(str(matcher.get_error())[:400])
-            self._matchers[structure] = matcher
-            if len(self._matchers) > _MOST_KEPT:
-                del self._matchers[next(iter(self._matchers))]
-        return self._matchers[structure]
+        value = json.loads(structure)
+        if not isinstance(value, dict):
+            raise ValueError("expected an object of JSON")
+        if not self._end_ids:
+            raise ValueError("the model has no end token in its vocabulary")
+        matcher = _library().LLMatcher(self._tokenizer, compiled(value))
+        if matcher.is_error():
+            raise ValueError(str(matcher.get_error())[:400])
+        return matcher

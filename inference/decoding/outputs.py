@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +25,8 @@ def assemble_outputs(
     counts the row's own prompt, not the padded one.
     """
     shown = [_NOT_STARTED if result is None else result for result in results]
-    if request.encoder_decoder:
-        tensors = _answer_tensors(request, shown)
-    else:
-        tensors = _continuation_tensors(request, shown, strict_lengths)
     return (
-        tensors
+        _token_tensors(request, shown, strict_lengths)
         | _log_prob_tensors(request, shown)
         | _score_tensors(request, shown)
         | _embedding_tensors(request, shown)
@@ -46,19 +43,29 @@ def prompt_columns(request: GenerationRequest) -> int:
     return request.padded_len
 
 
-def _continuation_tensors(
+def _token_tensors(
     request: GenerationRequest, results: Sequence[SequenceResult], strict_lengths: bool
 ) -> dict[str, Array]:
-    """Prompt and answer without a gap, then end ids to the full width."""
-    columns, longest = prompt_columns(request), request.max_output_len
+    """Prompt and answer without a gap, then end ids to the full width.
+
+    An encoder-decoder returns answers alone. In sampling, end ids fill a row up to the longest
+    answer, then zeros; in beam search zeros do.
+    """
+    columns = prompt_columns(request)
+    dtype: Any = np.int32 if request.encoder_decoder else np.uint32
+    filled = width = columns + request.max_output_len
+    if request.encoder_decoder:
+        columns, width = 0, request.max_output_len
+        lengths_found = [len(tokens) for result in results for tokens in result.output_ids]
+        filled = max(lengths_found, default=0) if request.beam_width == 1 else 0
     shape = (len(request.rows), request.beam_width)
-    output_ids = np.empty((*shape, columns + longest), np.uint32)  # (B, K, P+R)
-    lengths = np.empty(shape, np.uint32)
+    output_ids = np.zeros((*shape, width), dtype)  # (B, K, P+R)
+    lengths = np.empty(shape, dtype)
     input_lengths = np.empty(shape, np.int32)
     is_finished = np.zeros(shape, np.bool_)
     for b, (row, result) in enumerate(zip(request.rows, results, strict=True)):
         prompt_len = len(row.returned_ids)
-        output_ids[b] = row.options.end_id
+        output_ids[b, :, :filled] = row.options.end_id
         output_ids[b, :, :prompt_len] = row.returned_ids
         input_lengths[b] = prompt_len
         lengths[b] = prompt_len if strict_lengths else columns
@@ -66,31 +73,12 @@ def _continuation_tensors(
             output_ids[b, k, prompt_len : prompt_len + len(tokens)] = tokens
             lengths[b, k] += len(tokens)
             # By its own end, if only its own limit, and not by that of the request.
-            ends = ("end", "stop", "length") if row.output_len < longest else ("end", "stop")
-            is_finished[b, k] = result.finish_reasons[k] in ends
-    return {
-        "output_ids": output_ids,
-        "sequence_length": lengths,
-        "response_input_lengths": input_lengths,
-        "is_finished": is_finished,
-    }
-
-
-def _answer_tensors(
-    request: GenerationRequest, results: Sequence[SequenceResult]
-) -> dict[str, Array]:
-    """Answers alone. In sampling, end ids fill a row up to the longest answer, then zeros."""
-    shape = (len(request.rows), request.beam_width)
-    output_ids = np.zeros((*shape, request.max_output_len), np.int32)  # (B, K, R)
-    lengths = np.zeros(shape, np.int32)
-    longest = max((len(tokens) for result in results for tokens in result.output_ids), default=0)
-    for b, (row, result) in enumerate(zip(request.rows, results, strict=True)):
-        if request.beam_width == 1:
-            output_ids[b, :, :longest] = row.options.end_id
-        for k, tokens in enumerate(result.output_ids):
-            output_ids[b, k, : len(tokens)] = tokens
-            lengths[b, k] = len(tokens)
-    return {"output_ids": output_ids, "sequence_length": lengths}
+            reason, is_longest = result.finish_reasons[k], row.output_len == request.max_output_len
+            is_finished[b, k] = reason is not None and not (reason == "length" and is_longest)
+    tensors: dict[str, Array] = {"output_ids": output_ids, "sequence_length": lengths}
+    if not request.encoder_decoder:
+        tensors |= {"response_input_lengths": input_lengths, "is_finished": is_finished}
+    return tensors
 
 
 def _log_prob_tensors(

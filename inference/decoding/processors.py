@@ -19,9 +19,6 @@ from inference.decoding.tensor_fields import Array
 # Rows start at vector boundaries, so a softmax adds up every row in the same order.
 ALIGNMENT = 64
 LOWEST = torch.finfo(torch.float32).min
-# The upper bounds of the logits of the eight tokens of each byte of a mask, lowest bit first.
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BOUNDS = torch.from_numpy(np.where(_BITS, np.inf, -np.inf).astype(np.float32))  # (256, 8)
 _TEMPERATURE_EPSILON = np.float32(1e-6)
 
 
@@ -126,14 +123,10 @@ def _apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
 
 def _apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     """Exclude the tokens that the mask of a row does not have."""
-    masked = [(i, rule.mask) for i, rule in enumerate(rules) if rule.mask is not None]
-    if not masked:
-        return
-    rows, masks = zip(*masked, strict=True)
-    places = _to(x, np.stack(masks).astype(np.int32)).view(-1)
-    bounds = _BOUNDS.to(x.device).index_select(0, places).view(len(rows), -1)  # (count, X or less)
-    for row, bound in zip(rows, bounds, strict=True):
-        x[row, : len(bound)].clamp_(max=bound)
+    for row, rule in zip(x, rules, strict=True):
+        if rule.mask is not None:
+            excluded = np.unpackbits(~rule.mask, bitorder="little").view(np.bool_)  # (X or less,)
+            row[: len(excluded)].masked_fill_(_to(x, excluded), -torch.inf)
 
 
 def _apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:

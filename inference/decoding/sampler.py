@@ -11,12 +11,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from inference.decoding.answer import GrowingAnswer
 from inference.decoding.beam_search import BeamSearch, PooledBeamSearch
 from inference.decoding.candidates import Candidates, select
 from inference.decoding.processors import pick_slots, process_logits, token_scores
 from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampling import SampledAnswer, sample
+
+# The answer of a sequence: one hypothesis that grows, or the beams of a search.
+Answer = SampledAnswer | BeamSearch
 
 
 class Sampler:
@@ -40,7 +42,7 @@ class Sampler:
         self._full_log_probs = output_log_probs_mode == "full"
         self._include_boundary = nucleus_include_boundary
 
-    def begin(self, request: SequenceRequest) -> GrowingAnswer:
+    def begin(self, request: SequenceRequest) -> Answer:
         """Return an answer without tokens."""
         if request.options.beam_width > 1:
             return self._beam_search(request, vocab_size=self.vocab_size)
@@ -52,13 +54,13 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def step(self, answers: Sequence[GrowingAnswer], logits: torch.Tensor) -> None:
+    def step(self, answers: Sequence[Answer], logits: torch.Tensor) -> None:
         """Choose the next token of every slot of the given answers, none of which has finished.
 
         `logits`, (N, V) fp32 or wider, have the slots of the answers in their order; they are kept.
         """
         # Answers whose candidates are selected together, and the slots of theirs that still run.
-        groups: dict[tuple[bool, int], tuple[list[GrowingAnswer], list[int]]] = {}
+        groups: dict[tuple[bool, int], tuple[list[Answer], list[int]]] = {}
         first = 0
         for answer in answers:
             assert not answer.is_finished, "a finished answer takes no steps"
@@ -107,7 +109,7 @@ class Sampler:
             answer.scores.append(score)
 
 
-def _search(members: Sequence[GrowingAnswer], candidates: Candidates) -> None:
+def _search(members: Sequence[Answer], candidates: Candidates) -> None:
     start = 0
     for answer in members:
         own = candidates.rows(start, len(answer.running))

@@ -88,7 +88,7 @@ class SampledAnswer(GrowingAnswer):
     @property
     def is_plain(self) -> bool:
         """True when this step takes the best of the raw logits."""
-        return self._is_plain and not self._forbidden(self.generated)
+        return self._is_plain and not self.forbidden_ids(self.generated)
 
     def width(self, device: str) -> int:
         """Return how many of the best tokens a step looks at."""
@@ -102,7 +102,7 @@ class SampledAnswer(GrowingAnswer):
             self._factor,
             penalty=self.penalty(self.generated),
             marks=self.marks(),
-            forbidden_ids=self._forbidden(self.generated),
+            forbidden_ids=self.forbidden_ids(self.generated),
             min_p=self.options.min_p,
             mask=None if self._constraint is None else self._constraint.mask(),
         )

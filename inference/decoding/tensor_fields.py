@@ -10,9 +10,9 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Range = tuple[float, float]  # the least and the largest value
 ANY = -math.inf, math.inf
-# What tensors of numpy's kinds of types hold.
+# The contents of a tensor by numpy's kinds of types.
 _CONTENTS = {"iu": "integers", "f": "floating-point values", "fiu": "numbers", "OS": "BYTES"}
-# The kinds that are read as numbers of a type; None stands for a flag that may be missing.
+# The kinds that are read as numbers of a type; others are flags.
 _KINDS = {int: "iu", float: "fiu"}
 
 

@@ -58,24 +58,15 @@ def read_entries(ids: Array, offsets: Array) -> Words | None:
 
 def ends_with(history: Sequence[int], words: Words) -> bool:
     """True when the newest tokens of `history` equal one of `words`."""
-    if not words or not history:
-        return False
-    last, size = history[-1], len(history)
-    for word in words:
-        n = len(word)
-        if word[-1] == last and n <= size and tuple(history[-n:]) == word:
-            return True
-    return False
+    last = history[-1] if history else None
+    return any(word[-1] == last and tuple(history[-len(word) :]) == word for word in words)
 
 
 def banned_ids(history: Sequence[int], words: Words, vocab_size: int) -> list[int]:
     """Return the ids that would complete one of `words`; id 0 can never be banned."""
-    banned = []
-    for word in words:
-        prefix, last = word[:-1], word[-1]
-        if not 0 < last < vocab_size:
-            continue
-        n = len(prefix)
-        if n == 0 or (n <= len(history) and tuple(history[-n:]) == prefix):
-            banned.append(last)
-    return banned
+    size = len(history)
+    return [
+        word[-1]
+        for word in words
+        if 0 < word[-1] < vocab_size and tuple(history[size + 1 - len(word) :]) == word[:-1]
+    ]

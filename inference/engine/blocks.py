@@ -7,23 +7,14 @@ grows, from those that were reserved for it if it may not be preempted.
 import hashlib
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from inference.decoding.rows import GenerationRequest, SequenceRequest
 from inference.model.kv_cache import Move, TableEntry
-
-
-@dataclass(eq=False)
-class _Reservation:
-    """Blocks of slots that fork from each other: the most that they need, and those they hold."""
-
-    slots: Sequence[int]
-    most: int
-    users: Counter[int]  # block -> how many of the slots hold it
 
 
 class BlockPool:
@@ -35,27 +26,34 @@ class BlockPool:
 
     Attributes:
         total: Number of blocks; None where every slot has its own block.
-        reserved: Blocks that were reserved, whether slots hold them yet or not.
     """
 
     def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
         self.total = blocks
         self.block_tokens = block_tokens
-        self.reserved = 0
         # Blocks without a user, in the order in which they are taken.
         self._free = OrderedDict.fromkeys(range(blocks or 0))
         self._users = [0] * (blocks or 0)
         self._held: dict[int, list[int]] = {}
-        self._reservations: dict[int, _Reservation] = {}  # of slots
-        self._promised = 0  # blocks that are reserved, and not held yet
+        # The most blocks that slots need together which fork from each other.
+        self._reservations: dict[tuple[int, ...], int] = {}
         self._entries: dict[tuple[int, int], int] = {}
         self._registered: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}  # block -> that of its prefix
 
     @property
+    def reserved(self) -> int:
+        """Number of blocks that are reserved, whether slots hold them yet or not."""
+        return sum([*self._reservations.values()])
+
+    @property
     def free(self) -> int:
-        """Number of blocks that are neither held nor reserved."""
-        return len(self._free) - self._promised
+        """Number of blocks that are neither held nor reserved; may be read by any thread."""
+        promised = 0
+        for slots, most in [*self._reservations.items()]:
+            blocks = [self._held.get(slot, ()) for slot in slots]
+            promised += most - (len(blocks[0]) if len(blocks) == 1 else len({*chain(*blocks)}))
+        return len(self._free) - promised
 
     def count(self, tokens: int) -> int:
         """Return the number of blocks that hold a number of tokens."""
@@ -66,10 +64,10 @@ class BlockPool:
 
         The blocks must be free, or reserved for the slot.
         """
-        for _ in range(len(self._held.get(slot, ())), self.count(tokens)):
+        for nth in range(len(self._held.get(slot, ())), self.count(tokens)):
             block = next(iter(self._free))
             self._forget(block)
-            self._take(slot, block)
+            self._put(slot, nth, block)
         return len(self._held.get(slot, ())) * self.block_tokens
 
     def used(self, hashes: Sequence[bytes]) -> int:
@@ -91,9 +89,7 @@ class BlockPool:
             block = self._registered.get(prefix)
             if block is None:
                 break
-            self._drop(slot, held[nth : nth + 1])
-            self._hold(slot, nth, block)
-            held[nth : nth + 1] = [block]
+            self._put(slot, nth, block)
             shared += 1
         if shared:  # ranks drop what lies beyond a slot's newest entries
             self._entries[slot, len(held) - 1] = held[-1]
@@ -109,11 +105,7 @@ class BlockPool:
 
     def reserve(self, slots: Sequence[int], most: int) -> None:
         """Reserve the most blocks that slots need together; those they hold already count."""
-        users = Counter(block for slot in slots for block in self._held.get(slot, ()))
-        reservation = _Reservation(slots, most, users)
-        self._reservations.update(dict.fromkeys(slots, reservation))
-        self.reserved += most
-        self._promised += most - len(users)
+        self._reservations[tuple(slots)] = most
         assert self.free >= 0, "more blocks are reserved than are free"
 
     def fork(self, sources: dict[int, int], tokens: int) -> list[Move]:
@@ -126,19 +118,17 @@ class BlockPool:
         """
         start = tokens - tokens % self.block_tokens
         copies = _copies(sources) if start < tokens else {}
-        slots = self._reservations[next(iter(sources))].slots
-        before = {slot: self._held.get(slot, []) for slot in slots}
-        left = {}
+        any_slot = next(iter(sources))
+        slots = next(slots for slots in self._reservations if any_slot in slots)
+        before = {slot: [*self._held.setdefault(slot, [])] for slot in slots}
         for slot, held in before.items():
             blocks = before[sources[slot]] if slot in sources else []
             blocks = blocks[: self.count(start if slot in copies else tokens)]
-            pairs = zip(held, blocks, strict=False)
-            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self._held[slot], left[slot] = held[:common], held[common:]
-            for block in blocks[common:]:
-                self._take(slot, block)
-        for slot, blocks in left.items():
-            self._drop(slot, blocks)
+            for nth, block in enumerate(blocks):
+                if held[nth : nth + 1] != [block]:
+                    self._put(slot, nth, block)
+            self._drop(held[len(blocks) :])
+            del self._held[slot][len(blocks) :]
         for slot in sources:
             self.extend(slot, tokens + 1)
         return [(source, slot, start, tokens) for slot, source in copies.items()]
@@ -151,10 +141,8 @@ class BlockPool:
         Slots of one reservation are released together. Returns the tokens that no slot holds any
         more as runs: a slot, and the run's first token and its end.
         """
-        ended = {self._reservations.pop(slot) for slot in slots if slot in self._reservations}
-        for reservation in ended:
-            self.reserved -= reservation.most
-            self._promised -= reservation.most - len(reservation.users)
+        for reserved in [each for each in self._reservations if each[0] in slots]:
+            del self._reservations[reserved]
         own: list[tuple[int, int, float]] = []
         for slot in slots:
             held = self._held.pop(slot, [])
@@ -168,7 +156,7 @@ class BlockPool:
                 first = stop
             for block in held if forget else ():
                 self._forget(block)
-            self._drop(slot, held)
+            self._drop(held)
         self._entries = {cell: b for cell, b in self._entries.items() if cell[0] not in slots}
         return own
 
@@ -178,31 +166,21 @@ class BlockPool:
         self._entries.clear()
         return entries
 
-    def _take(self, slot: int, block: int) -> None:
+    def _put(self, slot: int, nth: int, block: int) -> None:
+        """Put a block at a place of a slot, and drop the one that was there."""
         held = self._held.setdefault(slot, [])
-        self._hold(slot, len(held), block)
-        held.append(block)
-
-    def _hold(self, slot: int, nth: int, block: int) -> None:
         self._free.pop(block, None)
         self._users[block] += 1
-        if (reservation := self._reservations.get(slot)) is not None:
-            reservation.users[block] += 1
-            self._promised -= reservation.users[block] == 1
+        self._drop(held[nth : nth + 1])
+        held[nth : nth + 1] = [block]
         self._entries[slot, nth] = block
 
-    def _drop(self, slot: int, blocks: Sequence[int]) -> None:
-        reservation = self._reservations.get(slot)
+    def _drop(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):  # a prefix is more useful than the blocks after it
             self._users[block] -= 1
             if not self._users[block]:
                 self._free[block] = None
                 self._free.move_to_end(block, last=block in self._hashes)
-            if reservation is not None:
-                reservation.users[block] -= 1
-                if not reservation.users[block]:
-                    del reservation.users[block]
-                    self._promised += 1
 
     def _forget(self, block: int) -> None:
         prefix = self._hashes.pop(block, None)

@@ -155,12 +155,7 @@ class RunningEncoding(QueuedRequest):
 class PlannedEncoding(PlannedStep[RunningEncoding]):
     """A step, and the rows it takes: their requests and their indices there."""
 
-    work: tuple[tuple[RunningEncoding, int], ...]
-
-    @property
-    def owners(self) -> list[RunningEncoding]:
-        """Requests with rows in this step, each once."""
-        return list(dict.fromkeys(owner for owner, _ in self.work))
+    work: Sequence[tuple[RunningEncoding, int]]
 
 
 class EncodingScheduler(StepScheduler[RunningEncoding]):
@@ -196,7 +191,8 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
         if states:
             joined = _host_room((plan.embedding_rows, states[0].shape[1]), pinned=self._on_gpu)
             np.concatenate(states, out=joined.numpy())
-        return PlannedEncoding(plan, joined, overlaps=False, work=tuple(work))
+        owners = list(dict.fromkeys(owner for owner, _ in work))
+        return PlannedEncoding(plan, joined, overlaps=False, owners=owners, work=work)
 
     def _take(self, *, attentions: bool) -> list[tuple[RunningEncoding, int]]:
         """Take rows until a step is full; at least one."""

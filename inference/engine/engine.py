@@ -117,9 +117,8 @@ class Engine(EngineBase[RunningRequest]):
             self.end_refused(turn)
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
-        running = RunningRequest(request, future)
+        running = RunningRequest(request, future, on_step=on_step, turn=turn)
         running.waiting = [self._make_sequence(running, *each) for each in enumerate(request.rows)]
-        running.on_step, running.turn = on_step, turn
         frames_line_up = on_step is not None and len(request.rows) > 1
         if frames_line_up:
             running.lock_step = not self.capacity.room_problems(request, request.rows)
@@ -135,8 +134,8 @@ class Engine(EngineBase[RunningRequest]):
         if turn is None or not turn.ends:
             return
         # A turn without rows ends its session. It is queued, as the session's START may still be.
-        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future())
-        nothing.turn = SessionTurn(turn.session_id, ends=True)
+        last = SessionTurn(turn.session_id, ends=True)
+        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future(), turn=last)
         with suppress(EngineFailedError):  # a failed engine has no sessions
             self._queue(nothing)
 

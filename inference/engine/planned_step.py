@@ -50,15 +50,9 @@ class EncoderWork:
 class GeneratingStep(PlannedStep[RunningRequest]):
     """A step, and the sequences it works for."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     prompt_tokens: int
     encoding: EncoderWork
-
-    @property
-    def owners(self) -> list[RunningRequest]:
-        """Requests with work in this step, each once."""
-        sequences = [*self.encoding.sequences, *(chunk.sequence for chunk in self.chunks)]
-        return list(dict.fromkeys(sequence.owner for sequence in sequences))
 
 
 def lay_out(
@@ -122,7 +116,9 @@ def lay_out(
     prompt_tokens = sum(len(chunk.ids) for chunk in prompts) + encoding.tokens
     # The next step depends on what the host reads.
     overlaps = not (plan.with_logits or plan.pool)
-    return GeneratingStep(plan, embeddings, overlaps, tuple(chunks), prompt_tokens, encoding)
+    sequences = [*encoding.sequences, *(chunk.sequence for chunk in chunks)]
+    owners = list(dict.fromkeys(sequence.owner for sequence in sequences))
+    return GeneratingStep(plan, embeddings, overlaps, owners, chunks, prompt_tokens, encoding)
 
 
 def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -138,10 +134,10 @@ def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:
         choices += [(-1, -1)] * unread
         draws += [ARG_MAX] * unread
         if chooses:
-            is_short = sequence.produced < sequence.min_length
-            choices.append((chunk.slot, sequence.end_id if is_short else -1))
             assert isinstance(answer, SampledAnswer)
-            if sequence.has_marks:
+            forbidden = answer.forbidden_ids(sequence.produced)  # one at most
+            choices.append((chunk.slot, forbidden[0] if forbidden else -1))
+            if answer.options.has_marks:
                 penalties[len(draws)] = answer.penalty(sequence.produced)
                 if sequence.needs_marks:
                     marks.append((chunk.slot, answer.marks()))

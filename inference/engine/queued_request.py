@@ -36,8 +36,8 @@ RequestT = TypeVar("RequestT", bound=QueuedRequest)
 
 
 @dataclass(frozen=True)
-class PlannedStep(ABC, Generic[RequestT]):
-    """A plan for every rank, and the requests with work in it.
+class PlannedStep(Generic[RequestT]):
+    """A plan for every rank, and the requests with work in it, each once.
 
     With `overlaps` the next step may be planned before this one is finished.
     """
@@ -45,11 +45,7 @@ class PlannedStep(ABC, Generic[RequestT]):
     plan: StepPlan
     embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
     overlaps: bool
-
-    @property
-    @abstractmethod
-    def owners(self) -> list[RequestT]:
-        """Requests with work in this step, each once."""
+    owners: Sequence[RequestT]
 
 
 class StepScheduler(ABC, Generic[RequestT]):

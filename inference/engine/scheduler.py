@@ -30,7 +30,7 @@ from inference.engine.sequence import (
 )
 from inference.engine.sequence_cache import SequenceCache
 from inference.engine.sessions import Sessions
-from inference.engine.step_budget import ChunkSize, EncoderProgress, decoding_chunks, prompt_chunks
+from inference.engine.step_budget import ChunkSize, EncoderProgress, prompt_chunks
 from inference.model.kv_cache import prefix_source
 from inference.model.rotary import position_shift
 from inference.model.token_feed import NEWEST
@@ -136,10 +136,10 @@ class Scheduler(StepScheduler[RunningRequest]):
         if not self._extend_or_preempt(running, under_way=under_way):
             return None
         chunks = [
-            chunk
+            Chunk(sequence, slot, [token])
             for sequence in running
             if sequence.needs_step
-            for chunk in decoding_chunks(sequence)
+            for slot, token in zip(sequence.slots, sequence.next_ids, strict=True)
         ]
         chunks.sort(key=lambda chunk: chunk.slot)
         budget = self._chunk_size.tokens(somebody_waits=bool(chunks))
@@ -317,7 +317,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         growing = [
             each for each in running if each.table.held >= each.table.capacity and each.needs_step
         ]
-        while len(growing) > blocks.free:
+        while growing and len(growing) > blocks.free:
             if under_way:
                 return False
             newest = max(
@@ -412,8 +412,6 @@ class Scheduler(StepScheduler[RunningRequest]):
         for sequence in [*request.active, *request.waiting]:
             if sequence.answer.tokens:
                 results[sequence.index] = sequence.answer.result()
-        if all(result is None for result in results):
-            return
         assert request.on_step is not None
         try:
             request.on_step(GenerationStep(request.request, tuple(results)))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from inference.decoding.answer import GrowingAnswer
 from inference.decoding.processors import token_scores
 from inference.decoding.rows import (
     P_TUNING,
@@ -27,6 +26,7 @@ from inference.decoding.rows import (
     SessionTurn,
     TokenScore,
 )
+from inference.decoding.sampler import Answer
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.sampling_params import SamplingParams
 from inference.decoding.tensor_fields import Array
@@ -187,8 +187,8 @@ class RunningSequence:
 
     `prompt` is the input to the first stage: token ids, ids of loaded virtual tokens from the
     vocabulary's end on, and -1 - i for row i of embeddings sent with the request. The places of a
-    loaded prefix of `prefix_task` precede these, and are cached when the sequence begins. The
-    `answer` begins when the scheduler takes the sequence.
+    loaded prefix of `prefix_task` precede these. The `answer` begins when the scheduler takes the
+    sequence.
     """
 
     owner: RunningRequest
@@ -199,20 +199,17 @@ class RunningSequence:
     embeddings: Array | None = None  # (rows, hidden) fp32
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     prefix_task: int | None = None
+    prefix_len: int = 0  # tokens of the loaded prefix, which are cached when the sequence begins
     prompt_tokens: int = 0  # of `prompt`, without those that a preempted sequence had generated
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable = field(default_factory=BlockTable)
-    answer: GrowingAnswer = field(init=False)
+    answer: Answer = field(init=False)
     next_ids: tuple[int, ...] = ()  # per slot, to decode; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
     needs_marks: bool = True  # whether ranks must mark ids in its slot before they choose
 
     def __post_init__(self) -> None:
         self.prompt_outputs = PromptOutputs(self.request.options)
-        # The end id, which may not be chosen before min_length tokens; -1 for none.
-        self.end_id = next(iter(self.request.options.end_ids), -1)
-        self.min_length = self.request.options.min_length
-        self.has_marks = self.request.options.has_marks
 
     def become(self, status: SequenceStatus) -> None:
         """Change the status."""
@@ -267,11 +264,9 @@ class RunningSequence:
     def preempt(self) -> None:
         """Preempt it: it begins again, with its generated tokens as part of its prompt."""
         self.become(SequenceStatus.PREEMPTED)
-        generated = self.answer.generated_ids if isinstance(self.answer, SampledAnswer) else []
-        self.prompt = self.prompt[: self.prompt_tokens] + generated
-        prompt = self.request.prompt  # a loaded prefix is cached when the sequence begins
-        has_prefix = prompt is not None and self.prefix_task is not None
-        self.table = BlockTable(cached=prompt.length if prompt is not None and has_prefix else 0)
+        assert isinstance(self.answer, SampledAnswer), "a beam search keeps its blocks"
+        self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_ids
+        self.table = BlockTable(cached=self.prefix_len)
         self.needs_marks = True
         self.prompt_outputs.restart()
 
@@ -325,7 +320,8 @@ def make_sequence(
     sequence = RunningSequence(owner, index, request, ids)
     if prompt is not None and prompt.kind == PREFIX_PROMPT:
         sequence.prompt = [0] * prompt.length + ids
-        sequence.prefix_task, sequence.table.cached = prompt.task_id, prompt.length
+        sequence.prefix_task = prompt.task_id
+        sequence.table.cached = sequence.prefix_len = prompt.length
     elif prompt is not None:
         if prompt.kind == SOFT_PROMPT:
             sequence.prompt = [-1 - i for i in range(prompt.length)] + ids

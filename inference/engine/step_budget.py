@@ -42,12 +42,6 @@ class ChunkSize:
             self._token_s.append(seconds / tokens)
 
 
-def decoding_chunks(sequence: RunningSequence) -> list[Chunk]:
-    """Return the next token of each slot of a sequence that decodes."""
-    pairs = zip(sequence.slots, sequence.next_ids, strict=True)
-    return [Chunk(sequence, slot, [token]) for slot, token in pairs]
-
-
 def prompt_chunks(
     sequences: Sequence[RunningSequence], budget: int, cache: SequenceCache
 ) -> list[Chunk]:

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.answer import GrowingAnswer
 from inference.decoding.rows import SequenceRequest, SequenceResult
-from inference.decoding.sampler import Sampler
+from inference.decoding.sampler import Answer, Sampler
 from inference.decoding.sampling_params import SamplingParams
 
 VOCAB = 1003  # no multiple of any vector width
@@ -86,9 +85,9 @@ def decode(
     """Decode the rows together; each joins at a random step, at a random place of the batch."""
     sampler = Sampler(VOCAB, hypothesis_pool=pool)
     waiting = list(requests)
-    newest: dict[GrowingAnswer, list[int]] = {}
-    numbers: dict[GrowingAnswer, int] = {}
-    steps: dict[GrowingAnswer, int] = {}
+    newest: dict[Answer, list[int]] = {}
+    numbers: dict[Answer, int] = {}
+    steps: dict[Answer, int] = {}
     results = {}
     while waiting or newest:
         for number in list(waiting):

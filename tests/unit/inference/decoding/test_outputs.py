@@ -32,6 +32,8 @@ def row(prompt: tuple[int, ...], output_len: int, **options: Any) -> SequenceReq
 def batch(
     *rows: SequenceRequest, padded_len: int, encoder_decoder: bool = False
 ) -> GenerationRequest:
+    if encoder_decoder:  # whose outputs do not repeat the prompt
+        rows = tuple(dataclasses.replace(each, returned_ids=()) for each in rows)
     return GenerationRequest(rows, padded_len=padded_len, encoder_decoder=encoder_decoder)
 
 
