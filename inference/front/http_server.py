@@ -1,9 +1,12 @@
 """A server of HTTP that keeps a bound on its connections."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import resource
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,9 +21,9 @@ from inference.front.tracing import traced
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+_COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
 # Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
-_COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
 
 
 async def http_server(
@@ -30,25 +33,46 @@ async def http_server(
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     handler = traced(handler, access.otlp_collector)
     server = BoundServer(handler, most=most_connections())
-    runner = _Runner(server, shutdown_timeout=LONGEST_REQUEST_S)
+    runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
     await runner.setup()
-    await web.TCPSite(runner, host, port, ssl_context=access.ssl_context()).start()
+    await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
 
 
-class _Runner(web.ServerRunner):
-    """Runs a `BoundServer`."""
+class _Port(web.TCPSite):
+    """A port that is closed without resetting connections that the kernel has accepted."""
 
-    async def cleanup(self) -> None:
-        """End the server; a client that connected just before is answered, not cut off."""
-        await asyncio.sleep(_POLL_S)  # those that wait at the port are let in
-        for site in list(self.sites):
-            await site.stop()
+    async def stop(self) -> None:
+        """Close the port, and take in what waits there, with its requests."""
+        loop = asyncio.get_running_loop()
+        server, listening = self._runner.server, self._server
+        assert isinstance(server, BoundServer)
+        assert isinstance(listening, asyncio.Server)
+        copies = []
+        for each in listening.sockets:
+            copies.append(socket.socket(fileno=os.dup(each.fileno())))
+            loop.remove_reader(each.fileno())
+        for _ in range(2):  # the loop makes connections of what it has taken
+            await asyncio.sleep(0)
+        waiting = [connection for copy in copies for connection in _accepted(copy)]
+        await super().stop()
+        for copy in copies:
+            copy.close()
+        for connection in waiting:
+            with contextlib.suppress(OSError):
+                await loop.connect_accepted_socket(server, connection, ssl=self._ssl_context)
         for _ in range(round(_COMES_S / _POLL_S)):
-            await asyncio.sleep(_POLL_S)
-            if not (isinstance(self.server, BoundServer) and self.server.has_new):
+            if not server.has_new:
                 break
-        await super().cleanup()
+            await asyncio.sleep(_POLL_S)
+
+
+def _accepted(port: socket.socket) -> Iterator[socket.socket]:
+    with contextlib.suppress(OSError):  # until none is left
+        while True:
+            connection, _ = port.accept()
+            connection.setblocking(False)
+            yield connection
 
 
 class BoundServer(web.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -52,3 +53,20 @@ def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool) -> 
     began = time.monotonic()
     assert (b" 200 " in asyncio.run(end())) is asks
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("is_sent_late", [False, True])
+def test_a_connection_that_waits_at_the_port_when_it_closes_is_answered(is_sent_late: bool) -> None:
+    async def send() -> bytes:
+        (port,) = pick_free_ports("127.0.0.1", 1)
+        runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
+        with socket.create_connection(("127.0.0.1", port), 10) as client:  # the kernel accepts it
+            request = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+            if is_sent_late:
+                asyncio.get_running_loop().call_later(0.05, client.sendall, request)
+            else:
+                client.sendall(request)
+            await runner.cleanup()
+            return client.recv(1 << 16)
+
+    assert asyncio.run(send()).startswith(b"HTTP/1.1 200 ")
