@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import fnmatch
+from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
@@ -54,30 +56,38 @@ def open_directory(ft_dir: Path) -> tuple[ModelFamily, FTConfig, dict[str, FTTen
 
 def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[str, str]:
     """Return file name -> problem; a problem of the folder itself is under its path."""
-    tp_size = config.tensor_para_size
     try:
         expected = expected_files(family, config)
     except ValueError as error:
         return {str(ft_dir): str(error)}
-    found = {entry.name: entry for entry in ft_dir.iterdir()}
+    found = {entry.name for entry in ft_dir.iterdir()}
     for _, _, tensor in family.expand(config):
         if tensor.optional and (name := tensor.file_name()) in found:
             expected[name] = tensor.file_bytes(1, config.weight_data_type)
-    problems = {}
-    for name, size in expected.items():
-        entry = found.pop(name, None)
-        if entry is None:
-            problems[name] = f"{name} is missing (expected {size} bytes)"
-        elif not entry.is_file():
-            problems[name] = f"{name} is not a regular file"
-        elif (actual := entry.stat().st_size) != size:
-            problems[name] = f"{name} has {actual} bytes, expected {size}"
+    kind = f"{family.name} folder of {config.tensor_para_size} ranks"
     tolerated = (*EXTRA_FILES, *family.unread)
-    return problems | {
-        name: f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
+    return _size_problems(ft_dir, expected) | {
+        name: f"{name} is not expected in a {kind}"
         for name in sorted(found)
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in tolerated)
+        if name not in expected
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in tolerated)
     }
+
+
+def _size_problems(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return file name -> problem of each file that has not its size."""
+    problems = {}
+    for name, size in sizes.items():
+        try:
+            found = (folder / name).stat()
+        except FileNotFoundError:
+            problems[name] = f"{name} is missing (expected {size} bytes)"
+            continue
+        if not S_ISREG(found.st_mode):
+            problems[name] = f"{name} is not a regular file"
+        elif found.st_size != size:
+            problems[name] = f"{name} has {found.st_size} bytes, expected {size}"
+    return problems
 
 
 def read_manifest(folder: Path) -> Fields:
@@ -109,24 +119,17 @@ def read_manifest(folder: Path) -> Fields:
 def manifest_problems(folder: Path, *, checksums: bool) -> dict[str, str]:
     """Return file name -> problem; a problem of the manifest itself is under its path."""
     try:
-        manifest = read_manifest(folder)
+        records = read_manifest(folder)["files"]
     except CheckpointMismatchError as error:
         return {str(manifest_path(folder)): str(error)}
-    problems, sound = {}, {}
-    for name, record in manifest["files"].items():
-        file, size = folder / name, record["size_bytes"]
-        if not file.is_file():
-            problems[name] = f"{name} is missing, but the manifest records it"
-        elif file.stat().st_size != size:
-            problems[name] = f"{name} has {file.stat().st_size} bytes, the manifest records {size}"
-        else:
-            sound[name] = record["crc32"]
+    problems = _size_problems(folder, {name: each["size_bytes"] for name, each in records.items()})
     if checksums:
+        sound = [name for name in records if name not in problems]
         with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
             found = pool.map(checksum_of, (folder / name for name in sound))
             problems |= {
                 name: f"{name} differs from the checksum in the manifest (crc32)"
-                for (name, wanted), actual in zip(sound.items(), found, strict=True)
-                if actual != wanted
+                for name, actual in zip(sound, found, strict=True)
+                if actual != records[name]["crc32"]
             }
     return problems

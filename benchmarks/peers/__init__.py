@@ -1,1 +1,0 @@
-"""Run other projects' programs unchanged, for side-by-side figures."""
