@@ -300,8 +300,10 @@ def load_chat_template(
             each for each in source if isinstance(each, dict) and each.get("name") == "default"
         )
         source = next(named, {}).get("template")
-    if not isinstance(source, str):
+    if source is None:
         return None
+    if not isinstance(source, str):
+        raise ValueError(f"chat_template in {path} is of type {type(source).__name__}, not a text")
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)

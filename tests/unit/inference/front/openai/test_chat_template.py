@@ -91,6 +91,9 @@ def test_templates_are_found_where_transformers_keeps_them(tmp_path: Path) -> No
     settings.write_text(json.dumps({"chat_template": [{"name": ["rag"]}, 1]}))
     (tmp_path / "chat_template.jinja").unlink()
     assert load_chat_template(tmp_path) is None
+    settings.write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(ValueError, match="type int"):
+        load_chat_template(tmp_path)
     for wrong in ("{", "[]", "[" * 100_000):
         settings.write_text(wrong)
         with pytest.raises(ValueError, match="cannot be read"):
