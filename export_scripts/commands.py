@@ -33,8 +33,14 @@ def accept_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Sequence[str]) -> int:
-    """Return the exit status: 0, 1 after a reported error, 130 after Ctrl-C."""
+def run_command(
+    parser: argparse.ArgumentParser,
+    handler: Handler,
+    arguments: Sequence[str] | None,
+    *,
+    refused: int = 1,
+) -> int:
+    """Return the exit status: the handler's, `refused` after an error, 130 after Ctrl-C."""
     options = parser.parse_args(arguments)
     accept_any_text()
     try:
@@ -43,7 +49,7 @@ def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Se
         full = full_disk(error, Path.cwd()) if isinstance(error, OSError) else None
         for line in (full or str(error)).split("\n"):
             complain(f"error: {line}")
-        return 1
+        return refused
     except KeyboardInterrupt:
         complain("interrupted; run the same command again to continue")
         return 130
@@ -93,10 +99,12 @@ class ProgressLine:
             sys.stderr.write("\r\x1b[K")
 
 
-def command_parser(name: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser for `python -m export_scripts.<name>` with its help text left unwrapped."""
+def command_parser(
+    name: str, text: str, epilog: str = "", *, package: str = "export_scripts"
+) -> argparse.ArgumentParser:
+    """Return a parser for `python -m <package>.<name>` with its help text left unwrapped."""
     return argparse.ArgumentParser(
-        prog=f"python -m export_scripts.{name}",
+        prog=f"python -m {package}.{name}",
         description=textwrap.dedent(text).strip(),
         epilog=textwrap.dedent(epilog).strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,

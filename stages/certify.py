@@ -39,15 +39,12 @@ class CertifyStage(Stage):
     def check(self) -> list[str]:
         """Return what is not there, and options that need another one."""
         options = self.options
-        problems = []
-        if not (self.follows or self.folder.is_dir()):
-            problems.append(f"certify.folder={self.folder} is not a folder.")
-        if not (self.follows or find_checkpoint(self.source).exists()):
-            problems.append(f"certify.source={self.source} does not exist.")
-        problems += [
-            f"certify.{name}={path} is not a file."
-            for name, path in (("training", options.training), ("key", options.key))
-            if path is not None and not Path(path).is_file()
+        needed = [("folder", self.folder), ("source", find_checkpoint(self.source))]
+        needed = [] if self.follows else needed
+        given = ((name, getattr(options, name)) for name in ("training", "key"))
+        needed += [(name, Path(path)) for name, path in given if path is not None]
+        problems = [
+            f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         ]
         problems += endpoint_problems(options, "certify.")
         if options.endpoint is None:
@@ -99,7 +96,7 @@ class CertifyStage(Stage):
         try:
             shown = partial(progress.update, "comparing", unit="bytes")
             certificate = certify(options, self.given, shown)
-            files = write_certificate(certificate, options)
+            files = write_certificate(certificate)
         except ValueError as error:
             raise StageError(str(error), exit_code=EXIT_NOT_EVALUATED) from error
         summary: Summary = {"verdict": certificate.verdict, "page": str(files[1])}

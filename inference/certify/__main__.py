@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.commands import ProgressLine, accept_any_text, complain, parse_pair, say
+from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.values import built, keys_of
 from inference.certify.options import JOB_OPTIONS, CertifySection
 
@@ -15,32 +14,28 @@ _PLACES = ("source", "folder", "output_dir")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m inference.certify",
-        description=textwrap.dedent(
-            """
-            Prove that a folder is what its source says, whoever converted it.
+    parser = command_parser(
+        "certify",
+        """
+        Prove that a folder is what its source says, whoever converted it.
 
-            Every tensor of the folder is compared with what the source makes of it; then the
-            settings that decide what is computed, the ids of probe texts, rendered chats, end
-            tokens; then both sides are computed, and the first layer that differs is named.
-            certificate.json and certificate.html say in their first line: equal, equal up to
-            something, or what differs, and what could not be computed.
+        Every tensor of the folder is compared with what the source makes of it; then the settings
+        that decide what is computed, the ids of probe texts, rendered chats, end tokens; then both
+        sides are computed, and the first layer that differs is named. certificate.json and
+        certificate.html say in their first line: equal, equal up to something, or what differs,
+        and what could not be computed.
 
-            With --endpoint, a running server of OpenAI's protocol (ours, vLLM's) is asked for the
-            log probabilities of tokens, which are compared with the source's; with --training,
-            with those that a training step computed. That needs neither SOURCE nor FOLDER.
-            """
-        ).strip(),
-        epilog=textwrap.dedent(
-            """
-            exit status: 0 when everything that was asked was computed and is equal (up to what the
-            first line says), 1 when something differs, 2 when the two cannot be compared, 3 when
-            nothing differs and something could not be computed. An interrupted run goes on where
-            it was.
-            """
-        ).strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        With --endpoint, a running server of OpenAI's protocol (ours, vLLM's) is asked for the log
+        probabilities of tokens, which are compared with the source's; with --training, with those
+        that a training step computed. That needs neither SOURCE nor FOLDER.
+        """,
+        """
+        exit status: 0 when everything that was asked was computed and is equal (up to what the
+        first line says), 1 when something differs, 2 when the two cannot be compared, 3 when
+        nothing differs and something could not be computed. An interrupted run goes on where it
+        was.
+        """,
+        package="inference",
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", nargs="?",
@@ -79,28 +74,24 @@ def _options(given: dict[str, Any]) -> CertifySection:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Certify, print the certificate and return the exit status."""
-    values = vars(_parser().parse_args(arguments))
-    accept_any_text()
-    from inference.certify.certificate import EXIT_STATUS, certificate_text, write_certificate
-    from inference.certify.certify import certify
 
-    line = ProgressLine()
-    try:
+    def handler(options: argparse.Namespace) -> int:
+        from inference.certify.certificate import EXIT_STATUS, certificate_text, write_certificate
+        from inference.certify.certify import certify
+
+        values = {name: each for name, each in vars(options).items() if each is not None}
         given = tuple(parse_pair(text, "--set") for text in values.pop("given"))
-        options = _options({name: each for name, each in values.items() if each is not None})
-        certificate = certify(options, given, line)
-        line.close()
-        files = write_certificate(certificate, options)
-    except (ValueError, OSError) as error:
-        for each in str(error).split("\n"):
-            complain(f"error: {each}")
-        return 2
-    except KeyboardInterrupt:
-        complain("interrupted; run the same command again to continue")
-        return 130
-    say(certificate_text(certificate))
-    say(f"written: {', '.join(map(str, files))}")
-    return EXIT_STATUS[certificate.status]
+        line = ProgressLine()
+        try:
+            certificate = certify(_options(values), given, line)
+        finally:
+            line.close()
+        files = write_certificate(certificate)
+        say(certificate_text(certificate))
+        say(f"written: {', '.join(map(str, files))}")
+        return EXIT_STATUS[certificate.status]
+
+    return run_command(_parser(), handler, arguments, refused=2)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from inference.certify.findings import (
 from inference.certify.options import JOB_OPTIONS, CertifySection
 
 JSON_NAME, PAGE_NAME = "certificate.json", "certificate.html"
+_SIGNATURE_NAME = f"{JSON_NAME}.sig"
 _NAMESPACE = "slipway-certificate"  # of the signature
 _MOST_LISTED = 3
 # Exit status of the command by the worst of its parts.
@@ -85,7 +85,7 @@ class Certificate:
         """Return everything as JSON, the verdict first."""
         parts = [{**dataclasses.asdict(part), "status": part.status} for part in self.parts]
         options = dataclasses.asdict(self.options)
-        found: dict[str, Any] = _plain({
+        found = {
             "verdict": self.verdict,
             "status": self.status,
             "version": __version__,
@@ -98,56 +98,44 @@ class Certificate:
             "left_out": self.left_out,
             "options": {name: options[name] for name in options if name not in JOB_OPTIONS},
             "given": dict(self.given),
-        })  # fmt: skip
-        return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a value for JSON, which has no words for infinities and NaN."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        }
+        # JSON has no words for infinities and NaN.
+        plain: dict[str, Any] = json.loads(json.dumps(found), parse_constant=str)
+        return plain
 
 
 def certificate_text(certificate: Certificate) -> str:
     """Return the certificate for a terminal, the verdict first."""
-    lines = [certificate.verdict]
-    for part in certificate.parts:
-        lines.append(f"{part.name:<12}{part.status:<14}{part.compared}")
-        shown = [each for each in part.findings if each.status != EQUAL]
-        lines += [f"{'':<12}{each}" for each in shown[:20]]
-        if len(shown) > 20:
-            lines.append(f"{'':<12}... and {len(shown) - 20} more, in {JSON_NAME}")
-    lines += [f"{'not asked':<12}{each}" for each in certificate.left_out]
-    return "\n".join([*lines, "", certificate.card])
+    return _rendered("txt", certificate.table())
 
 
-def write_certificate(certificate: Certificate, options: CertifySection) -> list[Path]:
+def _rendered(kind: str, table: Mapping[str, Any], **more: str) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=kind == "html",
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(f"certificate.{kind}.jinja").render(table, **more)
+
+
+def write_certificate(certificate: Certificate) -> list[Path]:
     """Write the certificate as JSON and as a page, signed where a key is given.
 
     Raises:
         ValueError: ssh-keygen does not sign.
     """
-    output = Path(options.output_dir)
+    output, key = Path(certificate.options.output_dir), certificate.options.key
     output.mkdir(parents=True, exist_ok=True)
-    path, page = output / JSON_NAME, output / PAGE_NAME
+    path, page, signature = (output / name for name in (JSON_NAME, PAGE_NAME, _SIGNATURE_NAME))
+    signature.unlink(missing_ok=True)  # of an earlier certificate
     text = json.dumps(certificate.table(), indent=1, allow_nan=False) + "\n"
     replace_file(path, text)
-    template = jinja2.Template(
-        Path(__file__).with_name("certificate.html.jinja").read_text(encoding="utf-8"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
     digest = sha256(text.encode()).hexdigest()
-    replace_file(page, template.render(json.loads(text), digest=digest))
-    return [path, page, *([_signature(path, options.key)] if options.key is not None else [])]
-
-
-def _signature(path: Path, key: str) -> Path:
-    signature = path.with_name(path.name + ".sig")
-    signature.unlink(missing_ok=True)
+    replace_file(page, _rendered("html", json.loads(text), digest=digest))
+    if key is None:
+        return [path, page]
     command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", _NAMESPACE, str(path)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -155,4 +143,4 @@ def _signature(path: Path, key: str) -> Path:
         raise ValueError("a signature needs ssh-keygen of OpenSSH, which is not there") from None
     if done.returncode:
         raise ValueError(f"ssh-keygen does not sign with {key}: {done.stderr.decode().strip()}")
-    return signature
+    return [path, page, signature]

@@ -18,7 +18,7 @@ from inference.certify.findings import Part, not_computed
 from inference.certify.layers import compare_layers, compute_original
 from inference.certify.options import CertifySection, endpoint_problems
 from inference.certify.pair import Pair, open_pair
-from inference.certify.served import ScoredRow, compare_served, read_training_rows
+from inference.certify.served import compare_served, read_training_rows
 from inference.certify.settings import compare_generation, compare_settings
 from inference.certify.tensors import Progress, TensorRecord, compare_tensors
 from inference.certify.texts import compare_texts
@@ -57,36 +57,40 @@ def certify(
 
 def _certified(options: CertifySection, given: Given, progress: Progress) -> Certificate:
     rows = read_training_rows(Path(options.training)) if options.training else None
-    if options.source is None or options.folder is None:
-        return Certificate({}, tuple(_training(rows, options)), (), options, given)
-    output = Path(options.output_dir)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".scratch-") as scratch:
-        pair = open_pair(
-            Path(options.source), Path(options.folder), given=given, scratch_dir=Path(scratch)
-        )
-        texts, tokens = compare_texts(pair)
-        kept = Journal(output / STATE_NAME, _identity(pair, given))
-        records = (from_json(TensorRecord, line) for line in kept.lines())
-        tensors = compare_tensors(
-            pair,
-            tokens=tokens,
-            done={each.key: each for each in records},
-            keep=lambda record: kept.add(asdict(record)),
-            progress=progress,
-        )
-        parts = [tensors, compare_settings(pair), *texts, compare_generation(pair)]
-        own, others = pair.files
-        sides = {
-            "source": _side(options.source, pair.facts.reader.format, own),
-            "folder": _side(options.folder, pair.folder.reader.format, others),
+    parts: list[Part] = []
+    sides: dict[str, Any] = {}
+    left_out: tuple[str, ...] = ()
+    if options.source is not None and options.folder is not None:
+        output = Path(options.output_dir)
+        with tempfile.TemporaryDirectory(dir=output, prefix=".scratch-") as scratch:
+            pair = open_pair(
+                Path(options.source), Path(options.folder), given=given, scratch_dir=Path(scratch)
+            )
+            texts, tokens = compare_texts(pair)
+            kept = Journal(output / STATE_NAME, _identity(pair, given))
+            records = (from_json(TensorRecord, line) for line in kept.lines())
+            tensors = compare_tensors(
+                pair,
+                tokens=tokens,
+                done={each.key: each for each in records},
+                keep=lambda record: kept.add(asdict(record)),
+                progress=progress,
+            )
+            parts = [tensors, compare_settings(pair), *texts, compare_generation(pair)]
+            own, others = pair.files
+            sides = {
+                "source": _side(options.source, pair.facts.reader.format, own),
+                "folder": _side(options.folder, pair.folder.reader.format, others),
+            }
+            parts += _computed(pair, options, Path(scratch))
+        asked = {
+            "layers and logits (--no-layers)": options.layers,
+            "served answers (--endpoint URL)": options.endpoint is not None,
         }
-        parts += _computed(pair, options, Path(scratch))
-    asked = {
-        "layers and logits (--no-layers)": not options.layers,
-        "served answers (--endpoint URL)": options.endpoint is None,
-    }
-    left_out = tuple(name for name, is_left_out in asked.items() if is_left_out)
-    return Certificate(sides, (*parts, *_training(rows, options)), left_out, options, given)
+        left_out = tuple(name for name, is_asked in asked.items() if not is_asked)
+    if rows is not None:
+        parts.append(compare_served("training", rows, str(options.training), options))
+    return Certificate(sides, tuple(parts), left_out, options, given)
 
 
 def _computed(pair: Pair, options: CertifySection, scratch: Path) -> Iterator[Part]:
@@ -103,12 +107,6 @@ def _computed(pair: Pair, options: CertifySection, scratch: Path) -> Iterator[Pa
                 return
     if options.endpoint is not None:
         yield not_computed("served", "nothing could compute the source's log probabilities")
-
-
-def _training(rows: Sequence[ScoredRow] | None, options: CertifySection) -> Iterator[Part]:
-    """Yield the comparison of a training step with the endpoint, if that is asked for."""
-    if rows is not None:
-        yield compare_served("training", rows, str(options.training), options)
 
 
 def _side(path: str, kind: str, files: Iterable[Path]) -> dict[str, Any]:

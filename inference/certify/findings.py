@@ -18,6 +18,7 @@ class Status(enum.StrEnum):
 
 EQUAL, UP_TO, NOT_COMPUTED, DIFFERS = Status
 _MOST_DIGITS = 1e-11  # what the rounding of a reciprocal leaves
+_MOST_TEXT = 300  # characters of a value that is shown
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,13 @@ class Remark:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.kind}" + (f": {self.detail}" if self.detail else "")
+        return ": ".join(filter(None, (self.where, self.kind, self.detail)))
+
+
+def differs(kind: str, where: str, source: Any, folder: Any, status: Status = DIFFERS) -> Remark:
+    """Return that the folder has another value than the source."""
+    shown = (f"{each!r:.{_MOST_TEXT}}" for each in (folder, source))
+    return Remark(status, kind, where, f"{', and '.join(shown)} in the source")
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ class Part:
     @property
     def status(self) -> Status:
         """The worst of its findings; a part without anything compared was not computed."""
-        own = [UP_TO] if self.up_to else [] if self.compared else [NOT_COMPUTED]
-        return worst([*own, *(each.status for each in self.findings)])
+        own = UP_TO if self.up_to else EQUAL if self.compared else NOT_COMPUTED
+        return worst([own, *(each.status for each in self.findings)])
 
     def of(self, status: Status) -> list[Remark]:
         """Return the findings of one status."""
@@ -99,8 +106,3 @@ def differing(
     for name in dict.fromkeys((*mine, *theirs)):
         if not is_same(one := mine.get(name), other := theirs.get(name)):
             yield name, one, other
-
-
-def setting(name: str, source: Any, folder: Any, status: Status = DIFFERS) -> Remark:
-    """Return a setting that differs."""
-    return Remark(status, "setting", name, f"{folder!r:.200}, and {source!r:.200} in the source")

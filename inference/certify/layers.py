@@ -3,34 +3,29 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import convert
-from export_scripts.conversion.ft_source import is_ft_folder
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.families.gpt.megatron import is_core
 from export_scripts.ft.reader import FTReader
 from inference.certify.activations import (
     EMBEDDING,
     LOGITS,
     Activations,
     ModelInputs,
-    Source,
     size_of_errors,
     spread_ids,
 )
 from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_computed
-from inference.certify.huggingface import load_huggingface
-from inference.certify.megatron import load_megatron
+from inference.certify.huggingface import Source, load_huggingface
 from inference.certify.pair import Pair
 from inference.certify.served import ScoredRow, scored
 from inference.certify.shards import run_shards
 from inference.certify.tolerances import tolerance_of
+from inference.engine.capacity import available_bytes
 
 NAME = "layers"
 _COMPUTED_BYTES = 4  # of a weight: both sides are computed in fp32, one after the other
@@ -52,10 +47,9 @@ class Original:
 
 
 def compute_original(pair: Pair, *, rows: int, scratch_dir: Path) -> Original | Part:
-    """Compute the source in fp32, by its own library or that of the folder made of it.
+    """Compute the source in fp32, or the folder that is made of it in `scratch_dir`.
 
-    A source whose library is not run here is written as a Hugging Face folder in `scratch_dir`. The
-    part says why nothing could compute it.
+    The part says why nothing could compute it.
     """
     if problem := _memory_problem(pair):
         return not_computed(NAME, problem, "both")
@@ -84,8 +78,7 @@ def compare_layers(pair: Pair, original: Original, *, tolerance: float | None) -
     folder, expected = pair.folder, original.activations
     try:
         if folder.is_shards:
-            title = "Slipway's engine"
-            reader = FTReader(folder.path)
+            title, reader = "Slipway's engine", FTReader(folder.path)
             found = run_shards(reader, original.inputs, states=expected.get(EMBEDDING))
         else:
             architecture = None if folder.config is None else folder.config.architecture()
@@ -93,46 +86,44 @@ def compare_layers(pair: Pair, original: Original, *, tolerance: float | None) -
             title, found = loaded.title, loaded.run(original.inputs)
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "folder")
-    limit = tolerance
-    if limit is None:
-        limit = tolerance_of([folder.data_type, *["int8"] * (folder.quantised is not None)])
-    rows = [_compared(place, expected.get(place), found.get(place), limit)
-            for place in dict.fromkeys((*expected, *found))]  # fmt: skip
-    up_to = []
-    if largest := max(row["relative"] for row in rows):
-        up_to.append(f"errors of layers up to {largest:.1e} of their largest value")
+    limit = tolerance or tolerance_of(
+        [folder.data_type, *["int8"] * (folder.quantised is not None)]
+    )
+    places = dict.fromkeys((*expected, *found))
+    rows = [_compared(place, expected.get(place), found.get(place)) for place in places]
+    largest = max(row["relative"] for row in rows)
+    up_to = (f"errors of layers up to {largest:.1e} of their largest value",) if largest else ()
     compared = f"{len(rows)} places of {original.title} and {title}"
-    return Part(NAME, compared, tuple(_findings(rows, limit)), tuple(up_to), rows)
+    return Part(NAME, compared, tuple(_findings(rows, limit)), up_to, rows)
 
 
 def _compared(
-    place: str, expected: torch.Tensor | None, found: torch.Tensor | None, tolerance: float
+    place: str, expected: torch.Tensor | None, found: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the errors at one place; one that a side lacks, or has in another shape, has all."""
     if place == LOGITS and expected is not None and found is not None:
         count = min(expected.shape[1], found.shape[1])  # without those of padding
         expected, found = expected[:, :count], found[:, :count]
-    if expected is None or found is None or expected.shape != found.shape:
-        errors = (math.inf, math.inf, math.inf)
-    else:
+    errors, is_finite = (math.inf, math.inf, math.inf), False
+    if expected is not None and found is not None and expected.shape == found.shape:
         known = expected[expected.isfinite()].abs()
-        errors = size_of_errors(expected, found, largest=float(known.max()) if len(known) else 0.0)
+        is_finite = len(known) == expected.numel()
+        largest = float(known.max()) if len(known) else 0.0
+        errors = size_of_errors(expected, found, largest=largest)
     names = ("max_abs", "mean_abs", "relative")
-    is_number = expected is not None and bool(expected.isfinite().all())
-    row: dict[str, Any] = {"place": place, **dict(zip(names, errors, strict=True))}
-    return {**row, "finite": is_number, "deviates": not row["relative"] <= tolerance}
+    return {"place": place, **dict(zip(names, errors, strict=True)), "finite": is_finite}
 
 
 def _findings(rows: list[dict[str, Any]], tolerance: float) -> Iterator[Remark]:
     """Yield the first place that deviates, and the first with values that are not finite."""
-    bad = [row for row in rows if row["deviates"]]
+    bad = [row for row in rows if not row["relative"] <= tolerance]
     for row in bad[:1]:
         detail = (
             f"error {row['relative']:.2e} of its largest value, {tolerance:.0e} is allowed; "
             f"{len(bad)} of {len(rows)} places differ"
         )
         yield Remark(DIFFERS, "first layer that differs", row["place"], detail)
-    strange = [row for row in rows if not (row["finite"] or row["deviates"])]
+    strange = [row for row in rows if not row["finite"] and row not in bad]
     for row in strange[:1]:
         detail = f"on both sides alike; at {len(strange)} of {len(rows)} places"
         yield Remark(UP_TO, "infinite values, or not numbers", row["place"], detail)
@@ -140,37 +131,28 @@ def _findings(rows: list[dict[str, Any]], tolerance: float) -> Iterator[Remark]:
 
 def _memory_problem(pair: Pair) -> str:
     """Return that a model in fp32 is larger than the free memory."""
-    readers: tuple[CheckpointReader, ...] = (pair.facts.reader, pair.folder.reader)
-    needed = max(
+    needed = _COMPUTED_BYTES * max(
         sum(math.prod(piece.shape) for pieces in reader.tensors.values() for piece in pieces)
-        for reader in readers
+        for reader in (pair.facts.reader, pair.folder.reader)
     )
-    free = next(
-        int(line.split()[1]) << 10
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines()
-        if line.startswith("MemAvailable")
-    )
-    if (size := needed * _COMPUTED_BYTES) < free:
+    if needed < (free := available_bytes()):
         return ""
-    return f"a model in fp32 takes {size >> 30} GiB, and {free >> 30} GiB of memory are free"
+    return f"a model in fp32 takes {needed >> 30} GiB, and {free >> 30} GiB of memory are free"
 
 
 def load_source(plan: ConversionPlan | None, path: Path, scratch_dir: Path) -> Source:
-    """Load a checkpoint by its own library, or what it becomes by transformers, in fp32.
+    """Load a Hugging Face folder, or the one that another checkpoint becomes, in fp32.
 
-    `plan` is how its family reads it; None for a Hugging Face decoder of no known family.
+    `plan` is how its family reads it; None for a decoder of no known family.
 
     Raises:
-        ValueError: No library can load it.
+        ValueError: transformers cannot load it.
     """
     if plan is None:
         return load_huggingface(path, None)
     kind, architecture = plan.facts.reader.format, plan.config.architecture()
     if kind == "huggingface":
         return load_huggingface(path, architecture)
-    has_core = find_spec("megatron") is not None and find_spec("megatron.core") is not None
-    if has_core and not is_ft_folder(path) and is_core(plan.facts):
-        return load_megatron(plan)
     changes: Mapping[str, Any] = {"output_format": "huggingface", "weight_data_type": "fp32"}
     request = dataclasses.replace(plan.request, output_dir=scratch_dir, tp_size=1, **changes)
     loaded = load_huggingface(convert(request).ft_dir, architecture)

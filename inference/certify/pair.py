@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, FileMaps, json_file
+from export_scripts.checkpoints.base import (
+    FLOATING_TYPES,
+    CheckpointReader,
+    FileMaps,
+    json_file,
+    same_values,
+)
 from export_scripts.checkpoints.huggingface import (
     TIED_TABLES,
     index_huggingface,
@@ -50,29 +54,33 @@ _USUAL_TOKENS = (("start_id", "0"), ("end_id", "0"))
 _TIE = "tie_word_embeddings"
 
 
-def _anything(_: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Folder:
     """The folder that is certified.
 
     Attributes:
-        reader: its tensors, quantised ones widened.
+        facts: its tensors, quantised ones widened, and its configuration.
         mapping: how its family stores them; None where no family is known.
         config: as its family reads it; None where it cannot be read.
         quantised: what it states of its quantisation.
         findings: problems of its files and its configuration.
     """
 
-    path: Path
-    reader: CheckpointReader
     facts: Facts
     mapping: SourceMapping | None
     config: FTConfig | None
     quantised: Mapping[str, Any] | None
     findings: tuple[Remark, ...]
+
+    @property
+    def reader(self) -> CheckpointReader:
+        """Its tensors."""
+        return self.facts.reader
+
+    @property
+    def path(self) -> Path:
+        """The folder itself, of a model in a cache the snapshot."""
+        return Path(self.reader.path)
 
     @property
     def is_shards(self) -> bool:
@@ -104,7 +112,6 @@ class Pair:
         findings: what the source holds and the folder cannot.
     """
 
-    source: Path
     folder: Folder
     plan: ConversionPlan | None
     facts: Facts
@@ -171,7 +178,7 @@ def open_folder(path: Path) -> Folder:
             config = mapping.config(facts)
         except CheckpointMismatchError:
             problems += [Remark(DIFFERS, "config.json", path.name, p) for p in error.problems]
-    return Folder(path, reader, facts, mapping, config, quantised, tuple(problems))
+    return Folder(facts, mapping, config, quantised, tuple(problems))
 
 
 def _ranks(reader: CheckpointReader) -> int:
@@ -201,13 +208,13 @@ def _scales(source: Path, folder: Path) -> Iterator[Remark]:
     """Yield the scales of activations and caches, which are compared with a source's own alone."""
     own, theirs = (
         index_huggingface(each)[0].tensors if is_huggingface(each) else {}
-        for each in map(snapshot_folder, (folder, source))
+        for each in (folder, source)
     )
     maps = FileMaps()
     for key in filter(lambda name: name.endswith(SCALES_OF_ACTIVATIONS), own):
         if key not in theirs:
             yield Remark(NOT_COMPUTED, "not compared", key, "the source has no such scale")
-        elif not np.array_equal(own[key][0].load(maps), theirs[key][0].load(maps)):
+        elif not same_values(own[key], theirs[key], maps):
             yield Remark(DIFFERS, "changed", key, "it is not the source's")
 
 
@@ -223,16 +230,17 @@ def open_pair(
             folder's family; every reason is listed.
         ValueError: a path is not a checkpoint.
     """
-    own = open_folder(folder)
+    own, original = open_folder(folder), snapshot_folder(source)
     if own.quantised is not None:
-        own = dataclasses.replace(own, findings=(*own.findings, *_scales(source, own.path)))
+        own = dataclasses.replace(own, findings=(*own.findings, *_scales(original, own.path)))
+    are_both_huggingface = is_huggingface(original) and not own.is_shards
     if own.mapping is not None:
         try:
             return _planned(source, own, given, scratch_dir)
         except CheckpointMismatchError:
-            if not (is_huggingface(snapshot_folder(source)) and not own.is_shards):
+            if not are_both_huggingface:
                 raise
-    elif not is_huggingface(snapshot_folder(source)):
+    elif not are_both_huggingface:
         raise CheckpointMismatchError(
             f"{folder} is a model of no known family ({own.reader.config.get('model_type')}), "
             "which is compared with Hugging Face folders of the same names alone"
@@ -267,7 +275,7 @@ def _planned(
     findings += _untied(plan)
     if folder.is_shards:
         tensors = tuple(WrittenTensor(item.tensor.name, ((item, None),)) for item in plan.tensors)
-        return Pair(source, folder, plan, facts, tensors, tuple(findings))
+        return Pair(folder, plan, facts, tensors, tuple(findings))
     views, reasons, homeless = written_views(
         plan, folder.mapping, folder.facts, has_tied_head(plan)
     )
@@ -285,7 +293,7 @@ def _planned(
         *(copied_tensor(key, facts.reader.tensors[key][0].shape) for key in named),
         *(each for each in map(folder.own_name, views) if each.key not in named),
     )
-    return Pair(source, folder, plan, facts, tensors, tuple(findings))
+    return Pair(folder, plan, facts, tensors, tuple(findings))
 
 
 def _same_names(source: CheckpointReader, folder: CheckpointReader) -> dict[str, None]:
@@ -327,7 +335,7 @@ def _untied(plan: ConversionPlan) -> Iterator[Remark]:
 
 
 def _by_name(source: Path, folder: Folder) -> Pair:
-    reader = with_plain_weights(open_checkpoint(source), _anything)
+    reader = with_plain_weights(open_checkpoint(source), lambda _: True)
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
     tied = folder.reader.config.get(_TIE) is True and reader.config.get(_TIE) is True
     tensors = tuple(
@@ -335,4 +343,4 @@ def _by_name(source: Path, folder: Folder) -> Pair:
         for key, pieces in reader.tensors.items()
         if key in folder.reader.tensors or not (tied and key.endswith(TIED_TABLES))
     )
-    return Pair(source, folder, None, facts, tensors, ())
+    return Pair(folder, None, facts, tensors, ())

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from inference.evaluation.openai_client import OpenAIClient, listed_model
 from inference.evaluation.task import EvaluationError
 from inference.front.access import Credentials
 
-# Spellings of the tokens of a row, and of the log probabilities that training computed: our own,
-# then those of NeMo-RL (train_data_step*.jsonl), slime (--save-debug-train-data and
-# --save-debug-rollout-data) and verl (its batch).
+# Spellings in a row that training wrote: our own, then those of NeMo-RL (train_data_step*.jsonl),
+# slime (--save-debug-train-data and --save-debug-rollout-data) and verl (its batch).
 _TOKENS = ("token_ids", "tokens", "input_ids")
-_ANSWERS = ("response_ids", "responses")
 _PROMPTS = ("prompt_ids", "prompts")
+_ANSWERS = ("response_ids", "responses")
 _LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "generation_logprobs",
               "rollout_log_probs")  # fmt: skip
 _MASKS = ("token_loss_mask", "loss_mask", "response_mask")
@@ -48,76 +47,99 @@ def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: Certi
     client = OpenAIClient(
         url, Credentials(token_file=tokens), timeout_s=_TIMEOUT_S, retry_s=_TIMEOUT_S
     )
-    table, findings = [], []
+    places = [
+        (number, place)
+        for number, row in enumerate(rows)
+        for place in range(1, len(row.ids))
+        if not math.isnan(row.log_probs[place])
+    ]
+    if not places:
+        return not_computed(name, "no token has a log probability")
+    table = []
     try:
         model = str(listed_model(client, options.model)["id"])
         for size in options.batch_sizes:
-            found = [
-                each
-                for first in range(0, len(rows), size)
-                for each in _asked(client, model, rows[first : first + size])
-            ]
-            row = _difference(rows, found, tolerance)
-            table.append({"batch_size": size, **row})
-            if row["beyond"]:
-                words = f"{row['beyond']} of {row['tokens']} tokens beyond {tolerance}"
-                where = f"batch size {size}, {row['first']}"
-                findings.append(Remark(DIFFERS, "log probability", where, words))
+            found = _asked(client, model, rows, size)
+            table.append({"batch_size": size, **_difference(rows, found, places, tolerance)})
     except EvaluationError as error:
         return not_computed(name, str(error), url)
-    if not table or not table[0]["tokens"]:
-        return not_computed(name, "no token has a log probability")
+    findings = tuple(
+        Remark(
+            DIFFERS,
+            "log probability",
+            f"batch size {row['batch_size']}, {row['first']}",
+            f"{row['beyond']} of {row['tokens']} tokens beyond {tolerance}",
+        )
+        for row in table
+        if row["beyond"]
+    )
     largest = max(row["largest"] for row in table)
     sizes = ", ".join(map(str, options.batch_sizes))
-    tokens_of = f"{table[0]['tokens']} tokens of {len(rows)} rows"
+    tokens_of = f"{len(places)} tokens of {len(rows)} rows"
     compared = f"{tokens_of}, {of} and {url} ({model}), batch sizes {sizes}"
     bound = f"log probabilities within {largest:.2g} (mean {table[0]['mean']:.2g})"
-    return Part(name, compared, tuple(findings), (bound,) if largest > _SAME else (), table)
+    return Part(name, compared, findings, (bound,) if largest > _SAME else (), table)
 
 
-def _asked(client: OpenAIClient, model: str, rows: Sequence[ScoredRow]) -> Iterator[list[float]]:
-    """Yield the log probabilities of each row's tokens, the first of which has none.
+def _asked(
+    client: OpenAIClient, model: str, rows: Sequence[ScoredRow], size: int
+) -> list[list[float]]:
+    """Return the log probabilities of each row's tokens, asked for `size` rows at a time.
 
     Raises:
         EvaluationError: the endpoint does not answer, or gives other tokens' or none.
     """
-    body = {**client.asking(model, [list(row.ids) for row in rows], 1), "echo": True, "logprobs": 1}
-    for row, choice in zip(rows, client.patient(body)["choices"], strict=True):
-        scores = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        own = [math.nan if score is None else float(score) for score in scores[: len(row.ids)]]
-        if len(own) < len(row.ids) or any(map(math.isnan, own[1:])):
-            raise EvaluationError(
-                f"{client.url} gives no log probabilities of a prompt's tokens (echo, logprobs)"
-            )
-        yield own
+    every = [list(row.ids) for row in rows]
+    scored_prompt = {"echo": True, "logprobs": 1}
+    one = {**client.asking(model, every[:1], 1), **scored_prompt}
+    own_ids = client.accepted(one, {"return_token_ids": True})
+    found = []
+    for first in range(0, len(rows), size):
+        asked = every[first : first + size]
+        body = {**client.asking(model, asked, 1), **scored_prompt, **own_ids}
+        for ids, choice in zip(asked, client.patient(body)["choices"], strict=True):
+            if (read := choice.get("prompt_token_ids") or ids) != ids:
+                raise EvaluationError(
+                    f"{client.url} reads {read[:8]}..., and was sent {ids[:8]}..."
+                )
+            scores = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            own = [math.nan if score is None else float(score) for score in scores[: len(ids)]]
+            if len(own) < len(ids) or any(map(math.isnan, own[1:])):
+                raise EvaluationError(
+                    f"{client.url} gives no log probabilities of a prompt's tokens (echo, logprobs)"
+                )
+            found.append(own)
+    return found
 
 
 def _difference(
-    rows: Sequence[ScoredRow], found: Sequence[Sequence[float]], tolerance: float
+    rows: Sequence[ScoredRow],
+    found: Sequence[Sequence[float]],
+    places: Sequence[tuple[int, int]],
+    tolerance: float,
 ) -> dict[str, Any]:
     """Return the distribution of the differences, and the first token beyond the tolerance."""
-    errors, first = [], None
-    for number, (row, own) in enumerate(zip(rows, found, strict=True)):
-        wanted, served = np.array(row.log_probs[1:]), np.array(own[1:])
-        known = ~np.isnan(wanted)
-        error = np.abs(served - wanted)
-        errors.append(error[known])
-        if first is None and (bad := np.flatnonzero(known & ~(error <= tolerance))).size:
-            at = int(bad[0])
-            first = (
-                f"row {number}, token {at + 1} (id {row.ids[at + 1]}): {served[at]:.4f} served, "
-                f"{wanted[at]:.4f} expected"
-            )
-    every = np.concatenate(errors) if errors else np.empty(0)
-    if not every.size:
-        return {"tokens": 0, "beyond": 0, "largest": 0.0, "mean": 0.0, "first": None}
+    wanted, served = (
+        np.array([each[number][place] for number, place in places])
+        for each in ([row.log_probs for row in rows], found)
+    )
+    errors = np.abs(served - wanted)
+    bad = np.flatnonzero(~(errors <= tolerance))
+    first = None
+    if bad.size:
+        at = int(bad[0])
+        number, place = places[at]
+        first = (
+            f"row {number}, token {place} (id {rows[number].ids[place]}): {served[at]:.4f} served, "
+            f"{wanted[at]:.4f} expected"
+        )
     return {
-        "tokens": int(every.size),
-        "beyond": int((~(every <= tolerance)).sum()),
-        "mean": float(every.mean()),
-        "median": float(np.median(every)),
-        "p99": float(np.quantile(every, 0.99)),
-        "largest": float(every.max()),
+        "tokens": len(places),
+        "beyond": bad.size,
+        "mean": float(errors.mean()),
+        "median": float(np.median(errors)),
+        "p99": float(np.quantile(errors, 0.99)),
+        "largest": float(errors.max()),
         "first": first,
     }
 
@@ -155,30 +177,27 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield dict(zip(fields, values, strict=True))
         return
     with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield json.loads(line)
+        yield from map(json.loads, filter(str.strip, file))
 
 
 def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
-    def field(names: Sequence[str], kind: Callable[[Any], Any]) -> list[Any] | None:
-        value = next((row[name] for name in names if row.get(name) is not None), None)
-        return None if value is None else [kind(each) for each in value]
-
-    ids, answer = field(_TOKENS, int), field(_ANSWERS, int)
-    log_probs, mask = field(_LOG_PROBS, float), field(_MASKS, bool)
+    ids, prompt, answer, log_probs, mask = (
+        next((row[name] for name in names if row.get(name) is not None), None)
+        for names in (_TOKENS, _PROMPTS, _ANSWERS, _LOG_PROBS, _MASKS)
+    )
     if ids is None and answer is not None:
-        ids = [*(field(_PROMPTS, int) or []), *answer]
+        ids = [*(prompt or []), *answer]
     if ids is None or log_probs is None:
         wanted = f"{', '.join(_TOKENS)} with one of {', '.join(_LOG_PROBS)}"
         raise ValueError(f"{where} has {', '.join(row)}; expected one of {wanted}")
-    ids = ids[: row.get("input_lengths", len(ids))]  # of NeMo-RL, whose rows are padded
-    if len(log_probs) > len(ids):
-        log_probs = log_probs[: len(ids)]
-    missing = len(ids) - len(log_probs)
-    known = [math.nan] * missing + log_probs
-    if mask is not None:
-        mask = mask[: len(ids)]
-        used = [True] * (len(ids) - len(mask)) + mask
-        known = [value if use else math.nan for value, use in zip(known, used, strict=True)]
-    return ScoredRow(tuple(ids), tuple(known))
+    own = tuple(map(int, ids[: row.get("input_lengths", len(ids))]))  # NeMo-RL pads its rows
+    known = _of_last(map(float, log_probs), len(own), math.nan)
+    used = _of_last(mask or (), len(own), True)
+    pairs = zip(known, used, strict=True)
+    return ScoredRow(own, tuple(value if use else math.nan for value, use in pairs))
+
+
+def _of_last(values: Iterable[Any], count: int, filler: Any) -> list[Any]:
+    """Return a value for each of `count` tokens; fewer values are those of the last ones."""
+    known = [*values][:count]
+    return [filler] * (count - len(known)) + known

@@ -13,7 +13,7 @@ from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
-from export_scripts.families.mapping.known_settings import KnownSetting, huggingface_table
+from export_scripts.families.mapping.known_settings import huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 from inference.certify.findings import (
@@ -25,10 +25,10 @@ from inference.certify.findings import (
     Remark,
     Status,
     differing,
+    differs,
     dotted,
     is_same,
     not_computed,
-    setting,
 )
 from inference.certify.huggingface import import_transformers
 from inference.certify.pair import Pair
@@ -36,16 +36,22 @@ from inference.certify.pair import Pair
 # Where a head is stored, and how heads lie among ranks: the tensors show both.
 _SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", "vocab_size")
 _SHOWN_BY_SHARDS = (*_SHOWN_BY_TENSORS, "kv_head_num", "separate_qkv")
-# Keys of config.json from which no model computes, or that another part compares.
-_WITHOUT_EFFECT = (
-    "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
-    "eos_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
-    "id2label", "label2id", "attention_dropout", "hidden_dropout", "initializer_range",
-    "tie_word_embeddings", "vocab_size",
-)  # fmt: skip
+_POSITIONS = "max_position_embeddings"
+# Keys of config.json from which no model computes, or that another part compares; and others whose
+# weight does not depend on their values.
+_WEIGHTS: Mapping[str, Status] = {
+    **dict.fromkeys((
+        "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
+        "eos_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
+        "id2label", "label2id", "attention_dropout", "hidden_dropout", "initializer_range",
+        "tie_word_embeddings", "vocab_size",
+    ), EQUAL),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), UP_TO),
+    _POSITIONS: DIFFERS,
+}  # fmt: skip
 # Classes that a library takes, and code that it may run.
-_CODE = "auto_map"
-_CLASSES = ("architectures", _CODE)
+_ARCHITECTURES, _CODE = "architectures", "auto_map"
+_CLASSES = (_ARCHITECTURES, _CODE)
 _TYPES = ("dtype", "torch_dtype")  # that a server computes in by default
 # Spellings of transformers 4, and those of transformers 5: each release reads its own.
 _SPELLINGS = {
@@ -57,15 +63,14 @@ _SPELLINGS = {
 _TABLES = TIED_TABLES[:5]  # of tokens; those of heads follow
 _DERIVED = ("feed_forward_proj",)  # transformers 5 states what 4 derives from it
 _TOKEN = "_token_id"
+_SETTING = "setting"
 _START = "decoder_start_token_id"
-_POSITIONS = "max_position_embeddings"
 _WITHOUT_FUNCTION = ("transformers_version", "use_cache", "_from_model_config", "eos_token_id")
 
 
 def compare_settings(pair: Pair) -> Part:
     """Compare the settings of both sides, as the family reads them, and as they are written."""
     folder, findings, compared = pair.folder, list[Remark](), "config.json"
-    own, stated = pair.facts.config, folder.facts.config
     both = pair.facts.reader.format == folder.reader.format == "huggingface"
     if pair.config is not None and folder.config is not None:
         shown = _SHOWN_BY_TENSORS if both else _SHOWN_BY_SHARDS
@@ -73,11 +78,10 @@ def compare_settings(pair: Pair) -> Part:
     elif not both:
         reason = "the family of the folder cannot read its configuration"
         return not_computed("settings", reason, "config.json")
-    if pair.config is not None and not folder.is_shards:
-        findings += _unknown(pair, both=both)
-        if both and (a := own.get(_POSITIONS)) != (b := stated.get(_POSITIONS)):
-            findings.append(setting(_POSITIONS, a, b))
-    findings += _table_rows(pair)
+    if not folder.is_shards:
+        findings += _table_rows(pair)
+        findings += _unknown(pair) if pair.config is not None else ()
+        findings += [] if both else _other_class(pair)
     if both:
         named = {each.where for each in findings}
         findings += [each for each in _stated(pair) if each.where not in named]
@@ -93,11 +97,28 @@ def _architectures(source: FTConfig, folder: FTConfig, shown: Sequence[str]) -> 
             for each in (source, folder)
         )
     except ValueError as error:
-        yield Remark(DIFFERS, "setting", "architecture", str(error))
+        yield Remark(DIFFERS, _SETTING, "architecture", str(error))
         return
     for name, one, other in differing(mine, theirs):
         if name.partition(".")[0] not in shown:
-            yield setting(name, one, other)
+            yield differs(_SETTING, name, one, other)
+
+
+def _other_class(pair: Pair) -> Iterator[Remark]:
+    """Yield classes in config.json that are not those of such a model, whatever its source is."""
+    mapping, stated = pair.folder.mapping, pair.folder.facts.config
+    if mapping is None or mapping.written is None or pair.config is None:
+        return
+    usual = [
+        each["architectures"]
+        for is_tied in (False, True)
+        for each in mapping.written(pair.config, is_tied)
+        if each["model_type"] == stated.get("model_type")
+    ]
+    found = stated.get(_ARCHITECTURES)
+    if usual and found is not None and found not in usual:
+        detail = f"{found!r:.100}, and {usual[0]!r} is the class of such a model"
+        yield Remark(DIFFERS, _SETTING, _ARCHITECTURES, detail)
 
 
 def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]]:
@@ -140,7 +161,7 @@ def _stated(pair: Pair) -> Iterator[Remark]:
                 key in each for each in read
             )
             status = _weight(pair, name, own, stated, changes=changes)
-        yield setting(name, values[0][0], shown, status)
+        yield differs(_SETTING, name, values[0][0], shown, status)
 
 
 def _spelling(name: str, aliases: Mapping[str, str]) -> str:
@@ -174,87 +195,84 @@ def _weight(
     if top in _TYPES:
         usual, found = (next(filter(None, map(each.get, _TYPES)), None) for each in (own, stated))
         return EQUAL if found in (usual, SOURCE_TYPES[pair.folder.data_type][1]) else UP_TO
-    if top in ("bos_token_id", "pad_token_id"):
-        return UP_TO
     if top == QUANTIZATION and other is not None and any(key.startswith(f"{top}.") for key in own):
         return UP_TO
-    if top in _WITHOUT_EFFECT or not changes:
+    if top in _WEIGHTS and (changes or _WEIGHTS[top] != DIFFERS):
+        return _WEIGHTS[top]
+    if not changes:
         return EQUAL
     if pair.config is None:
         return DIFFERS
+    # The family has compared what it reads; flags may be another library's alone.
     table = huggingface_table()
-    known = table.get(str(kind), {}).get(top) or table["*"].get(top, KnownSetting("none", ()))
-    is_usual = known.use != "read" and all(
-        each is None or each in known.values for each in (one, other)
-    )
-    # The family reads rotary settings, and knows what an absent one of those that it reads means.
-    is_default = known.use == "read" and None in (one, other) and not isinstance(other, bool)
-    if not is_same_kind or is_usual or is_default or top.startswith("rope_"):
-        return EQUAL
-    is_derived = top in _DERIVED
-    return DIFFERS if known.use == "read" and (is_derived or isinstance(other, bool)) else UP_TO
+    known = table.get(str(kind), {}).get(top) or table["*"].get(top)
+    is_flag = top in _DERIVED or isinstance(one, bool) or isinstance(other, bool)
+    is_read = known is not None and known.use == "read"
+    return DIFFERS if is_same_kind and is_read and is_flag else EQUAL
 
 
-def _unknown(pair: Pair, *, both: bool) -> Iterator[Remark]:
+def _unknown(pair: Pair) -> Iterator[Remark]:
     """Yield settings of one side that may change what is computed, and are not the other's.
 
-    A source of another format (not `both`) has names of its own.
+    A source of another format has names of its own.
     """
     assert pair.plan is not None
     reader, stated = pair.facts.reader, pair.folder.facts.config
     own = reader.settings if isinstance(reader, FTFolder) else pair.facts.config
     found: dict[str, str] = {}
-    sides = (pair.folder.mapping, pair.folder.facts), (pair.plan.mapping, pair.facts)
-    for mapping, facts in sides[: 1 + both]:
+    sides = [(pair.folder.mapping, pair.folder.facts)]
+    if reader.format == "huggingface":
+        sides.append((pair.plan.mapping, pair.facts))
+    elif stated.get(_CODE):
+        found[_CODE] = f"{stated[_CODE]!r:.100}: a library may run this code"
+    for mapping, facts in sides:
         assert mapping is not None
         with contextlib.suppress(ValueError):  # reported as the folder's configuration
             found |= mapping.obstacles(facts)
-    if not both and stated.get(_CODE):
-        found[_CODE] = f"{stated[_CODE]!r:.100}: a library may run this code"
     for name, why in found.items():
         if own.get(name) != stated.get(name):
-            yield Remark(DIFFERS, "setting", name, why)
+            yield Remark(DIFFERS, _SETTING, name, why)
 
 
 def _table_rows(pair: Pair) -> Iterator[Remark]:
     """Yield that config.json states another vocabulary than the embedding has rows."""
     stated = pair.folder.facts.config.get("vocab_size")
     for written in pair.tensors:
-        if written.key.endswith(_TABLES):
-            name = pair.folder.facts.resolve(written.key)
-            rows = pair.folder.reader.tensors[name][0].shape[0] if name else stated
-            if stated is not None and rows != stated and not pair.folder.is_shards:
-                yield Remark(
-                    DIFFERS, "setting", "vocab_size", f"{stated}, and {written.key} has {rows} rows"
-                )
+        stored = pair.folder.reader.tensors.get(written.key)
+        if stored is None or stated is None or not written.key.endswith(_TABLES):
+            continue
+        if (rows := stored[0].shape[0]) != stated:
+            detail = f"{stated}, and {written.key} has {rows} rows"
+            yield Remark(DIFFERS, _SETTING, "vocab_size", detail)
 
 
 def compare_generation(pair: Pair) -> Part:
     """Compare the tokens that end an answer, and the defaults of generation."""
+    name = "generation"
     if pair.config is not None and not {"end_id", "eos_token_id"} & vars(pair.config).keys():
-        return Part("generation", "an encoder, which generates nothing")
+        return Part(name, "an encoder, which generates nothing")
     sides = (pair.facts, pair.folder.facts)
-    mine, theirs = map(_generation, sides)
-    if all(facts.reader.format == "huggingface" for facts in sides):
-        known = ({name: each for name, each in facts.config.items() if name.endswith(_TOKEN)}
-                 for facts in sides)  # fmt: skip
-        mine, theirs = ({**next(known), **stated} for stated in (mine, theirs))
+    both = all(facts.reader.format == "huggingface" for facts in sides)
+    mine, theirs = (
+        {**{key: each for key, each in facts.config.items() if both and key.endswith(_TOKEN)},
+         **_generation(facts)}
+        for facts in sides
+    )  # fmt: skip
     findings = [
-        setting(name, one, other)
-        for name, one, other in differing(mine, theirs)
-        if name not in _WITHOUT_FUNCTION and (mine or not name.endswith(_TOKEN))
+        differs(_SETTING, key, one, other)
+        for key, one, other in differing(mine, theirs)
+        if key not in _WITHOUT_FUNCTION and (mine or not key.endswith(_TOKEN))
     ]
     try:
         ends, found = _ends(pair.facts, pair.config), _ends(pair.folder.facts, pair.folder.config)
     except ValueError as error:
-        return Part("generation", "", (Remark(DIFFERS, "end tokens", "folder", str(error)),))
+        return Part(name, "", (Remark(DIFFERS, "end tokens", "folder", str(error)),))
     if ends != found:
         status = DIFFERS if ends else NOT_COMPUTED
-        detail = f"{sorted(found)}, and {sorted(ends) or 'none'} in the source"
-        findings.append(Remark(status, "end tokens", "folder", detail))
+        findings.append(differs("end tokens", "folder", sorted(ends), sorted(found), status))
     elif not ends:
         findings.append(Remark(EQUAL, "end tokens", "both", "neither side names some"))
-    return Part("generation", f"end tokens {sorted(ends)}", tuple(findings))
+    return Part(name, f"end tokens {sorted(ends)}", tuple(findings))
 
 
 def _generation(facts: Facts) -> Mapping[str, Any]:

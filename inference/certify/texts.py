@@ -1,61 +1,34 @@
 """Compare tokenizers by the ids of probe texts, and chat templates by what they render."""
 
 import contextlib
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from export_scripts.checkpoints.base import Region, json_table, read_small
+from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.conversion.tokenizer_probes import PROBES
-from export_scripts.ft.tokenizer_files import SETTINGS_FILE
+from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATES_FOLDER
 from inference.backend.tokenizer import load_tokenizer
-from inference.certify.activations import NoLibraryError
-from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, differing, not_computed
-from inference.certify.huggingface import import_transformers
+from inference.certify.findings import (
+    DIFFERS,
+    UP_TO,
+    Part,
+    Remark,
+    differing,
+    differs,
+    not_computed,
+)
+from inference.certify.huggingface import NoLibraryError, import_transformers
 from inference.certify.pair import Pair
 from inference.front.guard import RejectedError
 from inference.front.openai.codec import ChatTemplate, load_chat_template
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-_USER = {"role": "user", "content": "Why is the sky blue?"}
-_SYSTEM = {"role": "system", "content": "You answer in one sentence."}
-_ANSWER = {"role": "assistant", "content": "  Because of Rayleigh scattering.\n"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Return the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-_CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00001",
-            "type": "function",
-            "function": {"name": "weather", "arguments": {"city": "Paris"}},
-        }
-    ],
-}
-_RESULT = {"role": "tool", "content": "18", "name": "weather", "tool_call_id": "call00001"}
-_CHATS: Mapping[str, tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]] = {
-    "one turn": ((_USER,), {}),
-    "system turn": ((_SYSTEM, _USER), {}),
-    "several turns": ((_SYSTEM, _USER, _ANSWER, _USER), {}),
-    "two answers": ((_USER, _ANSWER, _USER, _ANSWER, _USER), {}),
-    "tools": ((_SYSTEM, _USER), {"tools": [_TOOL]}),
-    "a call": ((_USER, _CALL, _RESULT), {}),
-    "developer turn": (({**_SYSTEM, "role": "developer"}, _USER), {}),
-    "reasoning": ((_USER, {**_ANSWER, "reasoning_content": "Air scatters blue."}, _USER), {}),
-    "last reasoning": ((_USER, {**_ANSWER, "reasoning_content": "Air scatters blue."}), {}),
-    "with thinking": ((_SYSTEM, _USER), {"enable_thinking": True, "thinking": True}),
-    "without thinking": ((_SYSTEM, _USER), {"enable_thinking": False, "thinking": False}),
-}
+# Conversations by name: their messages, and the values of the template's variables.
+_CHATS = json_file(Path(__file__).with_name("chats.json"))
 _MOST_SHOWN = 12
 _MOST_ADDED = 64  # tokens that probe texts are made of
 # Compared by themselves, or written by each release of transformers in its own way.
@@ -67,24 +40,29 @@ _NOT_COMPARED = (
 _TOKENIZER, _CHATS_PART = "tokenizer", "chats"
 
 
-@dataclass(frozen=True)
-class _Encoder:
+class _Encoder(NamedTuple):
     """A loaded tokenizer.
 
-    Attributes:
-        encode: ids of a text, without and with the markers that the tokenizer adds.
-        decode: text of ids, without and with the special tokens.
-        tokens: the count of its ids, from 0 to the largest.
-        vocabulary: token -> id, where the library has it.
-        special: roles of special tokens, such as eos_token -> the token.
+    `encode` gives the ids of a text, without and with the markers that the tokenizer adds, `decode`
+    the text of ids, without and with the special tokens; `tokens` is the count of ids, from 0 to
+    the largest. Token -> id and roles of special tokens are there where the library has them.
     """
 
     library: str
     encode: Callable[[str, bool], list[int]]
     decode: Callable[[list[int], bool], str]
     tokens: int
-    vocabulary: Mapping[str, int] = field(default_factory=dict)
-    special: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: Mapping[str, int] = {}
+    special: Mapping[str, Any] = {}
+
+    def read(self, text: str, *, both: bool) -> dict[str, Any]:
+        """Return what the tokenizer makes of a text; `both`: with the markers, too."""
+        found: dict[str, Any] = {}
+        for special in (False, True)[: 1 + both]:
+            ids = self.encode(text, special)
+            words = " with markers" * special
+            found |= {f"ids{words}": ids, f"text of ids{words}": self.decode(ids, special)}
+        return found
 
 
 def _load(folder: Path) -> _Encoder:
@@ -158,19 +136,17 @@ def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
     except ValueError as error:
         return not_computed(_TOKENIZER, str(error), "source"), None
     try:
-        if not has[1]:
-            raise ValueError("no tokenizer")
         theirs = _load(folder)
     except ValueError as error:
         lost = Remark(DIFFERS, "missing", "folder", str(error))
         return Part(_TOKENIZER, "", (lost,)), mine.tokens
     probes = (*PROBES, *_around_added_tokens(source))
-    wordings = list(_wordings(source, folder))
-    up_to = [each.where for each in wordings if each.status == UP_TO]
+    findings = [*_differences(mine, theirs, probes), *_wordings(source, folder)]
+    up_to = [each.where for each in findings if each.status == UP_TO]
     return Part(
         _TOKENIZER,
         f"{len(probes)} probe texts, {mine.library} and {theirs.library}",
-        (*_differences(mine, theirs, probes), *wordings),
+        tuple(findings),
         (f"another wording of the tokenizer ({', '.join(up_to)})",) if up_to else (),
     ), mine.tokens
 
@@ -183,24 +159,20 @@ def _around_added_tokens(source: Path) -> Iterator[str]:
 
 
 def _differences(mine: _Encoder, theirs: _Encoder, probes: Sequence[str]) -> Iterator[Remark]:
-    found = []
+    # Files alone do not say what markers there are.
     both = bool(mine.vocabulary and theirs.vocabulary)
-    for special in (False, True)[: 1 + both]:  # files alone do not say what markers there are
-        for text in probes:
-            ids, others = mine.encode(text, special), theirs.encode(text, special)
-            if ids != others:
-                shown = f"{others[:_MOST_SHOWN]}, and {ids[:_MOST_SHOWN]} in the source"
-                found.append(Remark(DIFFERS, "ids", f"{text!r:.60}", shown))
-            elif mine.decode(ids, special) != theirs.decode(ids, special):
-                shown = f"{theirs.decode(ids, special)!r:.60}, and otherwise in the source"
-                found.append(Remark(DIFFERS, "text of ids", f"{text!r:.60}", shown))
+    found = []
+    for text in probes:
+        sides = (each.read(text, both=both) for each in (mine, theirs))
+        for kind, one, other in itertools.islice(differing(*sides), 1):
+            found.append(differs(kind, f"{text!r:.60}", one, other))
     yield from found[:_MOST_SHOWN]
     if more := len(found[_MOST_SHOWN:]):
         yield Remark(DIFFERS, "ids", f"{more} more texts", "other ids")
     if not both:
         return
     for role, one, other in differing(mine.special, theirs.special):
-        yield Remark(DIFFERS, "special token", role, f"{other!r}, and {one!r} in the source")
+        yield differs("special token", role, one, other)
     if words := sorted({token for token, _ in mine.vocabulary.items() ^ theirs.vocabulary.items()}):
         shown = ", ".join(f"{word!r:.30}" for word in words[:_MOST_SHOWN])
         detail = f"{len(words)} tokens have other ids, or are on one side alone: {shown}"
@@ -208,7 +180,7 @@ def _differences(mine: _Encoder, theirs: _Encoder, probes: Sequence[str]) -> Ite
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json_table(file.read_bytes(), file) if file.is_file() else {}
+    return json_file(file) if file.is_file() else {}
 
 
 def _table(file: Path) -> dict[str, Any]:
@@ -232,24 +204,12 @@ def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
                 detail = f"{count} are on one side alone" if count else "they are in another order"
                 yield Remark(DIFFERS, "merges", file, detail)
             else:
-                detail = f"{other!r:.100}, and {one!r:.100} in the source"
-                yield Remark(UP_TO, "another wording", f"{file}, {name}", detail)
-
-
-def _named_templates(folder: Path) -> dict[str, str]:
-    """Return the templates next to the one that is taken, by name: libraries choose among them."""
-    own = _json(folder / SETTINGS_FILE).get("chat_template") or ()
-    if isinstance(own, str):
-        own = [{"name": "default", "template": own}]
-    found = {str(each.get("name")): str(each.get("template")) for each in own}
-    for path in (folder / "additional_chat_templates").glob("*.jinja"):
-        found[path.stem] = path.read_text(encoding="utf-8")
-    return found
+                yield differs("another wording", f"{file}, {name}", one, other, UP_TO)
 
 
 def _templates(source: Path, folder: Path) -> Part:
     try:
-        mine, theirs = (load_chat_template(each) for each in (source, folder))
+        mine, theirs = map(load_chat_template, (source, folder))
         if mine is not None and theirs is None:
             raise ValueError("no chat template")
     except ValueError as error:
@@ -269,19 +229,30 @@ def _templates(source: Path, folder: Path) -> Part:
     return Part(_CHATS_PART, f"{len(_CHATS)} conversations", tuple(findings), up_to)
 
 
+def _named_templates(folder: Path) -> dict[str, str]:
+    """Return the templates next to the one that is taken, by name: libraries choose among them."""
+    own = _json(folder / SETTINGS_FILE).get("chat_template") or []
+    found = {}
+    for each in own if isinstance(own, list) else [{"name": "default", "template": own}]:
+        table = each if isinstance(each, dict) else {"name": each}
+        found[str(table.get("name"))] = str(table.get("template"))
+    for path in (folder / TEMPLATES_FOLDER).glob("*.jinja"):
+        found[path.stem] = path.read_text(encoding="utf-8")
+    return found
+
+
 def _chats(mine: ChatTemplate, theirs: ChatTemplate) -> Iterator[Remark]:
-    for name, (messages, values) in _CHATS.items():
+    for name, chat in _CHATS.items():
         for answers in (True, False):
-            one, other = (_rendered(each, messages, values, answers) for each in (mine, theirs))
+            one, other = (_rendered(each, answers=answers, **chat) for each in (mine, theirs))
             if one != other:
-                ends = "" if answers else ", without the beginning of an answer"
-                yield Remark(
-                    DIFFERS, "chat", name + ends, f"{other!r:.300}, and {one!r:.300} in the source"
-                )
+                where = name if answers else f"{name}, without the beginning of an answer"
+                yield differs("chat", where, one, other)
 
 
 def _rendered(
     template: ChatTemplate,
+    *,
     messages: Sequence[Mapping[str, Any]],
     values: Mapping[str, Any],
     answers: bool,

@@ -27,6 +27,7 @@ class Server(ThreadingHTTPServer):
         self.network = transformers.AutoModelForCausalLM.from_pretrained(folder)
         self.error_in_batches = 0.0
         self.gives_log_probs = True
+        self.shift = 0  # of the ids that it says it has read
 
     @property
     def url(self) -> str:
@@ -54,16 +55,18 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"data": [{"id": "tiny"}]})
 
     def do_POST(self) -> None:
-        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        rows = body["prompt"]
         choices = []
         for number, ids in enumerate(rows):
             scores = self.server.log_probs(ids)
             if len(rows) > 1 and number == 1 and scores[3] is not None:
                 scores[3] -= self.server.error_in_batches
             own = {"token_logprobs": [*scores, -1.0]} if self.server.gives_log_probs else None
-            choices.append(
-                {"index": number, "text": "", "finish_reason": "length", "logprobs": own}
-            )
+            choice = {"index": number, "text": "", "finish_reason": "length", "logprobs": own}
+            if body.get("return_token_ids"):
+                choice["prompt_token_ids"] = [each + self.server.shift for each in ids]
+            choices.append(choice)
         self.answer({"choices": choices, "usage": {"prompt_tokens": sum(map(len, rows))}})
 
     def log_message(self, *_: Any) -> None:
@@ -106,6 +109,16 @@ def test_error_of_batches_is_named_with_its_row_and_token(
     assert main(words) == 1
     (found,) = parts(tmp_path)["served"]["findings"]
     assert found["where"].startswith("batch size 8, row 1, token 3 ")
+
+
+def test_endpoint_that_reads_other_ids_is_not_called_equal(
+    model: Path, server: Server, tmp_path: Path
+) -> None:
+    server.shift = 1
+    words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
+    assert main(words) == 3
+    (found,) = parts(tmp_path)["served"]["findings"]
+    assert "reads [6, " in found["detail"]
 
 
 def test_endpoint_without_log_probabilities_is_not_called_equal(

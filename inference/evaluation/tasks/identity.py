@@ -16,11 +16,13 @@ large rounding makes them depends on the types of weights and computation.
 from __future__ import annotations
 
 import hashlib
+import random
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from inference.certify.tolerances import tolerance_of
@@ -30,19 +32,23 @@ from inference.evaluation.task import TENSORS, Dataset, Metric, Sample, Score, T
 from inference.evaluation.tasks.datasets import drawn
 
 if TYPE_CHECKING:
-    from inference.evaluation.tasks.identity_source import IdentitySource
+    from inference.certify.huggingface import Source
 
 RELATIVE = "identity_relative_difference"
-LARGEST = "identity_max_difference"
-MEAN = "identity_mean_difference"
 TOKENS = "identity_same_tokens"
 _ROWS = "; "  # between the rows of a sample
-_METHODS = {
-    RELATIVE: "largest difference from the original library, of its largest value",
-    LARGEST: "largest absolute difference from the original library",
-    MEAN: "mean absolute difference from the original library",
-    TOKENS: "every greedy token is the original library's most probable",
-}
+# Metrics of errors: the field of a row's difference, what joins rows and samples, and its words.
+_ERRORS: Mapping[str, tuple[str, Callable[[Iterable[float]], float], str]] = {
+    RELATIVE: (
+        "relative", max, "largest difference from the original library, of its largest value"
+    ),
+    "identity_max_difference": (
+        "max_abs", max, "largest absolute difference from the original library"
+    ),
+    "identity_mean_difference": (
+        "mean_abs", fmean, "mean absolute difference from the original library"
+    ),
+}  # fmt: skip
 
 
 class Identity(Task):
@@ -50,8 +56,8 @@ class Identity(Task):
 
     name = "identity"
     only_served = True
-    metric_names = tuple(_METHODS)
-    needs = dict.fromkeys(_METHODS, TENSORS)
+    metric_names = (*_ERRORS, TOKENS)
+    needs = dict.fromkeys(metric_names, TENSORS)
 
     def problems(self) -> list[str]:
         """Return why the source cannot be computed, and lengths that contradict each other."""
@@ -84,11 +90,11 @@ class Identity(Task):
         return f"to find the layer and the tensor: {shlex.join(words)}"
 
     @cached_property
-    def _source(self) -> IdentitySource:
-        from inference.evaluation.tasks.identity_source import IdentitySource
+    def _source(self) -> Source:
+        from inference.evaluation.tasks.identity_source import load_checkpoint
 
         assert self.options.source_path is not None, "checked before"
-        return IdentitySource(self.options.source_path, self.options.given)
+        return load_checkpoint(self.options.source_path, self.options.given)
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Load the source and draw rows of token ids from its vocabulary.
@@ -96,11 +102,18 @@ class Identity(Task):
         Raises:
             ValueError: the source's library is not installed or cannot load it.
         """
-        own, seed = self.options.identity, self.options.seed
-        rows = self._source.draw_rows(own, seed)
+        own, source = self.options.identity, self._source
+        longest = own.input_len
+        if source.positions is not None:
+            longest = max(1, min(longest, source.positions - own.output_len))
+        shortest = min(longest, own.min_input_len or (longest + 1) // 2)
+        draw = random.Random(self.options.seed)
+        rows = [
+            " ".join(str(draw.randrange(source.vocab_size)) for _ in range(length))
+            for length in (draw.randint(shortest, longest) for _ in range(own.samples))
+        ]
         starts = range(0, len(rows), own.batch_size)
-        batches = [rows[start : start + own.batch_size] for start in starts]
-        texts = [_ROWS.join(" ".join(map(str, row)) for row in batch) for batch in batches]
+        texts = [_ROWS.join(rows[start : start + own.batch_size]) for start in starts]
         dataset, samples = drawn(
             [Sample(index, text, target="") for index, text in enumerate(texts)],
             self.options,
@@ -108,16 +121,17 @@ class Identity(Task):
             path=str(self.options.source_path),
             sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
         )
-        return replace(dataset, seed=seed), samples  # the rows themselves depend on it
+        return replace(dataset, seed=self.options.seed), samples  # the rows depend on it
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Send one request and compare the answer to each row with the source's."""
-        rows = rows_of(sample.text)
-        found = self._source.compare(rows, model, output_len=self.options.identity.output_len)
+        from inference.evaluation.tasks.identity_source import compare_rows
+
+        output_len = self.options.identity.output_len
+        found = compare_rows(self._source, rows_of(sample.text), model, output_len=output_len)
         values = {
-            RELATIVE: max(each.relative for each in found),
-            LARGEST: max(each.max_abs for each in found),
-            MEAN: sum(each.mean_abs for each in found) / len(found),
+            name: joined(getattr(each, error) for each in found)
+            for name, (error, joined, _) in _ERRORS.items()
         }
         if all(each.same_tokens is not None for each in found):
             values[TOKENS] = float(all(each.same_tokens for each in found))
@@ -126,32 +140,33 @@ class Identity(Task):
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the largest differences, their mean, and for a generator the equal answers."""
         del samples
-        values = {name: [score.values[name] for score in scores] for name in (RELATIVE, LARGEST)}
-        found = [_difference(name, max(each), 0.0, len(scores)) for name, each in values.items()]
-        mean, stderr = mean_and_stderr([score.values[MEAN] for score in scores])
-        found.append(_difference(MEAN, mean, stderr, len(scores)))
+        found = []
+        for name, (_, joined, method) in _ERRORS.items():
+            values = [score.values[name] for score in scores]
+            is_mean = joined is fmean
+            value = joined(values)
+            found.append(
+                Metric(
+                    name=name,
+                    key=name.removeprefix("identity_"),
+                    value=value,
+                    stderr=mean_and_stderr(values)[1] if is_mean else 0.0,
+                    low=value,
+                    high=value,
+                    count=len(scores),
+                    unit="difference",
+                    higher_is_better=False,
+                    method=method,
+                    sample_value=name,
+                    from_samples=is_mean,
+                )
+            )
         if all(TOKENS in score.values for score in scores):
-            found.append(mean_metric(TOKENS, scores, key="same_tokens", method=_METHODS[TOKENS]))
+            method = "every greedy token is the original library's most probable"
+            found.append(mean_metric(TOKENS, scores, key="same_tokens", method=method))
         return tuple(found)
 
 
 def rows_of(text: str) -> list[tuple[int, ...]]:
     """Return the rows of token ids that the text of a sample writes."""
     return [tuple(map(int, row.split())) for row in text.split(_ROWS)]
-
-
-def _difference(name: str, value: float, stderr: float, count: int) -> Metric:
-    return Metric(
-        name=name,
-        key=name.removeprefix("identity_"),
-        value=value,
-        stderr=stderr,
-        low=value,
-        high=value,
-        count=count,
-        unit="difference",
-        higher_is_better=False,
-        method=_METHODS[name],
-        sample_value=name,
-        from_samples=name == MEAN,
-    )

@@ -18,7 +18,7 @@ from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.report.formatting import times
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.tasks.identity_source import IdentitySource
+from inference.evaluation.tasks.identity_source import load_checkpoint
 from tests.fake_model import FakeModel
 from tests.tiny_transformers import write_model
 
@@ -137,7 +137,7 @@ def test_release_of_mesh_transformer_jax_is_computed_too(
     """The model that answers is transformers' own, loaded from the same weights."""
     given = (("head_num", "4"), ("rotary_embedding", "2"))
     source = shared / "golden/gptj_slim/tiny/source"
-    loaded = IdentitySource(source, given)._model
+    loaded = load_checkpoint(source, given)
     served = ServedGPT2.__new__(ServedGPT2)
     FakeModel.__init__(served)
     served.model, served.error, served.token, served.sizes = loaded.model, 0.0, 0, []

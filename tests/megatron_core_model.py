@@ -1,0 +1,145 @@
+"""Logits of a megatron-core checkpoint by megatron-core's own GPTModel, in fp32 on the CPU.
+
+The model is put together of all training ranks first, so that one process computes it.
+"""
+
+# Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn import functional
+
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.families.gpt.megatron import core_traits
+from export_scripts.families.mapping.megatron_traits import MegatronTraits
+from export_scripts.numeric.arrays import to_float32
+
+# Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
+_UNFUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def core_logits(plan: ConversionPlan, ids: Sequence[int]) -> torch.Tensor:
+    """Return the logits (N, V) of a checkpoint; `plan` is how it becomes a folder."""
+    traits = core_traits(plan.facts)
+    state, count = _state(plan, traits), len(ids)
+    with _one_rank(), torch.no_grad():
+        network = _network(_config(traits, state), _model(plan, traits), state)
+        later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
+        logits = network(torch.tensor([ids]), torch.arange(count)[None], later)
+    return logits[0].float()
+
+
+def _network(
+    options: Mapping[str, Any], model: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> Any:
+    gpt = importlib.import_module("megatron.core.models.gpt")
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    configs = importlib.import_module("megatron.core.transformer.transformer_config")
+    config = configs.TransformerConfig(**options)
+    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+    network = gpt.GPTModel(config, layer, **model).eval()
+    found = network.load_state_dict(dict(state), strict=False)
+    assert not [key for key in found.missing_keys if not key.endswith("_extra_state")]
+    assert not found.unexpected_keys
+    return network
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Let megatron-core find one rank, whose device is the CPU."""
+    parallel = importlib.import_module("megatron.core.parallel_state")
+    chance = importlib.import_module("megatron.core.tensor_parallel.random")
+    chance.initialize_rng_tracker(inference_rng_tracker=True)  # training's are on CUDA
+    # Scratch memory and rotary tables are made on the current CUDA device, wherever weights are.
+    cuda: Any = torch.cuda
+    current_device = cuda.current_device
+    cuda.current_device = lambda: "cpu"
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        parallel.initialize_model_parallel()
+        yield
+    finally:
+        parallel.destroy_model_parallel()
+        destroy_process_group()
+        cuda.current_device = current_device
+
+
+def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tensor]:
+    """Return every tensor that the conversion reads, of all training ranks, in fp32."""
+    cuts = {
+        key.format(**item.index): cut for item in plan.tensors for key, cut in item.source.reads
+    }
+    state = {}
+    for key, cut in cuts.items():
+        name = key.removeprefix(plan.mapping.prefix)
+        for fused, apart in _UNFUSED.items():
+            name = name.replace(fused, apart)
+        pieces = [
+            torch.from_numpy(np.array(to_float32(piece.load(plan.facts.maps))))
+            for piece in plan.facts.pieces(key)
+        ]
+        if ".linear_fc1." in name and traits.gated:
+            # Each training rank holds its share of either half.
+            pieces = [half for rank in zip(*(p.chunk(2) for p in pieces), strict=True)
+                      for half in rank]  # fmt: skip
+        state[name] = pieces[0] if cut is None else torch.cat(pieces, cut)
+        if traits.normalization.endswith("1p") and "layernorm.weight" in name:
+            state[name] += 1
+    return state
+
+
+def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    layer = "decoder.layers.0."
+    # megatron-core knows by functional.gelu itself that it has a fused kernel.
+    is_plain = traits.fused_gelu or traits.exact_gelu
+    gelu = functional.gelu if is_plain else partial(functional.gelu, approximate="tanh")
+    activations = {"gelu": gelu, "silu": functional.silu, "relu": functional.relu}
+    return {
+        "num_layers": traits.num_layer,
+        "hidden_size": traits.hidden,
+        "num_attention_heads": traits.head_num,
+        "num_query_groups": traits.query_groups,
+        "kv_channels": traits.size_per_head,
+        "ffn_hidden_size": traits.inter_size,
+        "layernorm_epsilon": traits.layernorm_eps,
+        "normalization": "RMSNorm" if traits.normalization.startswith("rmsnorm") else "LayerNorm",
+        "gated_linear_unit": traits.gated,
+        "activation_func": activations[traits.activation],
+        "add_bias_linear": layer + "self_attention.linear_proj.bias" in state,
+        "add_qkv_bias": layer + "self_attention.linear_qkv.bias" in state,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": traits.fused_gelu,
+        "persist_layer_norm": False,
+    }
+
+
+def _model(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, Any]:
+    """Return the arguments of GPTModel other than its config and layers."""
+    config: Any = plan.config
+    source = traits.source
+    scaled = source.get("scale_positional_embedding") or source.get("use_rope_scaling")
+    return {
+        "vocab_size": config.vocab_size,
+        "max_sequence_length": traits.max_pos_seq_len,
+        "position_embedding_type": traits.position,
+        "share_embeddings_and_output_weights": config.tie_word_embeddings,
+        "rotary_percent": traits.rotary_fraction,
+        "rotary_base": traits.rotary_base,
+        "rope_scaling": bool(scaled),
+        "rope_scaling_factor": getattr(config, "rotary_factor", None) or 8.0,
+        "seq_len_interpolation_factor": traits.rotary_interpolation,
+    }
