@@ -9,7 +9,7 @@
 # make docs         the documentation as a site, into site/; fails on a warning or a broken link
 # make release      a release, into dist/: wheel and sdist that can be made again to the byte, checked,
 #                   with the list of their contents (SBOM) and notes from CHANGELOG.md; uploads nothing
-# make soak         the tests of endurance, each 100 times as long; takes hours
+# make soak         the tests of endurance, each 100 times as long, and long ones; takes hours
 # make clones       a clean clone, set-up and demo with each supported Python of this machine
 # make constraints  the pins made anew, then `make wheels`
 # make wheels       fail unless each pin has a wheel for every Python, on x86-64 and aarch64
@@ -94,8 +94,10 @@ demo: $(STAMP)
 
 test: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
-	# Threads of OpenMP that wait for work spin, on the other worker's core.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	# Threads of OpenMP that wait for work spin, on the other worker's core. Files that take minutes
+	# come first, so that no worker is left alone with one at the end.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder tests/integration tests/reliability tests/parity tests/golden tests/unit
 
 coverage: $(TOOLS) $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
@@ -123,7 +125,7 @@ release: $(PUBLISH)
 
 soak: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest -m soak --soak 100 --timeout 0
+	$(BIN)/python -m pytest -m 'soak or long' --soak 100 --timeout 0
 
 clones:
 	$(PYTHON) tests/clean_clones.py

@@ -212,16 +212,16 @@ def gate_of(folder: Path, output_dir: Path, kind: type[EngineModel] = EngineMode
 @pytest.mark.parametrize(
     "broken",
     [
-        zero_a_layer,
-        add_noise,
         swap_heads,
-        swap_words_of_the_tokenizer,
         forget_merges_of_the_tokenizer,
         permute_one_matrix,
-        duplicate_a_layer,
         drop_the_last_norm,
-        stretch_the_positions,
         exchange_the_halves_of_two_ranks,
+        pytest.param(zero_a_layer, marks=pytest.mark.long),
+        pytest.param(add_noise, marks=pytest.mark.long),
+        pytest.param(swap_words_of_the_tokenizer, marks=pytest.mark.long),
+        pytest.param(duplicate_a_layer, marks=pytest.mark.long),
+        pytest.param(stretch_the_positions, marks=pytest.mark.long),
     ],
 )
 def test_a_broken_model_is_caught(broken: Callable[[Path], None], shards: Path, tmp_path: Path):

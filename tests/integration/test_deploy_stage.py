@@ -115,7 +115,7 @@ def test_new_server_takes_over_without_being_missed(host: str, tmp_path: Path) -
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         connection.connect()
         own = connection.sock
-        while not over.wait(0.02):
+        while not over.wait(0.2):  # which leaves the processors to the new server
             headers = {"Content-Type": "application/json"}
             connection.request("POST", target, json.dumps(body), headers)
             answer = connection.getresponse()

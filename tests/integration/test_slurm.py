@@ -134,7 +134,9 @@ def results_of_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("gpus_of_a_node", "nodes"), [("1", 2), ("null", 1)])
+@pytest.mark.parametrize(
+    ("gpus_of_a_node", "nodes"), [("1", 2), pytest.param("null", 1, marks=pytest.mark.long)]
+)
 def test_pipeline_on_slurm_serves_measures_and_stops(
     results_of_pipelines: Path, slurm_cluster: SlurmCluster, gpus_of_a_node: str, nodes: int
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 SAMPLE = ["export=gpt3/sample", "evaluate.tasks=[lambada]", "deploy.http_port=0"]
+SMALL = ["evaluate.limit=4", "evaluate.latency.enabled=false"]
 PORTS = ["deploy.grpc_port=0", "deploy.metrics_port=0"]
 
 
@@ -82,6 +83,6 @@ def test_modules_have_the_same_names_as_in_a_checkout(installed: Path, elsewhere
 
 @pytest.mark.triton
 def test_the_installed_command_serves_and_evaluates(installed: Path, elsewhere: Path) -> None:
-    shown = run([installed / "slipway-serving", *SAMPLE, *PORTS], elsewhere)
+    shown = run([installed / "slipway-serving", *SAMPLE, *SMALL, *PORTS], elsewhere)
     assert "lambada" in shown
     assert list(elsewhere.glob("results/gpt_books_5m/*/results/evaluate/report.json"))

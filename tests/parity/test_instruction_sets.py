@@ -18,7 +18,10 @@ from tests.conftest import ROOT
 
 # Vectors of torch's own kernels, and the most that oneDNN may use: products of int8 without VNNI,
 # which saturate, and those with it but without AMX.
-SETS = [("default", "AVX2"), ("avx2", "AVX512_CORE_VNNI")]
+SETS = [
+    ("default", "AVX2"),
+    pytest.param("avx2", "AVX512_CORE_VNNI", marks=pytest.mark.long),
+]
 TESTS = (
     "tests/unit/inference/parallel/test_gemm.py",
     "tests/unit/inference/model/test_cached_attention.py",

@@ -270,7 +270,7 @@ def test_power_is_that_of_the_test_itself(margin, alpha):
     ("count", "margin"), [(64, 0.0), (64, 0.05), (500, 0.01), (500, 0.0), (1319, 0.01)]
 )
 def test_false_alarms_and_power_are_as_stated(count, margin, soak):
-    number = 1000 * soak
+    number = 300 * soak
     noise = 3 * math.sqrt(0.05 * 0.95 / number)  # three standard errors of the simulation
     for changed in (0.0, ASSUMED_CHANGE, 0.1):
         healthy = runs(count, changed, margin, number, seed=1)
