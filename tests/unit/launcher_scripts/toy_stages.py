@@ -69,18 +69,6 @@ class EnvironmentStage(WriteStage):
         return {}
 
 
-class PatientStage(WriteStage):
-    """Waits for a file next to its output."""
-
-    name = "patient"
-
-    def run(self, progress: Progress) -> Summary:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        while not self.target.with_suffix(".go").exists():
-            time.sleep(0.1)
-        return super().run(progress)
-
-
 class SleepStage(WriteStage):
     """Starts a child that would outlive it, and sleeps."""
 
