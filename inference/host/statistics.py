@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from inference.backend.metrics import METRICS
+
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
 # Name without its prefix, text, and the field of ModelStatistics that it shows, "" for 0.
@@ -101,23 +103,7 @@ class ModelStatistics:
         }
 
 
-# Names to those that vLLM 0.32 has for the same (vllm/v1/metrics/loggers.py).
-VLLM_NAMES = {
-    "slipway_running_sequences": "vllm:num_requests_running",
-    "slipway_waiting_sequences": "vllm:num_requests_waiting",
-    "slipway_cache_used_ratio": "vllm:kv_cache_usage_perc",
-    "slipway_prompt_tokens_total": "vllm:prompt_tokens_total",
-    "slipway_shared_prompt_tokens_total": "vllm:prefix_cache_hits_total",
-    "slipway_generated_tokens_total": "vllm:generation_tokens_total",
-    "slipway_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "slipway_time_between_tokens_seconds": "vllm:request_time_per_output_token_seconds",
-    "slipway_request_duration_seconds": "vllm:e2e_request_latency_seconds",
-    "slipway_request_queue_seconds": "vllm:request_queue_time_seconds",
-    "slipway_request_prefill_seconds": "vllm:request_prefill_time_seconds",
-    "slipway_request_decode_seconds": "vllm:request_decode_time_seconds",
-    "slipway_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "slipway_request_generated_tokens": "vllm:request_generation_tokens",
-}
+_VLLM_NAMES = {each.name: each.vllm for each in METRICS if each.vllm != "-"}
 _LINE = re.compile(
     r"^(?P<start># \w+ )?(?P<name>slipway_\w+?)(?P<part>_bucket|_sum|_count)?"
     r"(?P<rest>[ {].*)$",
@@ -132,7 +118,7 @@ def with_vllm_names(metrics: str) -> str:
     """
 
     def renamed(line: re.Match[str]) -> str:
-        if (name := VLLM_NAMES.get(line["name"])) is None:
+        if (name := _VLLM_NAMES.get(line["name"])) is None:
             return line[0]
         rest = line["rest"].replace('model="', 'model_name="', 1)
         return f"{line['start'] or ''}{name}{line['part'] or ''}{rest}"

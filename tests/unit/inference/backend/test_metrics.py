@@ -10,17 +10,13 @@ import pytest
 import yaml
 
 from inference.backend import metrics
+from inference.backend.instances import Instance
 from inference.engine.load import EngineLoad, RequestTimes
-from inference.host.statistics import VLLM_NAMES, with_vllm_names
+from inference.host.statistics import MetricRegistry, with_vllm_names
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[4]
-NAMES = {
-    *metrics.GAUGES,
-    *metrics.TOKENS,
-    *metrics.COUNTERS,
-    *metrics.INFO,
-    *(f"{name}_bucket" for name in metrics.HISTOGRAMS),
-}
+NAMES = {f"{e.name}_bucket" if e.kind == "HISTOGRAM" else e.name for e in metrics.METRICS}
 
 
 def test_the_times_of_a_request_follow_from_its_moments() -> None:
@@ -37,11 +33,36 @@ def test_the_times_of_a_request_follow_from_its_moments() -> None:
 
 
 def test_names_are_by_prometheus_conventions() -> None:
-    for name in (*metrics.GAUGES, *metrics.TOKENS, *metrics.COUNTERS, *metrics.HISTOGRAMS):
-        assert re.fullmatch(r"slipway_[a-z]+(_[a-z]+)*", name)
-    assert all(name.endswith("_total") for name in (*metrics.TOKENS, *metrics.COUNTERS))
-    assert not any(name.endswith("_total") for name in metrics.GAUGES)
-    assert all(name.endswith(("_seconds", "_tokens")) for name in metrics.HISTOGRAMS)
+    for each in metrics.METRICS:
+        assert re.fullmatch(r"slipway_[a-z]+(_[a-z]+)*", each.name)
+        assert each.name.endswith("_total") == (each.kind == "COUNTER")
+        assert each.kind != "HISTOGRAM" or each.name.endswith(("_seconds", "_tokens"))
+
+
+def test_requests_and_load_change_the_metrics_of_their_rows() -> None:
+    registry, load = MetricRegistry(), EngineLoad(running=2, slots=4, prompt_tokens=5)
+    kept = metrics.ModelMetrics(registry, "m", Instance(1, 2), lambda: load, {"version": "7"})
+    times = RequestTimes(10.0, began=11.0, generated_tokens=3, reasons=("end", "stop"))
+    kept.completed(2.0, times)
+    kept.refused("busy")
+    until(lambda: 'outcome="refused"} 1' in "\n".join(registry.lines()), "the report")
+    kept.stop()
+    lines = {line.replace('{model="m",engine="1"', "{") for line in registry.lines()}
+    assert lines >= {
+        "slipway_running_sequences{} 2",
+        "slipway_cache_used_ratio{} 0.5",
+        "slipway_prompt_tokens_total{} 5",
+        'slipway_requests_total{,outcome="completed"} 1',
+        'slipway_requests_total{,outcome="failed"} 0',
+        'slipway_requests_refused_total{,reason="busy"} 1',
+        'slipway_sequences_finished_total{,reason="stop"} 1',
+        "slipway_server_restarts_total{} 0",
+        "slipway_request_duration_seconds_sum{} 2",
+        'slipway_request_queue_seconds_bucket{,le="1"} 1',
+        "slipway_request_prefill_seconds_count{} 0",
+        "slipway_request_generated_tokens_sum{} 3",
+        'slipway_model_info{,version="7"} 1',
+    }
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
@@ -103,5 +124,5 @@ vllm:prompt_tokens_total{model_name="a",engine="1"} 7
 nv_inference_count{model="a",version="1"} 1
 """
     )
-    assert {*VLLM_NAMES} <= {name.removesuffix("_bucket") for name in NAMES}
-    assert len({*VLLM_NAMES.values()}) == len(VLLM_NAMES)
+    names = [each.vllm for each in metrics.METRICS if each.vllm != "-"]
+    assert len(set(names)) == len(names)
