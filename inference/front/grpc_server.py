@@ -5,7 +5,6 @@ import grpc
 from inference.front.access import Access
 from inference.front.guard import IDLE_S
 from inference.front.http_server import most_connections
-from inference.front.tracing import TracedCalls, tracer_of
 from inference.system.ports import host_and_port
 
 # Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.
@@ -46,9 +45,7 @@ def grpc_server(
         ("grpc.max_receive_message_length", access.max_request_bytes),
         ("grpc.max_allowed_incoming_connections", most_connections()),
     ]
-    tracer = tracer_of(access.otlp_collector)
-    spans = [] if tracer is None else [TracedCalls(tracer)]
-    server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS], interceptors=spans)
+    server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS])
     server.add_generic_rpc_handlers((handler,))
     try:
         if access.tls_cert is None or access.tls_key is None:

@@ -1,20 +1,29 @@
 """Ids of requests, which answers carry, and a line of the access log for each."""
 
+import asyncio
+import contextlib
 import json
 import re
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
+import grpc
 from aiohttp import web
+
+from inference.front.tracing import Tracer, note_status
 
 REQUEST_ID = "X-Request-Id"
 LEFT = 499  # as nginx has it: the client has left before the end
 _KEY = "slipway_request_id"
 _IDS = re.compile(r"[!-~]{1,128}")  # printed in logs and headers as they are
+# Statuses of gRPC that are failures of a server (OpenTelemetry's semantic conventions).
+_FAILURES = frozenset(
+    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+)
 _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -44,6 +53,38 @@ def log_call(
         **more,
     }
     sys.stderr.write(json.dumps(line) + "\n")
+
+
+@contextlib.contextmanager
+def named_call(
+    name: str, call: str, context: Any, *, logs: bool, tracer: Tracer | None
+) -> Iterator[None]:
+    """Give the answer of a call of gRPC its id, and where wanted a line of the log and a span.
+
+    Calls that ask no model have no span; a stream has one.
+    """
+    began, path = time.monotonic(), call.strip("/")
+    context.set_trailing_metadata(((REQUEST_ID.lower(), name),))
+    with contextlib.ExitStack() as stack:
+        if tracer is not None and call.endswith("Infer"):
+            about = {"rpc.system.name": "grpc", "rpc.method": path}
+            stack.enter_context(tracer.span(path, dict(context.invocation_metadata()), about))
+        try:
+            yield
+        finally:
+            status = _status(context)
+            note_status(status, failed=status in _FAILURES)
+            if logs:
+                log_call(name, "gRPC", call, status, began)
+
+
+def _status(context: Any) -> str:
+    """Return the status of a call of gRPC that ends."""
+    code, error = context.code() or grpc.StatusCode.OK, sys.exc_info()[1]
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "CANCELLED"
+    name = getattr(code, "name", str(code))
+    return "UNKNOWN" if error is not None and name == "OK" else name  # not by abort
 
 
 def log_answer(request: web.BaseRequest, status: int, began: float, **more: Any) -> None:

@@ -10,13 +10,10 @@ import contextlib
 import functools
 import importlib
 import os
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from http import HTTPStatus
 from typing import Any
 
-import grpc
 from aiohttp import web
 
 # The span of the request that is being answered.
@@ -31,10 +28,6 @@ _LIBRARIES = (
 )
 _MISSING = "spans need the packages of the extra otel: pip install 'slipway-serving[otel]'"
 _LAST_S = 2.0
-# Statuses of gRPC that are failures of a server (its semantic conventions).
-_FAILURES = frozenset(
-    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
-)
 _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -55,38 +48,27 @@ class Tracer:
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("slipway")
         self._propagator = context.TraceContextTextMapPropagator()
-        self._kind, self._error = api.SpanKind.SERVER, api.StatusCode.ERROR
+        self._kind = api.SpanKind.SERVER
 
     @contextlib.contextmanager
     def span(
         self, name: str, headers: Mapping[str, str], attributes: Mapping[str, Any]
-    ) -> Iterator[Callable[[str | int, bool], None]]:
+    ) -> Iterator[None]:
         """Make a span of the block; its parent is the one that `traceparent` of the headers names.
 
-        Yields what notes the status of the answer, and whether it is a failure of the server.
+        `note_status` and the other functions of this module tell more about it.
         """
-        carrier = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
-        parent = self._propagator.extract(carrier)
         with self._tracer.start_as_current_span(
             name,
-            parent,
+            self._propagator.extract(headers),
             kind=self._kind,
             attributes=attributes,
             record_exception=False,  # the log has it
             set_status_on_exception=False,
         ) as span:
-
-            def note(status: str | int, failed: bool) -> None:
-                is_http = isinstance(status, int)
-                name = "http.response.status_code" if is_http else "rpc.response.status_code"
-                span.set_attribute(name, status)
-                if failed:
-                    span.set_status(self._error)
-                    span.set_attribute("error.type", str(status))
-
             _SPAN.set(span)
             try:
-                yield note
+                yield
             finally:
                 _SPAN.set(None)
 
@@ -117,6 +99,23 @@ async def close_tracer(collector: str | None) -> None:
     with contextlib.suppress(TimeoutError, ValueError):
         if (tracer := tracer_of(collector)) is not None:
             await asyncio.wait_for(asyncio.to_thread(tracer.close), _LAST_S)
+
+
+def note_status(status: str | int, *, failed: bool) -> None:
+    """Say of the span of a request, if it has one, its status, and whether the server has failed.
+
+    A number is a status of HTTP, a text one of gRPC.
+    """
+    if (span := _SPAN.get()) is None:
+        return
+    is_http = isinstance(status, int)
+    name = "http.response.status_code" if is_http else "rpc.response.status_code"
+    span.set_attribute(name, status)
+    if failed:
+        from opentelemetry.trace import StatusCode
+
+        span.set_status(StatusCode.ERROR)
+        span.set_attribute("error.type", str(status))
 
 
 def describe_model(name: str) -> None:
@@ -154,60 +153,9 @@ def traced(handler: _Handler, collector: str | None) -> _Handler:
         if request.method != "POST":
             return await handler(request)
         about = {"http.request.method": "POST", "url.path": request.path[:200]}
-        with tracer.span("POST", request.headers, about) as note:
+        with tracer.span("POST", request.headers, about):
             response = await handler(request)
-            note(response.status, response.status >= HTTPStatus.INTERNAL_SERVER_ERROR)
+            note_status(response.status, failed=response.status >= 500)
             return response
 
     return answer
-
-
-def call_status(context: Any) -> tuple[str, bool]:
-    """Return the status of a call of gRPC that ends, and whether it is a failure of the server."""
-    code, error = context.code() or grpc.StatusCode.OK, sys.exc_info()[1]
-    name = getattr(code, "name", str(code))
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        name = "CANCELLED"
-    elif error is not None and name == "OK":  # not by abort
-        name = "UNKNOWN"
-    return name, name in _FAILURES
-
-
-class TracedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Gives each call of gRPC that asks a model a span; a stream has one."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
-    ) -> Any:
-        """Return the handler of a call (called by gRPC)."""
-        handler = await continuation(details)
-        if handler is None or not details.method.endswith("Infer"):
-            return handler
-        span = functools.partial(
-            self._tracer.span,
-            details.method.strip("/"),
-            dict(details.invocation_metadata),
-            {"rpc.system.name": "grpc", "rpc.method": details.method.strip("/")},
-        )
-
-        async def unary(request: bytes, context: Any) -> Any:
-            with span() as note:
-                try:
-                    return await handler.unary_unary(request, context)
-                finally:
-                    note(*call_status(context))
-
-        async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-            with span() as note:
-                try:
-                    async for each in handler.stream_stream(requests, context):
-                        yield each
-                finally:
-                    note(*call_status(context))
-
-        if handler.unary_unary is not None:
-            return handler._replace(unary_unary=unary)
-        return handler._replace(stream_stream=stream)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -27,9 +26,9 @@ from inference.front.infer_messages import (
     read_message,
     without_raw_tensors,
 )
-from inference.front.request_log import REQUEST_ID, accepted_id, log_call
+from inference.front.request_log import REQUEST_ID, accepted_id, named_call
 from inference.front.sessions import Namespace
-from inference.front.tracing import call_status
+from inference.front.tracing import Tracer
 from inference.front.validation import SentRequest
 from inference.host.calls import InferError, InferRequest
 from inference.host.describe import (
@@ -60,9 +59,17 @@ _CODES = {
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
     """Answers calls of gRPC at a port."""
 
-    def __init__(self, context: FrontContext[Hosted], *, port: int, logs: bool = False) -> None:
+    def __init__(
+        self,
+        context: FrontContext[Hosted],
+        *,
+        port: int,
+        logs: bool = False,
+        tracer: Tracer | None = None,
+    ) -> None:
         """Take the models and the port; `logs` writes a line for each call."""
-        self._context, self._port, self._logs = context, port, logs
+        self._context, self._port = context, port
+        self._named = partial(named_call, logs=logs, tracer=tracer)
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call."""
@@ -80,17 +87,6 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         if call == rules.STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, name, owner))
         return grpc.unary_unary_rpc_method_handler(partial(self._unary, name, call, owner))
-
-    @contextlib.contextmanager
-    def _named(self, name: str, call: str, context: Any) -> Iterator[None]:
-        """Give the answer of a call the id of the call, and write a line to the log at its end."""
-        began = time.monotonic()
-        context.set_trailing_metadata(((REQUEST_ID.lower(), name),))
-        try:
-            yield
-        finally:
-            if self._logs:
-                log_call(name, "gRPC", call, call_status(context)[0], began)
 
     def _health(self, call: str) -> grpc.RpcMethodHandler:
         """Return the handler of a call that needs no token, and whose message says nothing."""

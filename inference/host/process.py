@@ -25,7 +25,7 @@ from inference.front.guard import RejectedError
 from inference.front.http_server import Handler, http_server
 from inference.front.link import Event, HostSettings, OwnerLink, Question
 from inference.front.request_log import with_ids
-from inference.front.tracing import close_tracer
+from inference.front.tracing import close_tracer, tracer_of
 from inference.front.workers import Workers
 from inference.host.calls import InferError, Mailbox
 from inference.host.grpc_calls import KServeGrpc
@@ -103,7 +103,8 @@ class _Host:
         settings = self._settings
         grpc_port = settings.ports["grpc"]
         logs = settings.openai is not None and settings.openai.access_log
-        calls = KServeGrpc(self._context, port=grpc_port, logs=logs)
+        tracer = tracer_of(settings.access.otlp_collector)
+        calls = KServeGrpc(self._context, port=grpc_port, logs=logs, tracer=tracer)
         server = grpc_server(settings.access, calls, host=settings.host, port=grpc_port)
         http = KServeHttp(self._context)
         await self._listen(with_ids(http.answer, logs=logs), settings.ports["http"])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from inference.front import tracing
 from inference.front.openai.answers import Array, Candidate
+from inference.front.request_log import named_call
 from tests.unit.inference.front.openai.fake_backend import FakeModel, run
 
 COLLECTOR = "http://127.0.0.1:4318/"
@@ -119,28 +121,37 @@ def test_spans_without_their_packages_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 class _Calls(grpc.GenericRpcHandler):
-    """Two calls: one whose model answers, and one that is refused."""
+    """Calls whose model answers, which are refused, fail or have no answer."""
+
+    def __init__(self, tracer: tracing.Tracer | None) -> None:
+        self.named = partial(named_call, "id", logs=False, tracer=tracer)
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
-        async def answered(request: bytes, _: Any) -> bytes:
-            tracing.describe_model("ensemble")
-            tracing.describe_model("part of it")
-            return request
+        method = details.method
+
+        async def answered(request: bytes, context: Any) -> bytes:
+            with self.named(method, context):
+                tracing.describe_model("ensemble")
+                tracing.describe_model("part of it")
+                return request
 
         async def refused(_: Any, context: Any) -> Any:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such model")
-            yield b""
+            with self.named(method, context):
+                await context.abort(grpc.StatusCode.NOT_FOUND, "no such model")
+                yield b""
 
-        async def failed(_: bytes, __: Any) -> bytes:
-            raise KeyError("a fault")
+        async def failed(_: bytes, context: Any) -> bytes:
+            with self.named(method, context):
+                raise KeyError("a fault")
 
-        async def left(_: bytes, __: Any) -> bytes:
-            return await asyncio.Future[bytes]()
+        async def left(_: bytes, context: Any) -> bytes:
+            with self.named(method, context):
+                return await asyncio.Future[bytes]()
 
         others = {"/failed/ModelInfer": failed, "/left/ModelInfer": left}
-        if other := others.get(details.method):
+        if other := others.get(method):
             return grpc.unary_unary_rpc_method_handler(other)
-        if details.method == "/a/ModelInfer":
+        if method == "/a/ModelInfer":
             return grpc.unary_unary_rpc_method_handler(answered)
         return grpc.stream_stream_rpc_method_handler(refused)
 
@@ -148,10 +159,8 @@ class _Calls(grpc.GenericRpcHandler):
 @contextlib.asynccontextmanager
 async def traced_channel() -> AsyncIterator[grpc.aio.Channel]:
     """Yield a channel to a server whose calls have spans; they are sent when it ends."""
-    tracer = tracing.tracer_of(COLLECTOR)
-    assert tracer is not None
-    server = grpc.aio.server(interceptors=[tracing.TracedCalls(tracer)])
-    server.add_generic_rpc_handlers((_Calls(),))
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((_Calls(tracing.tracer_of(COLLECTOR)),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
