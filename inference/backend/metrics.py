@@ -30,7 +30,7 @@ _BUCKETS: dict[str, list[float]] = {
 }
 
 
-class Metric(NamedTuple):
+class MetricRow(NamedTuple):
     """A row of the table; "-" stands for nothing."""
 
     name: str
@@ -43,7 +43,7 @@ class Metric(NamedTuple):
 
 
 _, *_ROWS = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-METRICS = tuple(Metric(*row.split("\t")) for row in _ROWS)
+METRICS = tuple(MetricRow(*row.split("\t")) for row in _ROWS)
 _OF_REQUESTS = tuple(each for each in METRICS if each.kind == "HISTOGRAM")
 _OF_LOAD = tuple(
     each for each in METRICS if each not in _OF_REQUESTS and hasattr(EngineLoad, each.field)
