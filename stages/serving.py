@@ -87,7 +87,6 @@ def serving(
         server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
         model = _model_name(config, server)
         endpoint = _endpoint(config, server, job_id, restarts, model=model)
-        server.watch_answers()
         yield server, endpoint
 
 

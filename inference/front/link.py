@@ -1,6 +1,7 @@
 """The link between a server and its owner; without an owner the server ends.
 
-The owner sends settings and orders as records, the server events as lines of text: nothing that it
+The owner sends the settings as a record, and later the order RELOAD: to serve the repository as it
+is now in the place of what was loaded. The server sends events as lines of text: nothing that it
 sends could run in its owner.
 """
 
@@ -17,14 +18,8 @@ from typing import Any
 from inference.front.access import Access, OpenAIOptions
 
 LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
+RELOAD = "reload"
 _GRACE_S = 1.0
-
-
-@dataclass(frozen=True)
-class Readiness:
-    """Whether all models of a server answer its owner."""
-
-    is_ready: bool
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,18 @@ class TritonOptions:
 
 
 @dataclass(frozen=True)
+class CanaryTimes:
+    """The time between two canaries of a model, and how long an answer may take.
+
+    One that has answered the last time has less: 50 times its slowest answer so far, and at least
+    5 s.
+    """
+
+    interval_s: float = 5.0
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True)
 class HostSettings:
     """The first record of the owner: what to serve, and where."""
 
@@ -54,19 +61,7 @@ class HostSettings:
     access: Access
     openai: OpenAIOptions | None
     folder: Path  # where relative paths begin
-
-
-@dataclass(frozen=True)
-class Question:
-    """Whether a model answers a canary; "" asks the server itself."""
-
-    number: int
-    model: str = ""
-
-
-@dataclass(frozen=True)
-class Reload:
-    """Serve the repository as it is now in the place of what was loaded."""
+    canaries: CanaryTimes
 
 
 class Event(enum.Enum):
@@ -77,14 +72,13 @@ class Event(enum.Enum):
     FAILED = "failed"  # JSON: whether a signal ended another server, and the reasons
     LOST = "lost"  # why it is about to end
     USED = "used"  # a client has asked
-    ANSWERED = "answered"  # a question's number, what is finished, and the error if there is one
     KEPT = "kept"  # why the repository that was served is served on
 
 
 class OwnerLink:
     """The server's end of the connection; without its owner the process ends after a moment.
 
-    `orders` has what the owner wants done; `is_healthy` is what he has last said of the models.
+    `reload` is set when the owner wants the repository read again, and cleared by the server.
     SIGTERM and Ctrl-C set `stopped`: running requests may finish, however long they take; the
     sender of the signal sets the limit.
     """
@@ -93,8 +87,7 @@ class OwnerLink:
         self.stopped, self._lost = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
-        self.orders: asyncio.Queue[Question | Reload] = asyncio.Queue()
-        self.is_healthy = True
+        self.reload = asyncio.Event()
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
@@ -109,16 +102,13 @@ class OwnerLink:
 
     def _read(self) -> None:
         try:
-            order = self._connection.recv()
+            self._connection.recv()
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
             self._lost.set()
             self.stopped.set()
             return
-        if isinstance(order, Readiness):
-            self.is_healthy = order.is_ready
-        else:
-            self.orders.put_nowait(order)
+        self.reload.set()
 
     def tell(self, event: Event, about: object = "") -> None:
         """Send an event to the owner, if there still is one."""

@@ -165,7 +165,8 @@ class HostedModel:
         finally:
             statistics.pending -= 1
             taken_ns = time.perf_counter_ns() - began
-            is_busy = request.is_canary and reason == "REJECTED"  # which is not a failure
+            # A model that is busy has not failed.
+            is_busy = request.is_canary and reason in ("REJECTED", "CANCELED")
             if reason and not is_busy:
                 statistics.failed(reason, taken_ns)
             elif not reason:

@@ -6,16 +6,18 @@ after which to try again, and ends.
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Coroutine
 from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from aiohttp import web
 
@@ -23,11 +25,12 @@ from inference.front.context import FrontContext
 from inference.front.grpc_server import grpc_server
 from inference.front.guard import RejectedError
 from inference.front.http_server import Handler, http_server
-from inference.front.link import Event, HostSettings, OwnerLink, Question
+from inference.front.link import Event, HostSettings, OwnerLink
 from inference.front.request_log import with_ids
 from inference.front.tracing import close_tracer, tracer_of
 from inference.front.workers import Workers
-from inference.host.calls import InferError, Mailbox
+from inference.host.calls import Mailbox
+from inference.host.canaries import Canaries
 from inference.host.grpc_calls import KServeGrpc
 from inference.host.hosted import Hosted
 from inference.host.http import KServeHttp
@@ -40,6 +43,7 @@ _END_S = 0.5  # for the last answers to be sent, and for engines to stop
 _TRITON_END_S = 15.0  # for a tritonserver to end
 _SEND_S = 0.3  # for the answers of a failed engine
 _USED_S = 1.0  # between two notes that clients ask
+_TURN_S, _HANG_S = 5.0, 120.0  # of the event loop, which waits for nothing else
 _TRY_S = 120.0  # for the text models of a new repository to load
 _LEAVING = "the server is ending; send the request to another, or again later"
 _ENDED = "what serves the new repository ended while it loaded; the log says why"
@@ -65,12 +69,24 @@ async def _serve_and_exit(host: "_Host") -> NoReturn:
     os._exit(status)
 
 
+async def _watch_loop() -> None:
+    """End the process, with the stack of each thread in the log, once the event loop hangs."""
+    try:
+        while True:
+            faulthandler.dump_traceback_later(_HANG_S, exit=True)
+            await asyncio.sleep(_TURN_S)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 class _Host:
     def __init__(self, settings: HostSettings, connection: Connection) -> None:
         self._settings, self._connection = settings, connection
         self._runners: list[web.ServerRunner] = []
         self._noted_s = 0.0
-        self._reloading = asyncio.Lock()
+        self._is_leaving = False
+        self._canaries: Canaries | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> int:
         """Listen, load, follow the owner's orders, and finish what has begun at the end."""
@@ -139,15 +155,24 @@ class _Host:
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
         self._link.tell(Event.READY, " ".join(hosted.models))
-        tasks: set[asyncio.Task[None]] = set()
+        await self._watch(hosted)
+        self._keep(_watch_loop())
         while True:
-            order = await self._link.orders.get()
-            # Questions are answered during a reload, which takes as long as the longest request.
-            task = asyncio.create_task(
-                self._reply(order) if isinstance(order, Question) else self._reload()
-            )
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            await self._link.reload.wait()
+            self._link.reload.clear()
+            await self._reload()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work in a task; the event loop itself keeps none alive."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, hosted: Hosted) -> None:
+        """Have canaries sent to the models, in place of those before."""
+        if self._canaries is not None:
+            await self._canaries.close()
+        self._canaries = Canaries(hosted, self._settings.canaries, leave=self._leave)
 
     async def _load(self, hosted: Hosted) -> None:
         await hosted.load(self._mailbox, partial(self._link.tell, Event.SAYS))
@@ -162,14 +187,15 @@ class _Host:
 
         What its files hold is read in a process of its own before this one reads it.
         """
-        async with self._reloading:
-            new = await self._reloaded()
-            if new is None:
-                return
-            leaving = asyncio.create_task(self._context.exchange(new))
-            await asyncio.sleep(0)  # it has begun: requests go to the new one
+        if (new := await self._reloaded()) is None:
+            return
+        self._keep(self._exchange(new))
+        await asyncio.sleep(0)  # it has begun: requests go to the new one
+        await self._watch(new)
         self._link.tell(Event.READY, " ".join(new.models))
-        await (await leaving).close()
+
+    async def _exchange(self, new: Hosted) -> None:
+        await (await self._context.exchange(new)).close()
 
     async def _reloaded(self) -> Hosted | None:
         """Return the repository as it is now, None where it cannot be served."""
@@ -197,21 +223,10 @@ class _Host:
             return Repository(Path(source), leave=self._leave, workers=self._workers)
         return TritonRepository(source, triton, leave=self._leave)
 
-    async def _reply(self, question: Question) -> None:
-        """Answer whether a model does, and how much it has answered."""
-        problem = ""
-        with self._context.use() as hosted:
-            try:
-                if question.model in hosted.models:
-                    await hosted.ask(hosted.models[question.model], is_canary=True)
-            except InferError as error:
-                problem = f"{error.grpc_code} {error}"
-        self._link.tell(Event.ANSWERED, f"{question.number} {hosted.advanced()} {problem}")
-
     def _is_ready(self) -> bool:
-        hosted = self._context.current
-        is_healthy = self._link.is_healthy and not self._link.stopped.is_set()
-        return bool(hosted.models) and is_healthy
+        is_ending = self._is_leaving or self._link.stopped.is_set()
+        answers = self._canaries is None or self._canaries.is_ready()
+        return bool(self._context.current.models) and answers and not is_ending
 
     def _note_use(self) -> None:
         if (now := time.monotonic()) - self._noted_s > _USED_S:
@@ -239,7 +254,7 @@ class _Host:
 
     def _leave(self, reason: str) -> None:
         """End the process once what the failed engine has answered is sent."""
-        self._link.is_healthy = False
+        self._is_leaving = True
         sys.stderr.write(f"error: {reason}\n")
         self._link.tell(Event.LOST, reason)
         sys.stderr.flush()

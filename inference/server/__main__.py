@@ -118,7 +118,6 @@ def serve_until_signal(server: ModelServer, *, ready_timeout_s: float, drain_s: 
     with stop_signals(signal.SIGTERM, signal.SIGINT), forwarded_log(server.log_path):
         try:
             server.start(timeout_s=ready_timeout_s)
-            server.watch_answers()
             if server.openai_url is not None:
                 sys.stderr.write(f"serving OpenAI's protocol on {server.openai_url}\n")
             while (reason := server.failure(patience_s=_PATIENCE_S)) is None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import Event, HostSettings, Question, Readiness, Reload, TritonOptions
-from inference.server.health import Health, RefusalError, Target
+from inference.front.link import RELOAD, CanaryTimes, Event, HostSettings, TritonOptions
 from inference.server.process import ServedProcess
-from inference.server.processes import ServerWatch, descendants
+from inference.server.processes import ServerWatch
 from inference.system.process_memory import memory_variables
 
 _PROGRAM = (sys.executable, "-m", "inference.host")
@@ -36,6 +34,7 @@ class ModelServer(ServedProcess):
         is_nvidias: with NVIDIA's C++ backend.
         openai: adds an endpoint of OpenAI's protocol.
         hidden: width of the hidden states that an encoder takes, if it is known.
+        canaries: how often each model gets a small request, once the server is ready.
     """
 
     model_repository: Path | str
@@ -45,6 +44,7 @@ class ModelServer(ServedProcess):
     has_triton: bool = False
     is_nvidias: bool = False
     prefix: Sequence[str] = ()
+    canaries: CanaryTimes = field(default_factory=CanaryTimes)
 
     name = "the server"
 
@@ -52,7 +52,6 @@ class ModelServer(ServedProcess):
         if self.openai is not None:
             self.ports = {**self.ports, "openai": self.openai.port}
         super().__post_init__()
-        self._health: Health | None = None
         self._watch: ServerWatch | None = None
         self._link: HostLink | None = None
 
@@ -102,6 +101,7 @@ class ModelServer(ServedProcess):
             self.access,
             self.openai,
             Path.cwd(),
+            self.canaries,
         )
         self._link.send(settings)
 
@@ -137,34 +137,6 @@ class ModelServer(ServedProcess):
         self._watch = ServerWatch(process.pid)
         progress("ready")
 
-    def watch_answers(self, **times: float) -> None:
-        """Make `failure` report models that are loaded but do not answer.
-
-        Each gets a small request every few seconds; `times` are those of `Health`.
-        """
-        assert self._process is not None, "the server was not started"
-        pid, link = self._process.pid, self._link
-        assert link is not None
-
-        def processes() -> list[int]:
-            return [pid, *descendants(pid)]
-
-        targets = [
-            Target(
-                f"model {name}" if name else "the server",
-                ask=lambda timeout_s, name=name: link.ask(name, timeout_s=timeout_s),  # type: ignore[misc]
-                advanced=link.advanced,
-                processes=processes,
-            )
-            for name in ("", *self.models)
-        ]
-        self._health = Health(targets, tell=self.tell_ready, **times)
-
-    def tell_ready(self, is_ready: bool) -> None:
-        """Have the server say whether it is ready."""
-        assert self._link is not None
-        self._link.send(Readiness(is_ready))
-
     def last_used(self) -> float:
         """Return the Unix time of the last request of a client."""
         assert self._link is not None
@@ -178,7 +150,7 @@ class ModelServer(ServedProcess):
         link = self._link
         assert link is not None
         link.models, link.kept = (), ""
-        link.send(Reload())
+        link.send(RELOAD)
         deadline = time.monotonic() + timeout_s
         try:
             while not link.models:
@@ -192,9 +164,7 @@ class ModelServer(ServedProcess):
 
     def _fault(self) -> str | None:
         assert self._watch is not None
-        if loss := self._watch.loss():
-            return loss
-        return self._health.failure() if self._health is not None else None
+        return self._watch.loss()
 
     def _lost(self) -> str:
         if self._link is None:
@@ -202,12 +172,6 @@ class ModelServer(ServedProcess):
         if self.poll() is not None:
             self._link.read_all()
         return self._link.lost
-
-    def stop(self, *, drain_s: float = 30.0) -> None:
-        """End the server and everything it started; running requests get `drain_s` to finish."""
-        if self._health is not None:
-            self._health.stop()
-        super().stop(drain_s=drain_s)
 
 
 class HostLink:
@@ -229,19 +193,15 @@ class HostLink:
         self.has_failed = self.is_crash = False
         self.used = time.time()
         self._connection = connection
-        self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._said: list[str] = []
         self._loading: list[str] = []
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, str | None] = {}  # of questions that a caller waits for
-        self._advanced = 0.0
         self._reader = threading.Thread(target=self._read, name="host", daemon=True)
         self._reader.start()
 
     def send(self, record: object) -> None:
         """Send an order."""
-        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
+        with contextlib.suppress(OSError):  # its exit status reports its end
             self._connection.send(record)
 
     def read_all(self) -> None:
@@ -261,29 +221,6 @@ class HostLink:
     def loading(self) -> list[str]:
         """Return which models are loading, for a start that takes too long."""
         return [f"still loading {', '.join(self._loading)}"] if self._loading else []
-
-    def ask(self, model: str, *, timeout_s: float) -> None:
-        """Have a model answer a small request; "" asks the server itself.
-
-        Raises ConnectionError for silence, RefusalError for an error.
-        """
-        number = next(self._numbers)
-        self._answers[number] = None
-        self.send(Question(number, model))
-        with self._changed:
-            self._changed.wait_for(lambda: self._answers[number] is not None, timeout_s)
-            answer = self._answers.pop(number)  # one that comes later is not kept
-        if answer is None:
-            raise ConnectionError(f"no answer within {timeout_s:g} s")
-        code, _, words = answer.partition(" ")
-        if code and code not in ("UNAVAILABLE", "INVALID_ARGUMENT"):
-            raise RefusalError(words)
-
-    def advanced(self) -> float:
-        """Return a number that grows with what the server has finished."""
-        with contextlib.suppress(ConnectionError):
-            self.ask("", timeout_s=1.0)
-        return self._advanced
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -306,11 +243,6 @@ class HostLink:
             self.models = tuple(sorted(about.split(" ")))
         elif event is Event.USED:
             self.used = time.time()
-        elif event is Event.ANSWERED:
-            number, advanced, answer = about.split(" ", 2)
-            self._advanced = float(advanced)
-            if int(number) in self._answers:
-                self._answers[int(number)] = answer
         elif event is Event.FAILED:
             self.is_crash, *reasons = json.loads(about)
             self.failures = tuple(reasons)

@@ -7,11 +7,7 @@ import os
 import re
 import shutil
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -232,25 +228,6 @@ def test_the_documents_example_runs(
     example = example.replace("http://127.0.0.1:8003/v1", server.openai_url)
     exec(example.replace('"none"', repr(token_file.read_text().strip())), {})
     assert len(capsys.readouterr().out.split()) > 8
-
-
-def test_health_is_the_servers(server: ModelServer) -> None:
-    assert server.openai_url is not None
-    url = server.openai_url.replace("/v1", "/health")
-
-    def status() -> int:
-        try:
-            return urllib.request.urlopen(url, timeout=10).status
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    def answers(expected: int) -> bool:
-        return status() == expected
-
-    for is_ready in (False, True):
-        server.tell_ready(is_ready)
-        expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        until(partial(answers, expected), f"{expected}")
 
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: ModelServer) -> None:

@@ -71,7 +71,6 @@ def held(port: int) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_or_stopped_process_is_noticed(server: ModelServer, number: int) -> None:
-    server.watch_answers()
     everything = processes(server)
     assert server.failure() is None
     os.kill(everything[0], number)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inference.front.guard import RejectedError
-from inference.front.link import Event, Question, Reload
+from inference.front.link import CanaryTimes, Event
 from inference.host.process import _Host, serve_host
 from inference.host.repository import UnservedError
 
@@ -19,62 +19,46 @@ from inference.host.repository import UnservedError
 class BusyContext:
     """The models of a server, of which a request never ends."""
 
-    uses = 0
-
     def __init__(self) -> None:
-        self.current: Any = SimpleNamespace(models={}, advanced=lambda: 7)
+        self.current: Any = SimpleNamespace(models={})
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Any]:
         """Keep the models in use."""
-        self.uses += 1
         yield self.current
-        self.uses -= 1
 
     async def exchange(self, _: object) -> object:
         """Use another repository; the former one stays in use."""
-        self.current = SimpleNamespace(models={}, advanced=lambda: 8)
+        self.current = SimpleNamespace(models={})
         return await asyncio.Future[object]()
 
 
-def test_questions_are_answered_while_a_request_keeps_the_former_repository(
+def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
-    connection: Any = None
-    host = _Host(settings, connection)
-    events: list[tuple[Event, str]] = []
-
     async def load(_: object) -> None:
         """Load nothing."""
 
     async def run() -> None:
-        orders: asyncio.Queue[Question | Reload] = asyncio.Queue()
-        link = SimpleNamespace(
-            orders=orders, tell=lambda event, about="": events.append((event, about))
-        )
-        monkeypatch.setattr(host, "_link", link, raising=False)
-        monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
-        monkeypatch.setattr(host, "_load", load)
-        monkeypatch.setattr(host, "_repository", object)
+        host, events = host_that_loads(monkeypatch, load)
+        host._link.reload = asyncio.Event()
         following = asyncio.create_task(host._follow())
-        orders.put_nowait(Reload())
-        while events.count((Event.READY, "")) < 2:
-            await asyncio.sleep(0)
-        orders.put_nowait(Question(1))
-        while events[-1][0] != Event.ANSWERED:
-            await asyncio.sleep(0)
+        for count in (1, 2, 3):
+            while events.count((Event.READY, "")) < count:
+                await asyncio.sleep(0)
+            host._link.reload.set()
         following.cancel()
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
-    assert events[-1] == (Event.ANSWERED, "1 8 ")
 
 
 def host_that_loads(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
 ) -> tuple[_Host, list[tuple[Event, str]]]:
     """Return a server whose models load by a function, and what it reports to its owner."""
-    settings: Any = SimpleNamespace(triton=object(), openai=None, hidden=None)
+    settings: Any = SimpleNamespace(
+        triton=object(), openai=None, hidden=None, canaries=CanaryTimes()
+    )
     connection: Any = None
     host = _Host(settings, connection)
     events: list[tuple[Event, str]] = []
@@ -113,23 +97,6 @@ def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit, match="1"):
         asyncio.run(host._follow())
     assert [event for event, _ in events] == [Event.FAILED]
-
-
-def test_a_canary_keeps_its_models_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def load(_: object) -> None:
-        """Load nothing."""
-
-    host, events = host_that_loads(monkeypatch, load)
-    uses = []
-
-    async def ask(_: object, *, is_canary: bool) -> None:
-        uses.append((context.uses, is_canary))
-
-    context: Any = host._context
-    context.current = SimpleNamespace(models={"m": None}, ask=ask, advanced=lambda: 7)
-    asyncio.run(host._reply(Question(1, "m")))
-    assert uses == [(1, True)]
-    assert events == [(Event.ANSWERED, "1 7 ")]
 
 
 def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
