@@ -217,7 +217,6 @@ class EngineModel(TritonEngineModel):
         """Watch for clients that left, and for a failed engine."""
         while not self._stopping.wait(_WATCH_S):
             self._drop_cancelled()
-            self.host.check()
             if (reason := self.engine.healthy()) is not None:
                 self.host.leave(reason)
                 return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -62,35 +62,21 @@ class Exchange(ABC):
         """Answer with an error, which ends the exchange; `code` is one of TritonError's."""
 
 
-class ModelHost(ABC):
-    """The server around a model.
+class ModelHost(Protocol):
+    """The server around a model."""
 
-    Attributes:
-        metric_family: Declares metrics, as Triton's class MetricFamily does.
-    """
+    @property
+    def metric_family(self) -> Any:
+        """What declares metrics, as Triton's class MetricFamily does."""
 
-    metric_family: Any
-
-    @abstractmethod
     def warn(self, message: str) -> None:
         """Write to the server's log."""
 
-    @abstractmethod
     def post(self, call: Callable[[], None]) -> None:
         """Call a function soon, in order, and in another thread: an engine waits for no client."""
 
-    @abstractmethod
-    def waiting(self) -> int:
-        """Return the number of calls that were posted and have not begun."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Look after the server itself; called ten times a second."""
-
-    @abstractmethod
     def leave(self, reason: str) -> None:
         """Take a model whose engine has failed out of service, after the posted calls."""
 
-    @abstractmethod
     def close(self) -> None:
         """End what the host has started for the model, after the posted calls."""

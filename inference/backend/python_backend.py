@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +21,6 @@ from inference.decoding.rows import ModelLimits, RequestError
 if TYPE_CHECKING:
     from inference.engine.engine import Engine
     from inference.engine.sequence import GenerationResult, GenerationStep
-
-# Responses that wait: from then on newer frames replace older ones.
-_BACKLOG = 128
 
 
 class GenerationModel(EngineModel):
@@ -58,73 +53,40 @@ class GenerationModel(EngineModel):
             raise
         for warning in request.warnings:
             self.host.warn(warning)
-        answer = StreamedAnswer(
-            exchange,
-            FrameStream(
-                request,
-                strict_lengths=self.settings.strict_lengths,
-                omit_prefix=self.settings.stream_new_tokens and self.decoupled,
-            ),
-            leading_axis=self.interactive,
+        frames = FrameStream(
+            request,
+            strict_lengths=self.settings.strict_lengths,
+            omit_prefix=self.settings.stream_new_tokens and self.decoupled,
         )
+
+        def send(state: GenerationStep | GenerationResult, *, final: bool) -> None:
+            """Send the answer so far, if the step has added to it."""
+            # In a session the prompt that is answered is the whole conversation.
+            frames.request = state.request
+            frame = frames.frame(state.rows)
+            if frame is None and not final:
+                return
+            assert frame is not None, "the last step is never reported on its own"
+            if self.interactive:
+                frame = {name: value[None] for name, value in frame.items()}
+            exchange.send(frame, final=final)
 
         counts = [0] * len(request.rows)  # tokens that were handed on
 
         def on_step(step: GenerationStep) -> None:
-            if exchange.steps is not None:
-                rows = [() if row is None else row.output_ids[0] for row in step.rows]
-                new = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
-                counts[:] = map(len, rows)
-                self.host.post(partial(exchange.steps, new))
-            elif self.host.waiting() <= _BACKLOG or not answer.replace_newest(step):
-                answer.waiting.append(step)
-                self.host.post(answer.send_oldest)
+            if exchange.steps is None:
+                self.host.post(partial(send, step, final=False))
+                return
+            rows = [() if row is None else row.output_ids[0] for row in step.rows]
+            new = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
+            counts[:] = map(len, rows)
+            self.host.post(partial(exchange.steps, new))
 
         listens = self.decoupled or exchange.steps is not None
         future = self.engine.submit(request, on_step=on_step if listens else None, turn=turn)
-        return future, lambda result: answer.send(result, final=True)
+        return future, partial(send, final=True)
 
 
 def _token_texts(folder: Path) -> TokenTexts:
     tokenizer = load_tokenizer(folder)
     return TokenTexts(tokenizer.vocabulary(), sorted(tokenizer.special_ids), tokenizer.encode)
-
-
-@dataclass(frozen=True)
-class StreamedAnswer:
-    """The responses to a request, one for each frame.
-
-    A frame holds all of the answer so far. Where frames wait to be sent, a newer one therefore may
-    take the place of an older one.
-    """
-
-    exchange: Exchange
-    frames: FrameStream
-    leading_axis: bool  # of size 1, in every output of an interactive model
-    waiting: deque[GenerationStep] = field(default_factory=deque)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def replace_newest(self, step: GenerationStep) -> bool:
-        """Put a step in the place of the newest that waits; return whether one did."""
-        with self._lock:
-            if self.waiting:
-                self.waiting[-1] = step
-            return bool(self.waiting)
-
-    def send_oldest(self) -> None:
-        """Send the step that has waited longest."""
-        with self._lock:
-            step = self.waiting.popleft()
-        self.send(step, final=False)
-
-    def send(self, state: GenerationStep | GenerationResult, *, final: bool) -> None:
-        """Send the answer so far, if the step has added to it."""
-        # In a session the prompt that is answered is the whole conversation.
-        self.frames.request = state.request
-        frame = self.frames.frame(state.rows)
-        if frame is None and not final:
-            return
-        assert frame is not None, "the last step is never reported on its own"
-        if self.leading_axis:
-            frame = {name: value[None] for name, value in frame.items()}
-        self.exchange.send(frame, final=final)

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from inference.backend.arguments import ModelArguments
-from inference.backend.exchange import INVALID, Array, Exchange, ModelHost
+from inference.backend.exchange import INVALID, Array, Exchange
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
+_PARENT_S = 0.1  # between two looks whether the server is there
 _SEND_S = 0.4  # for the server to send them
 # Inputs that the server adds to the requests of a sequence.
 _CONTROLS = ("START", "END")
@@ -153,8 +154,8 @@ class TritonExchange(Exchange):
                 pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
 
 
-class TritonHost(ModelHost):
-    """The server around the process of one model."""
+class TritonHost:
+    """The server around the process of one model, which ends with the server."""
 
     def __init__(self, name: str) -> None:
         import triton_python_backend_utils as pb_utils
@@ -175,15 +176,6 @@ class TritonHost(ModelHost):
     def post(self, call: Callable[[], None]) -> None:
         """Call a function in the thread that sends responses."""
         self._outbox.put(call)
-
-    def waiting(self) -> int:
-        """Return the number of calls that wait; Triton takes about 0.3 ms for each response."""
-        return self._outbox.qsize()
-
-    def check(self) -> None:
-        """End this process with the server; the workers follow it."""
-        if os.getppid() != self._parent:
-            os._exit(1)
 
     def leave(self, reason: str) -> None:
         """End this process, and thereby the server, once every request has its answer.
@@ -213,7 +205,15 @@ class TritonHost(ModelHost):
         self._thread.join()
 
     def _deliver(self) -> None:
-        for call in iter(self._outbox.get, None):
+        while True:
+            try:
+                call = self._outbox.get(timeout=_PARENT_S)
+            except queue.Empty:
+                if os.getppid() != self._parent:
+                    os._exit(1)  # the workers follow
+                continue
+            if call is None:
+                return
             call()
 
 

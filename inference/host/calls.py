@@ -75,10 +75,6 @@ class Mailbox:
         if wakes:
             self._loop.call_soon_threadsafe(self._run)
 
-    def waiting(self) -> int:
-        """Return the number of calls that have not begun."""
-        return len(self._calls)
-
     def is_here(self) -> bool:
         """Return whether this is the thread of the event loop."""
         return threading.get_ident() == self._thread

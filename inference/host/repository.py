@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from export_scripts.triton.model_config import parameters_of, parse_config
 from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import Array, ModelHost, Tensors
+from inference.backend.exchange import Array, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.workers import Workers
@@ -203,7 +204,7 @@ class Repository:
 
             found: HostedModel = HostedTexts(config, version, kind, apart)
         else:
-            host = EngineHost(name, self.registry, mailbox, self._leave)
+            host = EngineHost(name, self.registry, mailbox.post, self._leave)
             engines = []
             for instance, place in _instances(arguments):
                 own = ModelArguments(
@@ -259,38 +260,22 @@ def try_texts(folder: Path) -> None:
             _texts_at(TextsPlace(folder / name, version, json.dumps(arguments), 0))
 
 
-class EngineHost(ModelHost):
+@dataclass(frozen=True)
+class EngineHost:
     """This server, as a model with an engine sees it."""
 
-    def __init__(
-        self,
-        name: str,
-        registry: MetricRegistry,
-        mailbox: Mailbox,
-        leave: Callable[[str], None],
-    ) -> None:
-        self.metric_family = registry
-        self._name, self._mailbox, self._leave = name, mailbox, leave
+    name: str
+    metric_family: MetricRegistry
+    post: Callable[[Callable[[], None]], None]
+    lose: Callable[[str], None]
 
     def warn(self, message: str) -> None:
         """Write to the log."""
-        sys.stderr.write(f"warning: {self._name}: {message}\n")
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Call a function in the event loop's thread."""
-        self._mailbox.post(call)
-
-    def waiting(self) -> int:
-        """Return the number of calls that wait for the event loop."""
-        return self._mailbox.waiting()
-
-    def check(self) -> None:
-        """Do nothing: the kernel ends this process with its owner."""
+        sys.stderr.write(f"warning: {self.name}: {message}\n")
 
     def leave(self, reason: str) -> None:
         """Have the server end, once every request has its answer."""
-        text = f"{self._name} is out of service: {reason}"
-        self._mailbox.post(lambda: self._leave(text))
+        self.post(partial(self.lose, f"{self.name} is out of service: {reason}"))
 
     def close(self) -> None:
         """Do nothing: the event loop goes on."""
