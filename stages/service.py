@@ -76,8 +76,7 @@ class Service:
             except _EndedError as error:
                 return str(error)
             except (ServerStartError, OSError) as error:
-                is_crash = isinstance(error, ServerStartError) and error.is_crash
-                if self._serves is None and not is_crash:
+                if self._serves is None:
                     raise  # it has never worked: waiting changes nothing
                 self._call_off()
                 reason, failure = "", cause_of(error, folder=self.folder)

@@ -69,7 +69,7 @@ class Event(enum.Enum):
 
     SAYS = "says"  # a line on the progress of the start
     READY = "ready"  # the names of the models
-    FAILED = "failed"  # JSON: whether a signal ended another server, and the reasons
+    FAILED = "failed"  # the reasons, a list of JSON
     LOST = "lost"  # why it is about to end
     USED = "used"  # a client has asked
     KEPT = "kept"  # why the repository that was served is served on

@@ -263,6 +263,5 @@ class _Host:
     def _fail(self, error: Exception) -> int:
         sys.stderr.write(f"error: {error}\n")
         reasons = error.problems if isinstance(error, UnservedError) else (f"{error}",)
-        is_crash = isinstance(error, UnservedError) and error.is_crash
-        self._link.tell(Event.FAILED, json.dumps([is_crash, *reasons]))
+        self._link.tell(Event.FAILED, json.dumps(reasons))
         return 1

@@ -32,6 +32,11 @@ class Cancellations:
                 await asyncio.sleep(_CANCEL_PAUSE_S)
 
 
+def is_crash(status: int | None) -> bool:
+    """Return whether a signal has ended a start, as once in some hundred; the next one succeeds."""
+    return status is not None and status > 128
+
+
 def without_its_clocks(lines: Iterable[str]) -> list[str]:
     """Return lines of metrics without those that its clocks make wrong."""
     return [line for line in lines if not line.startswith(_OWN_METRICS)]

@@ -65,15 +65,11 @@ _ENSEMBLE, _NVIDIA = "ensemble", "fastertransformer"
 
 
 class UnservedError(ValueError):
-    """A repository cannot be served; `problems` has the reason of each model.
+    """A repository cannot be served; `problems` has the reason of each model."""
 
-    `is_crash` holds where a signal has ended another server while it loaded.
-    """
-
-    def __init__(self, problems: Sequence[str], *, is_crash: bool = False) -> None:
+    def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
-        self.is_crash = is_crash
 
 
 class Repository:

@@ -22,7 +22,7 @@ from inference.front.link import TritonOptions
 from inference.front.rules import UNREACHABLE
 from inference.host.calls import Mailbox
 from inference.host.models import HostedModel
-from inference.host.release_2_51 import without_its_clocks
+from inference.host.release_2_51 import is_crash, without_its_clocks
 from inference.host.remote import TritonConnection, remote_models
 from inference.host.repository import UnservedError
 from inference.server import supervisor
@@ -75,12 +75,18 @@ class TritonRepository:
 
         Raises UnservedError; no process is left then.
         """
+        for name in sorted(path.parent.name for path in self._configs()):
+            say(f"loading {name}")
         try:
             self._start()
-            names = sorted(path.parent.name for path in self._configs())
-            for name in names:
-                say(f"loading {name}")
-            index = await self._loaded_index()
+            try:
+                index = await self._loaded_index()
+            except UnservedError:
+                if self._options.is_nvidias or not is_crash(self._end()):
+                    raise
+                await self.close()
+                self._start()
+                index = await self._loaded_index()
             configs = {
                 (each.name, each.version): await self._config(each.name, each.version)
                 for each in index
@@ -151,7 +157,7 @@ class TritonRepository:
             has_ended = self._end() is not None
             fatal = fatal_lines(self._log()) if self._options.is_nvidias else []
             if has_ended or fatal:
-                raise UnservedError(fatal, is_crash=self._has_crashed())
+                raise UnservedError(fatal)
             await asyncio.sleep(_POLL_S)
             with contextlib.suppress(grpc.aio.AioRpcError):  # perhaps it does not listen yet
                 reply = await self._server.ask("RepositoryIndex", timeout_s=_CALL_S)
@@ -178,10 +184,6 @@ class TritonRepository:
 
     def _end(self) -> int | None:
         return None if self._process is None else self._process.poll()
-
-    def _has_crashed(self) -> bool:
-        """Return whether a signal has ended the server, and not a model's weights."""
-        return (self._end() or 0) > 128 and not fatal_lines(self._log())
 
     async def _watch(self) -> None:
         """Have this process leave once the server or the process of a model is lost."""

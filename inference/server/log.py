@@ -30,16 +30,9 @@ _OTHERS = re.compile(
 
 
 class ServerStartError(RuntimeError):
-    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines.
+    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines."""
 
-    `is_crash` holds where a signal has ended tritonserver, and its log blames no model: release
-    2.51 ends so once in some hundred starts.
-    """
-
-    def __init__(
-        self, summary: str, *, reasons: Sequence[str], log_path: Path, is_crash: bool = False
-    ) -> None:
-        self.is_crash = is_crash
+    def __init__(self, summary: str, *, reasons: Sequence[str], log_path: Path) -> None:
         self.summary = summary
         self.reasons = tuple(reasons)
         self.log_path = log_path

@@ -190,12 +190,10 @@ class ServedProcess:
         """Return what the server has reported as lost, empty for nothing."""
         return ""
 
-    def _fail(
-        self, summary: str, reasons: Sequence[str] = (), *, is_crash: bool = False
-    ) -> NoReturn:
+    def _fail(self, summary: str, reasons: Sequence[str] = ()) -> NoReturn:
         lines = last_lines(self.log_path, 200)
         found = list(dict.fromkeys(reasons)) or [line for line in lines if _ERROR.match(line)]
-        raise ServerStartError(summary, reasons=found, log_path=self.log_path, is_crash=is_crash)
+        raise ServerStartError(summary, reasons=found, log_path=self.log_path)
 
     def _ended_within(self, limit_s: float) -> bool:
         assert self._process is not None

@@ -126,8 +126,7 @@ class ModelServer(ServedProcess):
             for said in link.said():
                 progress(said)
             if link.has_failed:
-                summary = "the server cannot serve this repository:"
-                self._fail(summary, link.failures, is_crash=link.is_crash)
+                self._fail("the server cannot serve this repository:", link.failures)
             if status is not None:
                 self._fail(f"the server ended with status {status} before it was ready:")
             if time.monotonic() > deadline:
@@ -179,8 +178,7 @@ class HostLink:
 
     Attributes:
         models: those that are served, none before they are ready.
-        has_failed: whether it cannot serve, `failures` why, as far as it knows, and `is_crash`
-            whether a signal has ended a tritonserver.
+        has_failed: whether it cannot serve, and `failures` why, as far as it knows.
         lost: why it is about to end.
         kept: why it has not loaded another repository.
         used: Unix time of the last request.
@@ -190,7 +188,7 @@ class HostLink:
         self.models: tuple[str, ...] = ()
         self.failures: tuple[str, ...] = ()
         self.lost = self.kept = ""
-        self.has_failed = self.is_crash = False
+        self.has_failed = False
         self.used = time.time()
         self._connection = connection
         self._changed = threading.Condition()
@@ -244,8 +242,7 @@ class HostLink:
         elif event is Event.USED:
             self.used = time.time()
         elif event is Event.FAILED:
-            self.is_crash, *reasons = json.loads(about)
-            self.failures = tuple(reasons)
+            self.failures = tuple(json.loads(about))
             self.has_failed = True
         elif event is Event.LOST:
             self.lost = about

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
-from inference.server.log import ServerStartError
 from stages import service
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
@@ -45,28 +44,6 @@ class FakeServer:
 
 def new_service(folder: Path, config: DeployConfig) -> service.Service:
     return service.Service(config, folder, Progress(), until=time.monotonic() + 600)
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_first_start_that_a_signal_has_ended_is_tried_again(
-    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [
-        ServerStartError("crashed:", reasons=[], log_path=tmp_path / "log", is_crash=is_crash)
-        for is_crash in (True, False)
-    ]
-    left = list(failures)
-
-    def serving(*_: Any, **__: Any) -> NoReturn:
-        raise left.pop(0)
-
-    monkeypatch.setattr(service, "serving", serving)
-    kept = new_service(
-        tmp_path, DeployConfig(folder=tmp_path, model_name="m", nodes=nodes, max_restarts=3)
-    )
-    with pytest.raises(ServerStartError) as caught:
-        kept.run()
-    assert caught.value is failures[1]
 
 
 def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(

@@ -76,7 +76,7 @@ def host_that_loads(
 
 def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def load(_: object) -> None:
-        raise UnservedError([], is_crash=True)
+        raise UnservedError([])
 
     host, events = host_that_loads(monkeypatch, load)
     asyncio.run(host._reload())

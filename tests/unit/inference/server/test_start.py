@@ -61,7 +61,16 @@ def test_program_that_cannot_serve_fails_with_its_reason(
     with pytest.raises(ServerStartError) as caught:
         starts.start(does)
     assert any(reason in each for each in caught.value.reasons)
-    assert caught.value.is_crash == (does == ABORT)
+
+
+@pytest.mark.parametrize(("is_nvidias", "count"), [(False, 2), (True, 1)])
+def test_a_start_that_a_signal_ends_is_made_once_more(
+    is_nvidias: bool, count: int, starts: Starts, tmp_path: Path
+) -> None:
+    starts.server.is_nvidias = is_nvidias
+    with pytest.raises(ServerStartError):
+        starts.start(f"echo start >> {tmp_path}/starts; {ABORT}")
+    assert (tmp_path / "starts").read_text().split() == ["start"] * count
 
 
 class _LongLog:
