@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from export_scripts.triton.parameters import FLAG, TEXT, Kind
-from inference.backend.exchange import Array
 from inference.backend.instances import Instance
+from inference.backend.requests import Array
 
 
 def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:

@@ -12,8 +12,8 @@ from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
 from export_scripts.triton.signature import hidden_states
 from inference.backend.arguments import config_parameters
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import Exchange
 from inference.backend.python_backend import GenerationModel
+from inference.backend.requests import InferRequest, Outputs
 from inference.backend.triton_model import triton_arguments
 
 if TYPE_CHECKING:
@@ -28,20 +28,23 @@ class EncoderModel(EngineModel):
     engine_class = "inference.engine.encoder_engine:EncoderEngine"
     engine: EncoderEngine
 
-    def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
+    def submit(
+        self, request: InferRequest, on_step: Callable[[Any], None]
+    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
         """Queue a request, see `EngineModel`."""
         from inference.engine.encoding import parse_encoding
 
-        request = parse_encoding(exchange.tensors, self.engine.architecture)
+        del on_step  # there is one
+        parsed = parse_encoding(request.tensors, self.engine.architecture)
         kind = torch_dtype(self.settings.placement.data_type)
 
-        def send(result: EncodingResult) -> None:
+        def outputs_of(result: EncodingResult) -> Outputs:
             outputs = {"output_hidden_state": result.hidden.to(kind)}  # (B, S, E)
             if result.attentions is not None:  # (B, L, heads, S, S)
                 outputs["output_attentions"] = result.attentions.to(kind)
-            exchange.send(outputs, final=True)
+            return outputs
 
-        return self.engine.submit(request), send
+        return self.engine.submit(parsed), outputs_of
 
 
 def fastertransformer_model(parameters: Mapping[str, str]) -> EngineModel:

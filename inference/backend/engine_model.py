@@ -1,11 +1,12 @@
 """Asynchronous base class of the models with an engine.
 
-`take` never waits, which lets one instance hold any number of requests. A failing request gets
-an error, the others their answers; when its engine fails, a model leaves service.
+One instance holds any number of requests. A failing request gets an error, the others their
+answers; when its engine fails, a model leaves service.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pkgutil
 import sys
@@ -23,10 +24,16 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.ft.validation import validate_directory
 from inference.backend.arguments import ModelArguments
-from inference.backend.exchange import INVALID, Exchange, ModelHost
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import read_settings
+from inference.backend.requests import (
+    InferRequest,
+    ModelError,
+    ModelHost,
+    Outputs,
+    Responses,
+)
 from inference.backend.triton_model import TritonEngineModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.ranks.launched_rank import open_rendezvous, started_place
@@ -42,11 +49,11 @@ _WATCH_S = 0.1
 # Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
 # plans the next step.
 _SWITCH_S = 0.0005
-# A check whether a client has left takes 0.1 ms; this many are checked at a time.
-_ASKED_AT_ONCE = 64
-# Triton's code for an error, and the reason in the metrics.
+# Larger requests are read in a thread.
+_INLINE_BYTES = 16 << 10
+# The code of an error, and the reason in the metrics.
 _FAILURES: dict[type[Exception], tuple[str, str]] = {
-    ValueError: (INVALID, "invalid"),
+    ValueError: ("INVALID_ARGUMENT", "invalid"),
     EngineBusyError: ("UNAVAILABLE", "busy"),
     EngineFailedError: ("UNAVAILABLE", "unavailable"),
 }
@@ -90,10 +97,8 @@ class EngineModel(TritonEngineModel):
             self.engine.load,
             served_identity(self.settings.checkpoint_path, arguments.parameters),
         )
-        self._running: dict[Exchange, Future[Any]] = {}
-        self._next_check = 0  # index of the running request to check next
+        self._running = 0  # requests
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
-        self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
@@ -142,27 +147,83 @@ class EngineModel(TritonEngineModel):
             engine.start()
         return engine
 
-    def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
-        """Queue a request in the engine; return its future and the function that sends its result.
+    def submit(
+        self, request: InferRequest, on_step: Callable[[Any], None]
+    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+        """Queue a request in the engine; return its future, and what makes outputs of its result.
 
-        Raises ValueError for an invalid one, EngineBusyError or EngineFailedError.
+        `on_step` may be called with what a step has made, of which the same function makes outputs
+        too, or None where there are none yet. Raises ValueError for an invalid request,
+        EngineBusyError or EngineFailedError.
         """
         raise NotImplementedError
 
-    def take(self, exchange: Exchange) -> None:
-        """Queue a request; it is answered later."""
-        if exchange.is_canary:
+    async def infer(
+        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
+    ) -> Responses:
+        """Yield the responses, each with whether it is the last. Raises ModelError.
+
+        Closing it gives the request up. `queued` gets the seconds before its first slot.
+        """
+        if request.is_canary:
             steps, before = self.engine.steps, self._canary_steps
             self._canary_steps = steps
             if self._running and steps != before:  # the engine makes progress
-                exchange.fail(BUSY, "UNAVAILABLE")
-                return
+                raise ModelError(BUSY, "UNAVAILABLE")
+        began = time.perf_counter()
+        came: asyncio.Queue[Any] = asyncio.Queue()
+
+        def put(item: Any) -> None:
+            self.host.post(partial(came.put_nowait, item))
+
         try:
-            future, answer = self.submit(exchange)
-        except Exception as error:
-            self._fail(exchange, error, note=self.metrics.refused)
-        else:
-            self._follow(exchange, future, answer)
+            future, outputs_of = await self._submitted(request, put)
+        except Exception as error:  # whatever it is, it is this request's answer alone
+            answer, reason = _failure(error)
+            if reason:
+                self.metrics.refused(reason)
+            else:
+                self.metrics.ended("failed")
+            raise answer from None
+        # After the steps that it consists of, which were put before.
+        future.add_done_callback(lambda _: put(None))
+        self._running += 1
+        outcome = "cancelled"
+        try:
+            while (step := await came.get()) is not None:
+                if (outputs := outputs_of(step)) is not None:
+                    yield outputs, False
+            times = getattr(future.result(), "times", None)
+            queued(getattr(times, "queued_s", None) or 0.0)
+            last = outputs_of(future.result())
+            assert last is not None, "the last step is never reported on its own"
+            outcome = "completed"
+        except CancelledError:
+            raise ModelError("the request was cancelled", "CANCELLED") from None
+        except Exception as error:  # found by the engine's thread, such as an ended session
+            outcome = "failed"
+            raise _failure(error)[0] from None
+        finally:
+            self._running -= 1
+            future.cancel()  # it may have been given up
+            if outcome != "completed" and not (request.is_canary and outcome == "cancelled"):
+                self.metrics.ended(outcome)
+        if not request.is_canary:
+            self.metrics.completed(time.perf_counter() - began, times)
+        yield last, True
+
+    async def _submitted(
+        self, request: InferRequest, put: Callable[[Any], None]
+    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+        """Queue a request; a large one is read in a thread."""
+        if sum(each.nbytes for each in request.tensors.values()) <= _INLINE_BYTES:
+            return self.submit(request, put)
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, request, put))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_give_up)
+            raise
 
     def close(self) -> None:
         """Stop the engine."""
@@ -170,63 +231,24 @@ class EngineModel(TritonEngineModel):
         self.metrics.stop()
         self.engine.stop()
         self._watcher.join()
-        self.host.close()
-
-    def _follow(
-        self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
-    ) -> None:
-        with self._lock:
-            self._running[exchange] = future
-
-        def finished(done: Future[Any]) -> None:
-            with self._lock:
-                self._running.pop(exchange, None)
-            # After the tokens that it consists of, which were posted before.
-            self.host.post(partial(self._send_result, exchange, done, answer))
-
-        future.add_done_callback(finished)
-
-    def _send_result(
-        self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
-    ) -> None:
-        try:
-            times = getattr(future.result(), "times", None)
-            exchange.queued_s = getattr(times, "queued_s", None) or 0.0
-            answer(future.result())
-        except CancelledError:
-            exchange.fail("the request was cancelled", "CANCELLED")
-            self.metrics.ended("cancelled")
-        except Exception as error:  # found by the engine's thread, such as an ended session
-            self._fail(exchange, error, note=lambda _: self.metrics.ended("failed"))
-        else:
-            if not exchange.is_canary:
-                seconds = time.perf_counter() - exchange.began
-                self.metrics.completed(seconds, times)
-
-    def _fail(self, exchange: Exchange, error: Exception, *, note: Callable[[str], None]) -> None:
-        """Answer a request with its failure, whatever that is, and note the reason."""
-        for kind, (code, reason) in _FAILURES.items():
-            if isinstance(error, kind):
-                exchange.fail(str(error), code)
-                note(reason)
-                return
-        exchange.fail(str(error) or type(error).__name__, "INTERNAL")
-        self.metrics.ended("failed")
 
     def _watch(self) -> None:
-        """Watch for clients that left, and for a failed engine."""
+        """Watch for a failed engine."""
         while not self._stopping.wait(_WATCH_S):
-            self._drop_cancelled()
             if (reason := self.engine.healthy()) is not None:
                 self.host.leave(reason)
                 return
 
-    def _drop_cancelled(self) -> None:
-        """Check some of the running requests, in rotation."""
-        with self._lock:
-            running = list(self._running.items())
-        first = self._next_check if self._next_check < len(running) else 0
-        self._next_check = first + _ASKED_AT_ONCE
-        for exchange, future in running[first : self._next_check]:
-            if exchange.is_cancelled():
-                future.cancel()
+
+def _failure(error: Exception) -> tuple[ModelError, str]:
+    """Return the answer to a request that has failed; of one that is refused also the reason."""
+    for kind, (code, reason) in _FAILURES.items():
+        if isinstance(error, kind):
+            return ModelError(str(error), code), reason
+    return ModelError(str(error) or type(error).__name__, "INTERNAL"), ""
+
+
+def _give_up(submitting: asyncio.Future[tuple[Future[Any], Any]]) -> None:
+    """Cancel a request that was queued after its client had left."""
+    if submitting.exception() is None:
+        submitting.result()[0].cancel()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from inference.backend.exchange import Tensors
+from inference.backend.requests import Tensors
 from inference.backend.text_generation import RowRead, TextModel, column
 from inference.backend.text_models import row_texts, word_list_tensor
 from inference.decoding.request import TASK_IDS

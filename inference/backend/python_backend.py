@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import Exchange
+from inference.backend.requests import InferRequest, Outputs
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.grammars import Grammars, TokenTexts
 from inference.decoding.outputs import FrameStream
@@ -40,51 +40,50 @@ class GenerationModel(EngineModel):
         )
         return replace(limits, grammars=grammars)
 
-    def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
+    def submit(
+        self, request: InferRequest, on_step: Callable[[Any], None]
+    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
         """Queue a request, see `EngineModel`."""
-        tensors, turn = exchange.tensors, exchange.turn
+        tensors, turn, news = request.tensors, request.turn, request.steps
         if self.interactive:
             # All have one more axis, of size 1, in front.
             tensors = {name: value[0] for name, value in tensors.items()}
         try:
-            request = parse_request(tensors, self._limits)
+            parsed = parse_request(tensors, self._limits)
         except RequestError:
             self.engine.end_refused(turn)
             raise
-        for warning in request.warnings:
+        for warning in parsed.warnings:
             self.host.warn(warning)
         frames = FrameStream(
-            request,
+            parsed,
             strict_lengths=self.settings.strict_lengths,
             omit_prefix=self.settings.stream_new_tokens and self.decoupled,
         )
 
-        def send(state: GenerationStep | GenerationResult, *, final: bool) -> None:
-            """Send the answer so far, if the step has added to it."""
+        def outputs_of(state: GenerationStep | GenerationResult) -> Outputs | None:
+            """Return the answer so far, None if the step has not added to it."""
             # In a session the prompt that is answered is the whole conversation.
             frames.request = state.request
             frame = frames.frame(state.rows)
-            if frame is None and not final:
-                return
-            assert frame is not None, "the last step is never reported on its own"
-            if self.interactive:
+            if frame is not None and self.interactive:
                 frame = {name: value[None] for name, value in frame.items()}
-            exchange.send(frame, final=final)
+            return frame
 
-        counts = [0] * len(request.rows)  # tokens that were handed on
+        counts = [0] * len(parsed.rows)  # tokens that were handed on
 
-        def on_step(step: GenerationStep) -> None:
-            if exchange.steps is None:
-                self.host.post(partial(send, step, final=False))
-                return
+        def hand_on(step: GenerationStep) -> None:
+            assert news is not None
             rows = [() if row is None else row.output_ids[0] for row in step.rows]
             new = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
             counts[:] = map(len, rows)
-            self.host.post(partial(exchange.steps, new))
+            self.host.post(partial(news, new))
 
-        listens = self.decoupled or exchange.steps is not None
-        future = self.engine.submit(request, on_step=on_step if listens else None, turn=turn)
-        return future, partial(send, final=True)
+        if news is not None:
+            on_each: Callable[[GenerationStep], None] | None = hand_on
+        else:
+            on_each = on_step if self.decoupled else None
+        return self.engine.submit(parsed, on_step=on_each, turn=turn), outputs_of
 
 
 def _token_texts(folder: Path) -> TokenTexts:

@@ -1,7 +1,7 @@
 """Base of the models that answer each request at once, such as the text models."""
 
 from inference.backend.arguments import ModelArguments, RequestInputs
-from inference.backend.exchange import Array, Tensors
+from inference.backend.requests import Array, Tensors
 from inference.backend.triton_model import TritonTensorModel
 from inference.decoding.rows import SessionTurn
 

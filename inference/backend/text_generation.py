@@ -14,8 +14,8 @@ import numpy as np
 
 from export_scripts.ft.config_ini import read_config
 from inference.backend.arguments import RequestInputs
-from inference.backend.exchange import Exchange, Tensors
 from inference.backend.python_backend import GenerationModel
+from inference.backend.requests import InferRequest, Outputs, Tensors
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import parse_request
@@ -43,14 +43,12 @@ class TextModel(GenerationModel):
         _, config = read_config(folder)
         self.tasks = [task.task_name for task in config.tasks]
 
-    def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
-        """Queue a request, see `EngineModel`."""
-        future = self.begin(RequestInputs(exchange.tensors))
-
-        def send(result: GenerationResult) -> None:
-            exchange.send(self.answer(result), final=True)
-
-        return future, send
+    def submit(
+        self, request: InferRequest, on_step: Callable[[Any], None]
+    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+        """Queue a request, see `EngineModel`; its answer is one response."""
+        del on_step
+        return self.begin(RequestInputs(request.tensors)), self.answer
 
     def begin(self, request: Tensors) -> Future[GenerationResult]:
         """Queue the rows of a request. Raises RequestError, EngineBusyError or EngineFailedError.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from export_scripts.triton.parameters import FLAG, TOKEN_ID, TOKEN_IDS
 from inference.backend.arguments import ModelArguments
-from inference.backend.exchange import Tensors
+from inference.backend.requests import Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 

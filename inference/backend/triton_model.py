@@ -6,26 +6,31 @@ is used.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from inference.backend.arguments import ModelArguments
-from inference.backend.exchange import INVALID, Array, Exchange
+from inference.backend.requests import Array, InferRequest, ModelError, Responses
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
+_WATCH_S = 0.1
+# A check whether a client has left takes 0.1 ms; this many are checked at a time.
+_ASKED_AT_ONCE = 64
+_POLL_S = 0.01
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
-_PARENT_S = 0.1  # between two looks whether the server is there
 _SEND_S = 0.4  # for the server to send them
+_CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}  # Triton's names where they are others
 # Inputs that the server adds to the requests of a sequence.
 _CONTROLS = ("START", "END")
 
@@ -87,75 +92,19 @@ def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
     return pb_utils.InferenceResponse(tensors)
 
 
-def error_response(message: str, code: str = INVALID) -> Any:
-    """Return a Triton response that carries an error; `code` names one of TritonError's codes."""
+def error_response(message: str, code: str = "INVALID_ARGUMENT") -> Any:
+    """Return a Triton response that carries an error; `code` is the name of gRPC's status."""
     import triton_python_backend_utils as pb_utils
 
-    return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-    )
-
-
-class TritonExchange(Exchange):
-    """A request of Triton and its response sender."""
-
-    def __init__(
-        self,
-        request: Any,
-        *,
-        streams: bool = False,
-        interactive: bool = False,
-        bf16: Collection[str] = (),
-    ) -> None:
-        tensors = _request_tensors(request, bf16)
-        super().__init__(
-            tensors,
-            tuple(request.requested_output_names()),
-            turn=_turn(request, tensors) if interactive else None,
-            is_canary=CANARY_PARAMETER in json.loads(request.parameters() or "{}"),
-        )
-        self._streams = streams
-        self._sender = request.get_response_sender()
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def is_cancelled(self) -> bool:
-        """Return whether the client left.
-
-        After the final response the server has dropped the request, and is not asked.
-        """
-        with self._lock:
-            return not self._closed and bool(self._sender.is_cancelled())
-
-    def send(self, outputs: Mapping[str, Any], *, final: bool) -> None:
-        """Send one response; nothing is sent after the final one."""
-        self._send(response(outputs, self.wanted), final=final)
-
-    def fail(self, message: str, code: str) -> None:
-        """Answer with an error, which ends the exchange.
-
-        Streams carry no code: the text names it unless the request itself is wrong.
-        """
-        if self._streams and code != INVALID:
-            message = f"{code}: {message}"
-        self._send(error_response(message, code), final=True)
-
-    def _send(self, message: Any, *, final: bool) -> None:
-        import triton_python_backend_utils as pb_utils
-
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = final
-            try:
-                self._sender.send(message, flags=flags)
-            except pb_utils.TritonModelException as error:
-                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+    kind = getattr(pb_utils.TritonError, _CODES.get(code, code))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, kind))
 
 
 class TritonHost:
-    """The server around the process of one model, which ends with the server."""
+    """The server around the process of one model, which ends with the server.
+
+    An event loop in a thread answers the requests.
+    """
 
     def __init__(self, name: str) -> None:
         import triton_python_backend_utils as pb_utils
@@ -163,19 +112,72 @@ class TritonHost:
         self.metric_family = pb_utils.MetricFamily
         self._name = name
         self._parent = os.getppid()
-        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver, name="responses", daemon=True)
+        self._running: dict[asyncio.Task[None], Any] = {}  # to the sender of its responses
+        self._next = 0  # index of the running request to check next
+        self._loop = asyncio.new_event_loop()
+        self.post = self._loop.call_soon_threadsafe
+        self._thread = threading.Thread(target=self._loop.run_forever, name="answers", daemon=True)
         self._thread.start()
+        self.start(self._watch())
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the event loop; returns at once."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def answer(
+        self, responses: Responses, request: InferRequest, sender: Any, *, streams: bool
+    ) -> None:
+        """Send the responses to a request, which the client's leaving cancels."""
+        import triton_python_backend_utils as pb_utils
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = sender
+
+        def send(message: Any, *, final: bool) -> None:
+            if final:  # the server drops the request, and must not be asked about it any more
+                del self._running[task]
+            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+            try:
+                sender.send(message, flags=flags)
+            except pb_utils.TritonModelException as error:
+                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+
+        try:
+            async with contextlib.aclosing(responses):
+                async for outputs, final in responses:
+                    send(response(outputs, request.wanted), final=final)
+        except ModelError as error:
+            # Streams carry no code: the text names it unless the request itself is wrong.
+            is_named = streams and error.code != "INVALID_ARGUMENT"
+            text = f"{error.code}: {error}" if is_named else str(error)
+            send(error_response(text, error.code), final=True)
+        except asyncio.CancelledError:
+            send(error_response("the request was cancelled", "CANCELLED"), final=True)
+
+    async def _watch(self) -> None:
+        """Look for clients that have left, some of them at a time, and for the server's end."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if os.getppid() != self._parent:
+                os._exit(1)  # the workers follow
+            running = list(self._running.items())
+            first = self._next if self._next < len(running) else 0
+            self._next = first + _ASKED_AT_ONCE
+            for task, sender in running[first : self._next]:
+                if sender.is_cancelled():
+                    task.cancel()
+
+    def _flush(self) -> None:
+        until = time.monotonic() + _FLUSH_S
+        while self._running and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
     def warn(self, message: str) -> None:
         """Write to the server's log."""
         import triton_python_backend_utils as pb_utils
 
         pb_utils.Logger.log_warn(f"{self._name}: {message}")
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Call a function in the thread that sends responses."""
-        self._outbox.put(call)
 
     def leave(self, reason: str) -> None:
         """End this process, and thereby the server, once every request has its answer.
@@ -188,9 +190,7 @@ class TritonHost:
         text = f"{self._name} is out of service: {reason}"
         pb_utils.Logger.log_error(text)
         if report_end(text):
-            flushed = threading.Event()
-            self.post(flushed.set)
-            flushed.wait(_FLUSH_S)
+            self._flush()
             time.sleep(_SEND_S)
             os._exit(1)
         try:
@@ -200,21 +200,10 @@ class TritonHost:
             pb_utils.Logger.log_warn(f"{self._name} stays listed as ready: {error}")
 
     def close(self) -> None:
-        """End the thread that sends responses."""
-        self._outbox.put(None)
+        """End the event loop, once every request has its answer."""
+        self._flush()
+        self.post(self._loop.stop)
         self._thread.join()
-
-    def _deliver(self) -> None:
-        while True:
-            try:
-                call = self._outbox.get(timeout=_PARENT_S)
-            except queue.Empty:
-                if os.getppid() != self._parent:
-                    os._exit(1)  # the workers follow
-                continue
-            if call is None:
-                return
-            call()
 
 
 def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Args], None]:
@@ -262,20 +251,31 @@ class TritonTensorModel:
 class TritonEngineModel:
     """The methods that Triton calls of a model with an engine."""
 
+    _host: TritonHost
+
     @with_readable_errors
     def initialize(self: Any, args: Args) -> None:
         """Start the engine (called by Triton).
 
         Of a ValueError Triton reports the message, and the model stays unavailable.
         """
-        self.load(triton_arguments(args), TritonHost(args["model_name"]))
+        self._host = TritonHost(args["model_name"])
+        self.load(triton_arguments(args), self._host)
 
     def execute(self: Any, requests: Sequence[Any]) -> None:
         """Queue requests (called by Triton); None means that the answers follow later."""
-        how = {"streams": self.decoupled, "interactive": self.interactive, "bf16": self.bf16_inputs}
-        for request in requests:
-            self.take(TritonExchange(request, **how))
+        for each in requests:
+            tensors = _request_tensors(each, self.bf16_inputs)
+            request = InferRequest(
+                tensors,
+                tuple(each.requested_output_names()),
+                turn=_turn(each, tensors) if self.interactive else None,
+                is_canary=CANARY_PARAMETER in json.loads(each.parameters() or "{}"),
+            )
+            sender, answers = each.get_response_sender(), self.infer(request)
+            self._host.start(self._host.answer(answers, request, sender, streams=self.decoupled))
 
     def finalize(self: Any) -> None:
         """Stop the engine (called by Triton)."""
         self.close()
+        self._host.close()

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf import json_format
 from tritonclient.grpc import service_pb2
 
+from inference.backend.requests import InferRequest
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError
@@ -30,7 +31,7 @@ from inference.front.request_log import REQUEST_ID, accepted_id, named_call
 from inference.front.sessions import Namespace
 from inference.front.tracing import Tracer
 from inference.front.validation import SentRequest
-from inference.host.calls import InferError, InferRequest
+from inference.host.calls import InferError
 from inference.host.describe import (
     config_message,
     found_model,

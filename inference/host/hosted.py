@@ -9,7 +9,8 @@ from typing import Any
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.identity import served_identity
 from export_scripts.triton.model_config import parameters_of
-from inference.host.calls import InferError, InferRequest, Mailbox
+from inference.backend.requests import InferRequest
+from inference.host.calls import InferError, Mailbox
 from inference.host.models import HostedModel, engines_of
 from inference.host.probe import is_interactive, probe_tensors
 from inference.host.repository import Repository, UnservedError

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from inference.backend.requests import InferRequest, Outputs
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
@@ -25,7 +26,7 @@ from inference.front.validation import (
     read_generate,
     read_infer,
 )
-from inference.host.calls import InferError, InferRequest, Outputs
+from inference.host.calls import InferError
 from inference.host.describe import (
     config_json,
     found_model,

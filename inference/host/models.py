@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -13,12 +12,12 @@ from typing import Any, TypeAlias
 from tritonclient.grpc import model_config_pb2 as schema
 
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import Array, Tensors
+from inference.backend.requests import Array, InferRequest, ModelError, Responses, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.tracing import describe_model
-from inference.host.calls import HostedExchange, InferError, InferRequest, Mailbox, Responses
+from inference.host.calls import InferError
 from inference.host.statistics import ModelStatistics
 
 _SHAPE_NOTE = (
@@ -29,7 +28,7 @@ _SHAPE_NOTE = (
 )
 _REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMENT": "BACKEND"}
 # Requests to text models that are larger run in a process of their own: they may take seconds, in
-# which some tokenizers keep Python's lock. Larger ones of engines are read in a thread.
+# which some tokenizers keep Python's lock.
 _INLINE_BYTES = 16 << 10
 
 Apart: TypeAlias = Callable[[Tensors, SessionTurn | None, int], Awaitable[dict[str, Array]]]
@@ -244,30 +243,26 @@ class HostedModel:
 class HostedEngine(HostedModel):
     """A model with an engine, or several instances, which take requests in turn."""
 
-    def __init__(
-        self, config: Any, version: str, instances: Sequence[EngineModel], mailbox: Mailbox
-    ) -> None:
+    def __init__(self, config: Any, version: str, instances: Sequence[EngineModel]) -> None:
         super().__init__(config, version)
         self.instances = tuple(instances)
-        self._mailbox = mailbox
         self._turns = cycle(self.instances)
 
     async def _answer(self, request: InferRequest) -> Responses:
         if not self.keeps_sessions:
             request = replace(request, turn=None)
-        exchange = HostedExchange(request, self.wanted(request), self._mailbox)
+        wanted = self.wanted(request)
+
+        def queued(seconds: float) -> None:
+            self.statistics.queued(round(seconds * 1e9))
+
+        answer = self._instance(request).infer(request, queued=queued)
         try:
-            if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
-                await asyncio.to_thread(self._instance(request).take, exchange)
-            else:
-                self._instance(request).take(exchange)
-            async with contextlib.aclosing(exchange.responses()) as responses:
-                async for response in responses:
-                    if response[1]:
-                        self.statistics.queued(round(exchange.queued_s * 1e9))
-                    yield response
-        finally:
-            exchange.leave()
+            async with contextlib.aclosing(answer) as responses:
+                async for outputs, final in responses:
+                    yield {name: each for name, each in outputs.items() if name in wanted}, final
+        except ModelError as error:
+            raise InferError(str(error), error.code) from None
 
     def _instance(self, request: InferRequest) -> EngineModel:
         """Return an instance: of a session the one that has it."""

@@ -16,7 +16,7 @@ import numpy as np
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.triton.model_config import parameters_of
-from inference.backend.exchange import Array
+from inference.backend.requests import Array, InferRequest
 from inference.backend.text_models import pad_rows
 from inference.front.access import OpenAIOptions
 from inference.front.context import FrontContext
@@ -24,7 +24,6 @@ from inference.front.openai.answers import Candidate
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
-from inference.host.calls import InferRequest
 from inference.host.hosted import Hosted, weights_of
 from inference.host.models import HostedModel
 from inference.host.tensors import as_array

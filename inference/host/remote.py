@@ -11,10 +11,11 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as schema
 
+from inference.backend.requests import InferRequest, Outputs, Responses
 from inference.front.grpc_server import CHANNEL_OPTIONS
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL
 from inference.front.tracing import outgoing
-from inference.host.calls import InferError, InferRequest, Outputs, Responses
+from inference.host.calls import InferError
 from inference.host.messages import FINAL_PARAMETER
 from inference.host.models import HostedModel, TensorFacts
 from inference.host.release_2_51 import Cancellations

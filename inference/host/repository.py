@@ -26,7 +26,7 @@ from export_scripts.triton.model_config import parameters_of, parse_config
 from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
-from inference.backend.exchange import Array, Tensors
+from inference.backend.requests import Array, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.workers import Workers
@@ -214,7 +214,7 @@ class Repository:
                 self._threads.append(thread)
                 thread.submit(engine.load, own, host).result()
                 engines.append(engine)
-            found = HostedEngine(config, version, engines, mailbox)
+            found = HostedEngine(config, version, engines)
         say(f"loaded {name}")
         return found
 
@@ -272,9 +272,6 @@ class EngineHost:
     def leave(self, reason: str) -> None:
         """Have the server end, once every request has its answer."""
         self.post(partial(self.lose, f"{self.name} is out of service: {reason}"))
-
-    def close(self) -> None:
-        """Do nothing: the event loop goes on."""
 
 
 def _read_config(path: Path) -> Any:

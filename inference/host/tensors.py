@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.backend.exchange import Array
+from inference.backend.requests import Array
 from inference.front.validation import DATATYPES
 from inference.host.calls import InferError
 

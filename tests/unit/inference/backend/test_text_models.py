@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from inference.backend.arguments import RequestInputs
-from inference.backend.exchange import Tensors
+from inference.backend.requests import Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.backend.text_models import Postprocessing, Preprocessing, QueryTokenizer
 from inference.backend.triton_model import triton_arguments

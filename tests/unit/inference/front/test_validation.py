@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from inference.backend.requests import InferRequest
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.infer_messages import read_message, without_raw_tensors
@@ -26,7 +27,6 @@ from inference.front.validation import (
     read_generate,
     read_infer,
 )
-from inference.host.calls import InferRequest
 from inference.host.messages import with_bytes
 from inference.system.supervision import CANARY_PARAMETER
 

@@ -14,12 +14,12 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from inference.backend.requests import InferRequest, Responses
 from inference.front.access import Access
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError
 from inference.front.rules import STREAM_CALL
 from inference.front.workers import Workers
-from inference.host.calls import InferRequest, Responses
 from inference.host.grpc_calls import KServeGrpc
 from inference.host.models import HostedModel
 

@@ -13,12 +13,13 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
+from inference.backend.requests import InferRequest, Responses
 from inference.front.access import OPEN_ACCESS
 from inference.front.context import FrontContext
 from inference.front.http_server import http_server
 from inference.front.request_log import with_ids
 from inference.front.workers import Workers
-from inference.host.calls import InferError, InferRequest, Responses
+from inference.host.calls import InferError
 from inference.host.http import KServeHttp
 from inference.host.models import HostedModel
 from inference.system.ports import pick_free_ports

@@ -13,9 +13,10 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
+from inference.backend.requests import InferRequest
 from inference.decoding.rows import SessionTurn
 from inference.front.validation import SentRequest
-from inference.host.calls import InferError, InferRequest
+from inference.host.calls import InferError
 from inference.host.messages import infer_response
 from inference.host.models import HostedModel
 from inference.host.release_2_51 import Cancellations

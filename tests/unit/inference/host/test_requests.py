@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from inference.backend.requests import InferRequest, Responses
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.infer_messages import read_message
 from inference.front.sessions import Namespace
 from inference.front.validation import GenerateRequest, read_generate, read_infer
-from inference.host.calls import HostedExchange, InferError, InferRequest, Mailbox, Responses
+from inference.host.calls import InferError, Mailbox
 from inference.host.messages import (
     generate_request,
     generated,
@@ -27,7 +29,7 @@ from inference.host.messages import (
     parts_of,
     with_bytes,
 )
-from inference.host.models import HostedEngine, HostedModel, OpenSessions
+from inference.host.models import HostedModel, OpenSessions
 from inference.host.statistics import MetricRegistry, triton_metrics
 from inference.host.tensors import array_of, raw_of
 
@@ -230,42 +232,6 @@ def test_a_fault_of_a_model_is_no_cancellation() -> None:
     assert {reason for reason, count in model.statistics.failures.items() if count} == {"OTHER"}
 
 
-def test_a_client_that_leaves_while_its_request_is_read_is_noticed() -> None:
-    class Instance:
-        """Takes a request, which lasts."""
-
-        def __init__(self) -> None:
-            self.begins, self.goes_on = threading.Event(), threading.Event()
-
-        def take(self, exchange: HostedExchange) -> None:
-            self.exchange = exchange
-            self.begins.set()
-            self.goes_on.wait(10)
-
-    async def main() -> None:
-        instance: Any = Instance()
-        mailbox = Mailbox(asyncio.get_running_loop())
-        config = json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig())
-        model = HostedEngine(config, "1", [instance], mailbox)
-        large = {
-            "text": np.array([[b"a"]], object),
-            "ids": np.zeros((1, 1 << 14), np.uint32),
-        }
-
-        async def answer() -> None:
-            async for _ in model.infer(InferRequest(large)):
-                pass
-
-        asking = asyncio.create_task(answer())
-        await asyncio.to_thread(instance.begins.wait, 10)
-        asking.cancel()
-        await asyncio.wait([asking])
-        instance.goes_on.set()
-        assert instance.exchange.is_cancelled()
-
-    asyncio.run(main())
-
-
 def test_a_session_that_never_started_is_not_open() -> None:
     sessions = OpenSessions(60)
     sessions.take(SessionTurn(5), lambda: None)
@@ -356,10 +322,14 @@ def test_parameters_of_strangers_keep_their_sign() -> None:
 def test_calls_of_threads_run_in_the_event_loop_in_their_order() -> None:
     async def main() -> list[tuple[int, bool]]:
         mailbox, seen = Mailbox(asyncio.get_running_loop()), list[tuple[int, bool]]()
+        own = threading.get_ident()
+
+        def note(number: int) -> None:
+            seen.append((number, threading.get_ident() == own))
 
         def post() -> None:
             for number in range(200):
-                mailbox.post(lambda number=number: seen.append((number, mailbox.is_here())))  # type: ignore[misc]
+                mailbox.post(partial(note, number))
 
         threads = [threading.Thread(target=post) for _ in range(4)]
         for thread in threads:

@@ -1,0 +1,66 @@
+"""Requests to a model, and the server around it: this project's own, or tritonserver's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from inference.decoding.rows import SessionTurn
+
+Array = np.ndarray[Any, Any]
+Tensors = Mapping[str, Array]
+Outputs = Mapping[str, Any]  # arrays, torch tensors or raw ones by name
+Responses = AsyncGenerator[tuple[Outputs, bool], None]  # each with whether it is the last
+
+
+class ModelError(Exception):
+    """A model does not answer a request. `code` is the name of gRPC's status."""
+
+    def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """One request to a model, whatever protocol it came by.
+
+    Attributes:
+        tensors: inputs by name; those of type BF16, which numpy lacks, as FP32.
+        wanted: names of outputs, none for all of them.
+        turn: its place in a session, None without one.
+        id: chosen by the client.
+        is_canary: sent by the server itself, to see whether the model answers.
+        steps: takes, after each step of a generation, the new tokens of each row in place of
+            whole responses; None for responses.
+        parameters: those that only models of others read.
+    """
+
+    tensors: dict[str, Array]
+    wanted: Collection[str] = ()
+    turn: SessionTurn | None = None
+    id: str = ""
+    is_canary: bool = False
+    steps: Callable[[Sequence[Sequence[int]]], None] | None = field(default=None, repr=False)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ModelHost(Protocol):
+    """The server around a model."""
+
+    @property
+    def metric_family(self) -> Any:
+        """What declares metrics, as Triton's class MetricFamily does."""
+
+    def warn(self, message: str) -> None:
+        """Write to the server's log."""
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Call a function soon, in order, in the thread of the event loop that answers."""
+
+    def leave(self, reason: str) -> None:
+        """Take a model whose engine has failed out of service, after the posted calls."""

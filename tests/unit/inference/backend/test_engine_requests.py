@@ -1,0 +1,223 @@
+"""Requests to a model with an engine: their responses, errors and ends, on both servers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.backend.engine_model import EngineModel
+from inference.backend.requests import InferRequest, ModelError, Outputs
+from inference.backend.triton_model import TritonHost
+from inference.engine.errors import EngineBusyError
+from tests.waiting import until
+
+REQUEST = InferRequest({}, wanted=("y",))
+LARGE = InferRequest({"x": np.zeros(1 << 15, np.uint8)})
+
+
+class Model(EngineModel):
+    """A model whose engine does what a test wants; its outputs are what the engine gives."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], error: Any = None) -> None:
+        self.host = SimpleNamespace(post=post)  # type: ignore[assignment]
+        self.engine = SimpleNamespace(steps=0)  # type: ignore[assignment]
+        self.noted: list[str] = []
+        self.metrics = SimpleNamespace(  # type: ignore[assignment]
+            refused=self.noted.append,
+            ended=self.noted.append,
+            completed=lambda *_: self.noted.append("completed"),
+        )
+        self._running, self._canary_steps = 0, -1
+        self.future: Future[Any] = Future()
+        self.begins, self.goes_on = threading.Event(), threading.Event()
+        self.error = error
+
+    def submit(
+        self, request: InferRequest, on_step: Callable[[Any], None]
+    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+        self.on_step = on_step
+        if self.error is not None:
+            raise self.error
+        self.begins.set()
+        if request is LARGE:
+            self.goes_on.wait(10)
+        return self.future, lambda state: None if state == "nothing" else {"y": state}
+
+
+def post(call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(call)
+
+
+async def answers(model: Model, request: InferRequest = REQUEST) -> list[Any]:
+    return [(outputs["y"], final) async for outputs, final in model.infer(request)]
+
+
+def test_steps_come_in_order_and_the_result_last() -> None:
+    async def main() -> None:
+        model = Model(post)
+        asking = asyncio.create_task(answers(model))
+        await asyncio.sleep(0)
+        for step in ("one", "nothing", "two"):
+            model.on_step(step)
+        model.future.set_result("all")
+        assert await asking == [("one", False), ("two", False), ("all", True)]
+        assert model.noted == ["completed"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "answer", "noted"),
+    [
+        (ValueError("too long"), ("too long", "INVALID_ARGUMENT"), "invalid"),
+        (EngineBusyError("wait"), ("wait", "UNAVAILABLE"), "busy"),
+        (OverflowError(), ("OverflowError", "INTERNAL"), "failed"),
+    ],
+)
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_each_request_that_fails_has_its_answer(
+    error: Exception, answer: tuple[str, str], noted: str, is_taken: bool
+) -> None:
+    async def main() -> None:
+        model = Model(post, error=None if is_taken else error)
+        if is_taken:
+            model.future.set_exception(error)
+        with pytest.raises(ModelError) as caught:
+            await answers(model)
+        assert (str(caught.value), caught.value.code) == answer
+        assert model.noted == ["failed" if is_taken else noted]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("request_", [REQUEST, LARGE])
+def test_a_request_whose_client_leaves_is_given_up(request_: InferRequest) -> None:
+    async def main() -> None:
+        model = Model(post)
+        asking = asyncio.create_task(answers(model, request_))
+        await asyncio.to_thread(model.begins.wait, 10)
+        asking.cancel()
+        await asyncio.wait([asking])
+        model.goes_on.set()
+        while not model.future.cancelled():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_canary_is_refused_while_the_engine_makes_steps() -> None:
+    async def main() -> None:
+        model = Model(post)
+        asking = asyncio.create_task(answers(model))
+        await asyncio.sleep(0)
+        with pytest.raises(ModelError) as caught:
+            await answers(model, InferRequest({}, is_canary=True))
+        assert caught.value.code == "UNAVAILABLE"
+        canary = asyncio.create_task(answers(model, InferRequest({}, is_canary=True)))
+        await asyncio.sleep(0)  # no step since the last one: it waits
+        model.future.set_result("all")
+        assert await canary == await asking
+
+    asyncio.run(main())
+
+
+class _Error:
+    INVALID_ARG, UNAVAILABLE, CANCELLED = 3, 6, 7
+
+    def __init__(self, text: str, code: int) -> None:
+        self.text, self.code = text, code
+
+
+class Sender:
+    """Fails, as the server ends, when it is used after the final response."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.final = self.has_left = False
+
+    def send(self, message: Any, *, flags: int) -> None:
+        assert not self.final
+        self.final = flags == 1
+        self.sent.append(message)
+
+    def is_cancelled(self) -> bool:
+        assert not self.final
+        return self.has_left
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonHost]:
+    """A server; the module of the backend exists only inside one."""
+    backend = SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+        TritonModelException=RuntimeError,
+        TritonError=_Error,
+        MetricFamily=None,
+        Tensor=SimpleNamespace(from_dlpack=lambda name, value: (name, value)),
+        InferenceResponse=lambda outputs=None, *, error=None: (
+            outputs if error is None else (error.text, error.code)
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    made = TritonHost("m")
+    yield made
+    made.close()
+
+
+def asked(host: TritonHost, model: Model, *, streams: bool = False) -> Sender:
+    sender = Sender()
+    host.start(host.answer(model.infer(REQUEST), REQUEST, sender, streams=streams))
+    return sender
+
+
+class Value(str):
+    """An output."""
+
+    __slots__ = ()
+
+    def contiguous(self) -> Value:
+        return self
+
+
+def test_triton_gets_each_response_and_one_that_is_final(host: TritonHost) -> None:
+    model = Model(host.post)
+    sender = asked(host, model)
+    assert model.begins.wait(10)
+    model.on_step(Value("a"))
+    model.future.set_result(Value("b"))
+    until(lambda: sender.final, "the end")
+    assert sender.sent == [[("y", "a")], [("y", "b")]]
+
+
+@pytest.mark.parametrize(
+    ("error", "streams", "answer"),
+    [
+        (ValueError("too long"), True, ("too long", 3)),
+        (EngineBusyError("wait"), False, ("wait", 6)),
+        (EngineBusyError("wait"), True, ("UNAVAILABLE: wait", 6)),
+    ],
+)
+def test_triton_gets_the_code_of_an_error_on_streams_in_its_text(
+    host: TritonHost, error: Exception, streams: bool, answer: tuple[str, int]
+) -> None:
+    sender = asked(host, Model(host.post, error=error), streams=streams)
+    until(lambda: sender.final, "the end")
+    assert sender.sent == [answer]
+
+
+def test_triton_is_told_of_the_end_of_a_request_whose_client_has_left(host: TritonHost) -> None:
+    model = Model(host.post)
+    sender = asked(host, model)
+    assert model.begins.wait(10)
+    sender.has_left = True
+    until(lambda: sender.final, "the end")
+    assert sender.sent == [("the request was cancelled", 7)]
+    assert model.future.cancelled()
