@@ -96,17 +96,6 @@ def endpoint_of(config: DeployConfig, server: ModelServer, restarts: int) -> Ser
     return _endpoint(config, server, job_id_here(), restarts, model=model)
 
 
-def _hidden_size(weights_dir: Path) -> int | None:
-    """Return the width of an encoder's hidden states; None where the weights are elsewhere."""
-    from export_scripts.ft.config_ini import read_config
-
-    if not (weights_dir / "config.ini").is_file():
-        return None
-    _, model = read_config(weights_dir)
-    heads, size = getattr(model, "head_num", None), getattr(model, "size_per_head", None)
-    return heads * size if heads and size else None
-
-
 def server_environment(config: DeployConfig) -> dict[str, str]:
     """Return the variables that a server of this configuration needs."""
     environment: dict[str, str] = {}
@@ -140,7 +129,6 @@ def _server(config: DeployConfig, folder: Path, options: dict[str, Any]) -> Mode
         source = str(repository)
     options |= {
         "openai": config.openai if config.openai.enabled else None,
-        "hidden": _hidden_size(config.weights_dir),
     }
     return ModelServer(
         source,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from export_scripts.triton.parameters import FLAG, TEXT, Kind
-from inference.backend.instances import Instance
+from inference.backend.instances import ONLY, Instance
 from inference.backend.requests import Array
 
 
@@ -31,14 +31,14 @@ class ModelArguments:
         model_folder: Path | str,
         *,
         version: str = "1",
-        instance_name: str = "",
+        instance: Instance = ONLY,
     ) -> None:
         self.config = config
         self.model_folder = Path(model_folder)
         self.version_folder = self.model_folder / version
         self.name = str(config.get("name") or self.model_folder.name)
         self.parameters = config_parameters(config)
-        self.instance = Instance.of(config, instance_name)
+        self.instance = instance
         policy = config.get("model_transaction_policy", {})
         self.decoupled = bool(policy.get("decoupled", False))
         batching = config.get("sequence_batching")

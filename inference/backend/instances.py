@@ -55,6 +55,9 @@ class Instance:
         return list(ordered[self.index * each :][:each]) or list(ordered)
 
 
+ONLY = Instance()
+
+
 def occupy(instance: Instance, *, world_size: int, device: str) -> tuple[int, int]:
     """Return the first GPU of an instance, and among how many its memory is to be divided.
 

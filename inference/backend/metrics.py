@@ -77,12 +77,14 @@ class ModelMetrics:
         labels = {"model": model}
         if instance.count > 1:
             labels["engine"] = str(instance.index)
+        self._families = []  # in Triton a metric lasts as long as its family
         self._metrics: dict[tuple[str, str], Any] = {}  # by name, and value of the own label
         for each in METRICS:
             if not hasattr(family, each.kind):  # HISTOGRAM is in releases from 2.51 on
                 continue
             own = family(name=each.name, description=each.text, kind=getattr(family, each.kind))
             more = {"buckets": _BUCKETS[each.buckets]} if each.buckets in _BUCKETS else {}
+            self._families.append(own)
             key, _, values = each.label.partition("=")
             for value in values.split(","):
                 added = {key: value} if value else {}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from inference.backend.arguments import ModelArguments
+from inference.backend.instances import Instance
 from inference.backend.requests import Array, InferRequest, ModelError, Responses
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
@@ -37,11 +38,12 @@ _CONTROLS = ("START", "END")
 
 def triton_arguments(args: Args) -> ModelArguments:
     """Return the arguments with which Triton loads a model."""
+    config = json.loads(args["model_config"])
     return ModelArguments(
-        json.loads(args["model_config"]),
+        config,
         args["model_repository"],
         version=args["model_version"],
-        instance_name=args.get("model_instance_name", ""),
+        instance=Instance.of(config, args.get("model_instance_name", "")),
     )
 
 

@@ -55,7 +55,6 @@ class HostSettings:
 
     repository: str  # a folder, or the address of one in an object store
     triton: TritonOptions | None  # None for this project's own engines
-    hidden: int | None  # width of the hidden states that an encoder takes, if it is known
     host: str  # to listen at
     ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
     access: Access

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from export_scripts.ft.config_ini import CONFIG_NAME
+from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.triton.model_config import parameters_of
-from inference.backend.requests import InferRequest
+from inference.backend.requests import Array, InferRequest
 from inference.host.calls import InferError, Mailbox
 from inference.host.models import HostedModel, engines_of
 from inference.host.probe import is_interactive, probe_tensors
@@ -26,19 +26,19 @@ class Hosted:
         endpoint: answers OpenAI's requests, once it is opened.
     """
 
-    def __init__(
-        self, repository: Repository | TritonRepository, *, hidden: int | None = None
-    ) -> None:
-        """Take a repository; `hidden` is the width of the hidden states that an encoder takes."""
+    def __init__(self, repository: Repository | TritonRepository) -> None:
         self.repository = repository
         self.models: dict[str, HostedModel] = {}
         self.endpoint: Any = None
-        self._hidden = hidden
+        self._probes: dict[str, dict[str, Array] | None] = {}
 
     async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
         """Load every model, and send each a small request. Raises UnservedError."""
         await self.repository.load(mailbox, say)
-        models = self.repository.models
+        models, folder = self.repository.models, self.repository.folder
+        for name, model in models.items():
+            hidden = _hidden_size(weights_of(model, folder))
+            self._probes[name] = probe_tensors(model.config, hidden=hidden)
         say("sending first requests")
         problems = [await self._problem(model) for model in models.values()]
         if any(problems):
@@ -70,7 +70,7 @@ class Hosted:
 
         A model of sessions gets none: a canary would wait behind those that users hold.
         """
-        tensors = probe_tensors(model.config, hidden=self._hidden)
+        tensors = self._probes[model.name]
         if tensors is None or is_interactive(model.config):
             return
         if is_canary and not model.takes_canaries:
@@ -112,3 +112,11 @@ def weights_of(model: HostedModel, repository: Path | None) -> Path | None:
     if folder is None and repository is not None and tp_size is not None:
         folder = repository / model.name / model.version / f"{tp_size}-gpu"
     return folder if folder is not None and (folder / CONFIG_NAME).is_file() else None
+
+
+def _hidden_size(weights: Path | None) -> int | None:
+    """Return the width of the hidden states that an encoder takes, None where it is not known."""
+    if weights is None:
+        return None
+    _, config = read_config(weights)
+    return getattr(config.architecture(), "hidden", None)

@@ -100,7 +100,7 @@ class _Host:
             return self._fail(error)
         self._context = FrontContext[Hosted](
             settings.access,
-            Hosted(repository, hidden=settings.hidden),
+            Hosted(repository),
             host=settings.host,
             is_ready=self._is_ready,
             note_use=self._note_use,
@@ -206,7 +206,7 @@ class _Host:
                 raise ValueError("its sessions would be lost; restart the stage")
             if self._settings.triton is None:
                 await trial.run(try_texts, Path(self._settings.repository), size_bytes=0)
-            new = Hosted(self._repository(), hidden=self._settings.hidden)
+            new = Hosted(self._repository())
             await self._load(new)
         except Exception as error:  # whatever it was, the one that is there goes on
             self._link.tell(Event.KEPT, str(error) or _ENDED)

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as schema
+from tritonclient.grpc import service_pb2_grpc
 
 from inference.backend.requests import InferRequest, Outputs, Responses
 from inference.front.grpc_server import CHANNEL_OPTIONS
-from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL
 from inference.front.tracing import outgoing
 from inference.host.calls import InferError
 from inference.host.messages import FINAL_PARAMETER
@@ -31,13 +31,8 @@ class TritonConnection:
 
     def __init__(self, target: str) -> None:
         self.channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+        self.calls = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
         self.cancellations = Cancellations()
-
-    async def ask(self, call: str, *, timeout_s: float, **fields: Any) -> Any:
-        """Return the answer to a call with some fields. Raises grpc.aio.AioRpcError."""
-        request = getattr(schema, f"{call}Request")(**fields).SerializeToString()
-        reply = await self.channel.unary_unary(SERVICE + call)(request, timeout=timeout_s)
-        return getattr(schema, f"{call}Response").FromString(reply)
 
 
 class RemoteModel(HostedModel):
@@ -56,17 +51,6 @@ class RemoteModel(HostedModel):
         self.takes_canaries = takes_canaries
         self.is_known = config.backend == "fastertransformer"
         self._server = server
-        channel = server.channel
-        self._infer = channel.unary_unary(
-            INFER_CALL,
-            request_serializer=schema.ModelInferRequest.SerializeToString,
-            response_deserializer=schema.ModelInferResponse.FromString,
-        )
-        self._stream = channel.stream_stream(
-            STREAM_CALL,
-            request_serializer=schema.ModelInferRequest.SerializeToString,
-            response_deserializer=schema.ModelStreamInferResponse.FromString,
-        )
 
     def _reshaped(self, request: InferRequest) -> InferRequest:
         return request  # the server does that
@@ -74,9 +58,11 @@ class RemoteModel(HostedModel):
     async def _answer(self, request: InferRequest) -> Responses:
         if request.turn is not None and self.keeps_sessions:
             self.sessions.take(request.turn, lambda: None)
-        message = self._message(request)
-        ask, asked = (self._stream, [message]) if self.decoupled else (self._infer, message)
-        call = ask(asked, metadata=outgoing())
+        message, calls = self._message(request), self._server.calls
+        if self.decoupled:
+            call = calls.ModelStreamInfer([message], metadata=outgoing())
+        else:
+            call = calls.ModelInfer(message, metadata=outgoing())
         try:
             if not self.decoupled:
                 yield _outputs(await _uncancelled(call)), True

@@ -12,7 +12,7 @@ import json
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from export_scripts.triton.model_config import parameters_of, parse_config
 from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
+from inference.backend.instances import Instance
 from inference.backend.requests import Array, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
@@ -201,16 +202,18 @@ class Repository:
             found: HostedModel = HostedTexts(config, version, kind, apart)
         else:
             host = EngineHost(name, self.registry, mailbox.post, self._leave)
+            groups = arguments.get("instance_group") or [{}]
+            count = sum(int(group.get("count", 1)) or 1 for group in groups)
             engines = []
-            for instance, place in _instances(arguments):
+            for number in range(count):
                 own = ModelArguments(
-                    place, self.folder / name, version=version, instance_name=instance
+                    arguments, self.folder / name, version=version, instance=Instance(number, count)
                 )
                 engine = _kind(self.folder / name, config)
                 assert isinstance(engine, EngineModel)
                 # A thread of its own, which may be confined to some cores. The kernel ends the
                 # processes that it starts when it ends.
-                thread = ThreadPoolExecutor(1, thread_name_prefix=instance)
+                thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}_{number}")
                 self._threads.append(thread)
                 thread.submit(engine.load, own, host).result()
                 engines.append(engine)
@@ -358,18 +361,6 @@ def _imported_model(text: str) -> tuple[str, str] | None:
     found = module.removeprefix(_MODULES), name.name
     is_own = module.startswith(_MODULES) and name.asname == "TritonPythonModel"
     return found if is_own and found in _SCRIPTS else None
-
-
-def _instances(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each instance, and the configuration with the names of all groups."""
-    groups = [
-        {**group, "name": group.get("name") or f"{config['name']}_{number}"}
-        for number, group in enumerate(config.get("instance_group") or [{}])
-    ]
-    named = {**config, "instance_group": groups}
-    for group in groups:
-        for number in range(int(group.get("count", 1)) or 1):
-            yield f"{group['name']}_{number}", named
 
 
 def _readable(error: BaseException) -> str:

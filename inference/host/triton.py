@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+from tritonclient.grpc import service_pb2
 
 from inference.front.guard import RejectedError
 from inference.front.link import TritonOptions
@@ -160,7 +161,8 @@ class TritonRepository:
                 raise UnservedError(fatal)
             await asyncio.sleep(_POLL_S)
             with contextlib.suppress(grpc.aio.AioRpcError):  # perhaps it does not listen yet
-                reply = await self._server.ask("RepositoryIndex", timeout_s=_CALL_S)
+                asked = service_pb2.RepositoryIndexRequest()
+                reply = await self._server.calls.RepositoryIndex(asked, timeout=_CALL_S)
                 index = list(reply.models)
                 failed = [each for each in index if each.state == "UNAVAILABLE"]
                 if failed:
@@ -176,7 +178,8 @@ class TritonRepository:
         return index
 
     async def _config(self, name: str, version: str) -> Any:
-        reply = await self._server.ask("ModelConfig", timeout_s=_ENDS_S, name=name, version=version)
+        asked = service_pb2.ModelConfigRequest(name=name, version=version)
+        reply = await self._server.calls.ModelConfig(asked, timeout=_ENDS_S)
         return reply.config
 
     def _log(self) -> str:

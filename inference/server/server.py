@@ -33,14 +33,12 @@ class ModelServer(ServedProcess):
         has_triton: a tritonserver runs the models, in place of this project's own engines.
         is_nvidias: with NVIDIA's C++ backend.
         openai: adds an endpoint of OpenAI's protocol.
-        hidden: width of the hidden states that an encoder takes, if it is known.
         canaries: how often each model gets a small request, once the server is ready.
     """
 
     model_repository: Path | str
     _: KW_ONLY
     openai: OpenAIOptions | None = None
-    hidden: int | None = None
     has_triton: bool = False
     is_nvidias: bool = False
     prefix: Sequence[str] = ()
@@ -95,7 +93,6 @@ class ModelServer(ServedProcess):
         settings = HostSettings(
             self._source(),
             triton if self.has_triton else None,
-            self.hidden,
             self.host,
             self.ports,
             self.access,

@@ -56,9 +56,7 @@ def host_that_loads(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
 ) -> tuple[_Host, list[tuple[Event, str]]]:
     """Return a server whose models load by a function, and what it reports to its owner."""
-    settings: Any = SimpleNamespace(
-        triton=object(), openai=None, hidden=None, canaries=CanaryTimes()
-    )
+    settings: Any = SimpleNamespace(triton=object(), openai=None, canaries=CanaryTimes())
     connection: Any = None
     host = _Host(settings, connection)
     events: list[tuple[Event, str]] = []
