@@ -42,7 +42,7 @@ _TEXTS = (
       for length in ("request_output_len", "max_length", "max_output_len")),
 )  # fmt: skip
 _OPTION_NAMES = {"bad_words": "INPUT_2", "stop_words": "INPUT_3"}
-CHANNEL_OPTIONS = (
+_CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),
@@ -54,7 +54,7 @@ class TritonClient:
 
     At most `max_in_flight` asynchronous requests wait for the server at a time. `timeout_s` limits
     each request. `model_name` and `ensemble_name` are those of the repository. `credentials` hold
-    TLS and the token, `channel_options` are gRPC's.
+    TLS and the token.
 
     Raises ValueError if the protocol is unknown, or `max_in_flight` is not positive. Failures of
     requests raise tritonclient's InferenceServerException, with the server's message, or stating
@@ -71,7 +71,6 @@ class TritonClient:
         timeout_s: float | None = None,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
         credentials: Credentials = PLAIN,
-        channel_options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ValueError(
@@ -85,7 +84,6 @@ class TritonClient:
         self.ensemble_name = ensemble_name
         self.timeout_s = timeout_s
         self._credentials = credentials
-        self._channel_options = list(channel_options)
         self._library = importlib.import_module(f"tritonclient.{protocol}")
         self._is_grpc = protocol == "grpc"
         # A connection of HTTP serves one thread at a time, a channel of gRPC any number.
@@ -101,20 +99,19 @@ class TritonClient:
         outputs: Sequence[str] | None = None,
         turn: SessionTurn | None = None,
         parameters: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
     ) -> Outputs:
         """Send one request and return its outputs by name: `outputs`, or all of them.
 
         Floating-point inputs are sent in the precision that the model declares. Of a streaming
         model the last response is returned, which holds the whole answer. An interactive model
-        needs `turn`, its session. `timeout_s` takes the place of the client's own.
+        needs `turn`, its session.
         """
         request = self._request(model, inputs, outputs, turn)
         if parameters is not None:
             request["parameters"] = dict(parameters)
         if not self.streams(model):
-            return _arrays(self._call("infer", model, timeout_s=timeout_s, **request))
-        last = deque(self._frames(model, request, timeout_s or self.timeout_s), maxlen=1)
+            return _arrays(self._call("infer", model, **request))
+        last = deque(self._frames(model, request), maxlen=1)
         return last[0] if last else {}
 
     def infer_async(
@@ -139,18 +136,16 @@ class TritonClient:
         if not self._is_grpc:
             raise ValueError("streaming needs protocol=grpc: HTTP carries one response a request.")
         request = self._request(model, inputs, outputs, turn)
-        return self._frames(model, request, self.timeout_s)
+        return self._frames(model, request)
 
-    def _frames(
-        self, model: str, request: dict[str, Any], timeout_s: float | None
-    ) -> Generator[Outputs, None, None]:
+    def _frames(self, model: str, request: dict[str, Any]) -> Generator[Outputs, None, None]:
         responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         # A stream belongs to its client object; channels to the same address share a connection.
         client, done = self._connected(), False
         try:
             client.start_stream(
                 callback=lambda result, error: responses.put((result, error)),
-                stream_timeout=timeout_s,
+                stream_timeout=self.timeout_s,
             )
             client.async_stream_infer(model, **request, enable_empty_final_response=True)
             while not done:
@@ -167,7 +162,7 @@ class TritonClient:
 
     def _connected(self) -> Any:
         # No time limit is None; that of HTTP is one minute by default.
-        limits = {"channel_args": self._channel_options} if self._is_grpc else {
+        limits = {"channel_args": list(_CHANNEL_OPTIONS)} if self._is_grpc else {
             "network_timeout": self.timeout_s
         }  # fmt: skip
         client = self._library.InferenceServerClient(
@@ -177,11 +172,11 @@ class TritonClient:
             client.register_plugin(lambda request: request.headers.update(headers))
         return client
 
-    def _call(self, method: str, *args: Any, timeout_s: float | None = None, **more: Any) -> Any:
+    def _call(self, method: str, *args: Any, **more: Any) -> Any:
         if not hasattr(self._held, "client"):
             self._held.client = self._connected()
         if self._is_grpc:
-            more["client_timeout"] = timeout_s or self.timeout_s
+            more["client_timeout"] = self.timeout_s
         return getattr(self._held.client, method)(*args, **more)
 
     def _config(self, model: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from inference.front.link import CanaryTimes
 from inference.server.kinds import TRITONSERVER
 from inference.server.processes import descendants
 from inference.server.segments import SHM_FOLDER
@@ -45,8 +46,13 @@ def new_server(repository: Path | str, log_folder: Path, **options: Any) -> Mode
 
 
 def hosted(host: str, repository: Path | str, log_folder: Path, **options: Any) -> ModelServer:
-    """Return a server, slipway or tritonserver, not started."""
-    options = {"ports": FREE_PORTS, "log_path": log_folder / "server.log", **options}
+    """Return a server, slipway or tritonserver, not started; it sends no canaries."""
+    options = {
+        "ports": FREE_PORTS,
+        "log_path": log_folder / "server.log",
+        "canaries": CanaryTimes(interval_s=3600.0),
+        **options,
+    }
     return ModelServer(repository, has_triton=host == TRITONSERVER, **options)
 
 
