@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from tritonclient.grpc import model_config_pb2 as schema
 
 from inference.backend.engine_model import EngineModel
-from inference.backend.requests import Array, InferRequest, ModelError, Responses, Tensors
+from inference.backend.requests import Array, InferRequest, ModelError, Responses
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
@@ -31,7 +31,7 @@ _REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMEN
 # which some tokenizers keep Python's lock.
 _INLINE_BYTES = 16 << 10
 
-Apart: TypeAlias = Callable[[Tensors, SessionTurn | None, int], Awaitable[dict[str, Array]]]
+Apart: TypeAlias = Callable[..., Awaitable[dict[str, Array]]]
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class HostedTexts(HostedModel):
     async def _answer(self, request: InferRequest) -> Responses:
         try:
             if (size_bytes := _size_bytes(request.tensors)) > _INLINE_BYTES:
-                outputs = await self._apart(request.tensors, request.turn, size_bytes)
+                outputs = await self._apart(request.tensors, request.turn, size_bytes=size_bytes)
             else:
                 outputs = self._model.answer(request.tensors, request.turn)
         except (ValueError, RejectedError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
-import json
 import pkgutil
 import sys
 import time
@@ -133,6 +132,12 @@ class Repository:
             raise UnservedError(problems)
         self.models = dict(sorted(self.models.items()))
 
+    def texts_place(self, name: str) -> TextsPlace:
+        """Return where other processes find a text model."""
+        config, version = self.configs[name]
+        folder = self.folder / name
+        return TextsPlace(folder, version, config.SerializeToString(), self._loaded_ns)
+
     async def metrics(self) -> list[str]:
         """Return the lines of the metrics that the models declare."""
         return list(self.registry.lines())
@@ -190,15 +195,7 @@ class Repository:
         arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
         if isinstance(kind, TensorModel):
             kind.load(ModelArguments(arguments, self.folder / name, version=version))
-            where = TextsPlace(self.folder / name, version, json.dumps(arguments), self._loaded_ns)
-
-            async def apart(
-                tensors: Tensors, turn: SessionTurn | None, size_bytes: int
-            ) -> dict[str, Array]:
-                return await self._workers.run(
-                    answer_texts, where, tensors, turn, size_bytes=size_bytes
-                )
-
+            apart = partial(self._workers.run, answer_texts, self.texts_place(name))
             found: HostedModel = HostedTexts(config, version, kind, apart)
         else:
             host = EngineHost(name, self.registry, mailbox.post, self._leave)
@@ -226,12 +223,12 @@ class Repository:
 class TextsPlace:
     """A text model of a repository, for processes that load it when they are first asked.
 
-    `arguments` are its configuration in JSON; one that was loaded later is another.
+    `config` is its configuration, a message; one that was loaded later is another.
     """
 
     folder: Path
     version: str
-    arguments: str
+    config: bytes
     loaded_ns: int
 
 
@@ -242,10 +239,10 @@ def answer_texts(place: TextsPlace, tensors: Tensors, turn: SessionTurn | None) 
 
 @functools.lru_cache(maxsize=8)  # those of a repository, and of its successor
 def _texts_at(place: TextsPlace) -> TensorModel:
-    arguments = json.loads(place.arguments)
-    config = json_format.ParseDict(arguments, model_config_pb2.ModelConfig())
+    config = model_config_pb2.ModelConfig.FromString(place.config)
     kind = _kind(place.folder, config)
     assert isinstance(kind, TensorModel)
+    arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
     kind.load(ModelArguments(arguments, place.folder, version=place.version))
     return kind
 
@@ -253,10 +250,9 @@ def _texts_at(place: TextsPlace) -> TensorModel:
 def try_texts(folder: Path) -> None:
     """Read a repository, and load its text models. Raises ValueError if one cannot be served."""
     found = Repository(folder, leave=lambda _: None, workers=Workers(1))
-    for name, (config, version) in found.configs.items():
+    for name, (config, _) in found.configs.items():
         if not _is_ensemble(config) and isinstance(_kind(folder / name, config), TensorModel):
-            arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-            _texts_at(TextsPlace(folder / name, version, json.dumps(arguments), 0))
+            _texts_at(found.texts_place(name))
 
 
 @dataclass(frozen=True)

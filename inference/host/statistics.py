@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,19 +159,17 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 class LabelledMetric:
-    """One metric with its labels, of any kind; safe to change from several threads."""
+    """One metric with its labels, of any kind, which one thread changes."""
 
     def __init__(self, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
         self._labels, self._buckets = dict(labels), tuple(buckets)
-        self._lock = threading.Lock()
         self._value = 0.0
         self._counts = [0] * len(buckets)
         self._observed = 0
 
     def increment(self, change: float) -> None:
         """Add to a counter or a gauge."""
-        with self._lock:
-            self._value += change
+        self._value += change
 
     def set(self, value: float) -> None:
         """Set a gauge."""
@@ -180,11 +177,10 @@ class LabelledMetric:
 
     def observe(self, value: float) -> None:
         """Add a value to a histogram."""
-        with self._lock:
-            self._value += value
-            self._observed += 1
-            for number, bound in enumerate(self._buckets):
-                self._counts[number] += value <= bound
+        self._value += value
+        self._observed += 1
+        for number, bound in enumerate(self._buckets):
+            self._counts[number] += value <= bound
 
     def samples(self) -> Iterator[_Sample]:
         """Yield the values: of a histogram, if there are buckets."""
