@@ -22,7 +22,6 @@ from stages.serving import AnyServer, endpoint_of, serving
 _POLL_S = 0.25
 # A very busy server may not answer for so long. The supervisor notices earlier if a server
 # has ended or a signal has stopped it.
-_PATIENCE_S = 30.0
 _MAX_BACKOFF_S, _MOST_DOUBLED = 300.0, 64
 # A failure after so long is unrelated to those before: they are forgotten, and the next start is
 # immediate.
@@ -208,7 +207,7 @@ class Service:
                 return _RELOAD, ""
             if 0 < self._publish_at <= time.monotonic() and self._serves is not None:
                 self._publish(self._serves)
-            if failure := server.failure(patience_s=_PATIENCE_S):
+            if failure := server.failure():
                 if time.monotonic() - began > _STEADY_S:
                     self._failures = 0
                 return "", failure

@@ -30,7 +30,6 @@ from inference.system.parent_process import StopRequested, stop_signals
 from inference.system.ports import DEFAULT_PORTS, TRITON_PORTS
 
 _POLL_S = 0.25
-_PATIENCE_S = 30.0
 _FASTERTRANSFORMER = "fastertransformer"
 
 
@@ -120,7 +119,7 @@ def serve_until_signal(server: ModelServer, *, ready_timeout_s: float, drain_s: 
             server.start(timeout_s=ready_timeout_s)
             if server.openai_url is not None:
                 sys.stderr.write(f"serving OpenAI's protocol on {server.openai_url}\n")
-            while (reason := server.failure(patience_s=_PATIENCE_S)) is None:
+            while (reason := server.failure()) is None:
                 time.sleep(_POLL_S)
             failure = f"the server failed: {reason}"
         except (ServerStartError, OSError) as error:

@@ -1,7 +1,10 @@
 """A server of OpenAI's protocol by another engine: start it, wait for it, watch it, stop it."""
 
+import http.client
+import json
+import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -13,6 +16,7 @@ HOST_FIELD, PORT_FIELD, MODEL_FIELD = "{host}", "{port}", "{model}"  # in a comm
 _POLL_S = 0.25
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL once this process is gone
 _ASK_S = 5.0
+_PATIENCE_S = 30.0  # with one that runs and does not answer
 _FIRST_ANSWER_S = 120.0  # kernels may be compiled for it
 
 
@@ -35,8 +39,8 @@ class OpenAIServer(ServedProcess):
         super().__post_init__()
         self.name = Path(self.command[0]).name
         tokens = self.access.tokens()
-        if tokens:
-            self._headers = {"authorization": f"Bearer {tokens[0]}"}
+        self._headers = {"authorization": f"Bearer {tokens[0]}"} if tokens else {}
+        self._silent_since: float | None = None
 
     def start(
         self,
@@ -72,9 +76,45 @@ class OpenAIServer(ServedProcess):
             self.stop(drain_s=0)
             raise
 
-    def _fault(self) -> None:
-        if not self._is_healthy():
-            raise ConnectionError("neither /health nor /v1/models")
+    def ask(
+        self,
+        path: str,
+        *,
+        timeout_s: float,
+        body: Mapping[str, object] | None = None,
+    ) -> tuple[int, bytes]:
+        """Ask the server over HTTP, by POST where there is a body.
+
+        Its certificate, which names the host for clients, is not checked. Returns the status and
+        the first bytes of the answer. Raises OSError if there is none; a wrong one is a
+        ConnectionError.
+        """
+        address = self.connect_host, self.ports["http"]
+        connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+        if self.uses_tls:
+            unchecked = ssl._create_unverified_context()
+            connection = http.client.HTTPSConnection(*address, timeout=timeout_s, context=unchecked)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            headers = {"content-type": "application/json", **self._headers}
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            response = connection.getresponse()
+            return response.status, response.read(1000)
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from error
+        finally:
+            connection.close()
+
+    def _fault(self) -> str | None:
+        """Return that the server does not answer; one that is very busy gets some time."""
+        if self._is_healthy():
+            self._silent_since = None
+            return None
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() - self._silent_since < _PATIENCE_S:
+            return None
+        where = self.address("http")
+        return f"{self.name} does not answer on {where}: neither /health nor /v1/models"
 
     def _is_healthy(self) -> bool:
         """Return whether /health, or the list of models of a server without it, answers."""

@@ -1,12 +1,9 @@
 """A server's process: its ports, its start, its end."""
 
 import contextlib
-import http.client
-import json
 import os
 import re
 import signal
-import ssl
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -50,10 +47,8 @@ class ServedProcess:
     def __post_init__(self) -> None:
         self.models: tuple[str, ...] = ()
         self.uses_tls = self.access.tls_cert is not None
-        self._headers: dict[str, str] = {}  # that authorize a request
         self._wanted_ports = dict(self.ports)
         self._process: LinkedProcess | None = None
-        self._silent_since: float | None = None
 
     @property
     def connect_host(self) -> str:
@@ -74,61 +69,18 @@ class ServedProcess:
         keys = {name: f"{name}_port" for name in self.ports} | {"host": "host", **self.port_keys}
         return ports_problems(self.host, self._wanted_ports, keys=keys)
 
-    def ask(
-        self,
-        path: str,
-        *,
-        timeout_s: float,
-        port: str = "http",
-        body: Mapping[str, object] | None = None,
-    ) -> tuple[int, bytes]:
-        """Ask the server over HTTP at one of its ports, by POST where there is a body.
-
-        Its certificate, which names the host for clients, is not checked. Returns the status and
-        the first bytes of the answer. Raises OSError if there is none; a wrong one is a
-        ConnectionError.
-        """
-        address = self.connect_host, self.ports[port]
-        connection = http.client.HTTPConnection(*address, timeout=timeout_s)
-        if self.uses_tls:
-            unchecked = ssl._create_unverified_context()
-            connection = http.client.HTTPSConnection(*address, timeout=timeout_s, context=unchecked)
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            headers = {"content-type": "application/json", **self._headers}
-            connection.request("GET" if body is None else "POST", path, data, headers)
-            response = connection.getresponse()
-            return response.status, response.read(1000)
-        except http.client.HTTPException as error:
-            raise ConnectionError(repr(error)) from error
-        finally:
-            connection.close()
-
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
 
-    def failure(self, *, patience_s: float = 0.0) -> str | None:
-        """Return why a started server no longer serves all its models, None while it does.
-
-        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
-        """
+    def failure(self) -> str | None:
+        """Return why a started server no longer serves all its models, None while it does."""
         if (status := self.poll()) is not None:
             return self._lost() or f"{self.name} ended with status {status}"
-        try:
-            fault = self._fault()
-        except OSError as error:
-            self._silent_since = self._silent_since or time.monotonic()
-            if loss := self._lost():  # the server is about to end
-                return loss
-            if time.monotonic() - self._silent_since < patience_s:
-                return None
-            return f"{self.name} does not answer on {self.address('http')}: {error}"
-        self._silent_since = None
-        return fault
+        return self._fault()
 
     def _fault(self) -> str | None:
-        """Return the fault of a server that runs. Raises OSError if it does not answer."""
+        """Return the fault of a server that runs."""
         raise NotImplementedError
 
     def stop(self, *, drain_s: float = 30.0) -> None:

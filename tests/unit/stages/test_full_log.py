@@ -37,8 +37,7 @@ def test_server_that_failed_is_started_again(
     servers: list[FakeServer] = []
 
     class Failing(FakeServer):
-        def failure(self, *, patience_s: float) -> str:  # type: ignore[override]
-            del patience_s
+        def failure(self) -> str:  # type: ignore[override]
             return "it has failed"
 
     @contextmanager

@@ -28,8 +28,8 @@ class FakeServer:
         self.drain_s: float | None = None
         self.used_at = 0.0
 
-    def failure(self, *, patience_s: float = 0.0) -> None:
-        del patience_s
+    def failure(self) -> None:
+        """Nothing is lost."""
 
     def last_used(self) -> float:
         return self.used_at
@@ -76,8 +76,7 @@ def test_failures_before_sound_service_are_forgotten(
     servers: list[FakeServer] = []
 
     class Failing(FakeServer):
-        def failure(self, *, patience_s: float) -> str:  # type: ignore[override]
-            del patience_s
+        def failure(self) -> str:  # type: ignore[override]
             time.sleep(0.01)
             return "it has failed"
 
@@ -193,8 +192,7 @@ def test_restarted_server_serves_on_a_full_disk_and_publishes_once_there_is_room
             super().__init__(tmp_path / "log")
             self.number = number
 
-        def failure(self, *, patience_s: float = 0.0) -> str | None:  # type: ignore[override]
-            del patience_s
+        def failure(self) -> str | None:  # type: ignore[override]
             if self.number > 1 and (tmp_path / ENDPOINT_NAME).exists():
                 (tmp_path / STOP_NAME).touch()
             return "it has failed" if self.number == 1 else None
@@ -245,8 +243,7 @@ def test_what_is_no_request_and_no_address_ends_no_server(
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     server, looks = FakeServer(tmp_path / "log"), itertools.count()
 
-    def failure(*, patience_s: float = 0.0) -> None:
-        del patience_s
+    def failure() -> None:
         if next(looks) == 2:
             (tmp_path / STOP_NAME).unlink()
             (tmp_path / STOP_NAME).touch()
