@@ -66,7 +66,6 @@ class NodeRanks:
             for worker in self._workers.values():
                 while worker.ended() is None and monotonic() < deadline:
                     sleep(_POLL_S)
-                worker.close_lifeline()
             for worker in self._workers.values():
                 worker.kill()
             self._workers.clear()

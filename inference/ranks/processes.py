@@ -69,7 +69,7 @@ def threads_per_rank(local_ranks: int) -> int:
 
 
 class Worker:
-    """A process that runs one rank, with a pipe to it that ends it when this process ends."""
+    """A process that runs one rank; the kernel ends it when the thread ends that has started it."""
 
     def __init__(self, ft_dir: str, rank: int, threads: int) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
@@ -110,12 +110,6 @@ class Worker:
         self._log.seek(max(0, self._log.tell() - _TAIL_BYTES))
         *_, line = self._log.read().decode(errors="replace").strip().splitlines() or ["no output"]
         return line
-
-    def close_lifeline(self) -> None:
-        """Have it end by itself."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
 
     def kill(self) -> None:
         """End it, and wait for that."""

@@ -6,10 +6,8 @@ The process ends when rank 0 does.
 import argparse
 import faulthandler
 import logging
-import os
 import signal
 import sys
-import threading
 import traceback
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m inference.ranks.worker",
         description="One rank of the runtime. Rank 0 starts it, sends its settings as a line of "
-        "JSON to its standard input, and closes that to end it.",
+        "JSON to its standard input.",
     )
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--ft-dir", required=True, help="for the list of processes alone")
@@ -49,7 +47,6 @@ def main() -> int:
     if not text:
         return 0  # rank 0 ended, or has no use for this process
     settings = RankSettings.from_json(text)
-    threading.Thread(target=_end_with_owner, name="lifeline", daemon=True).start()
     return _serve(
         settings, join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
     )
@@ -68,11 +65,6 @@ def serve_started_rank(
     except RendezvousError as error:
         logger.error("%s", error)
         return 1
-
-
-def _end_with_owner() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
 
 
 def _serve(settings: RankSettings, store: Store) -> int:

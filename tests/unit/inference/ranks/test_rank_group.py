@@ -54,9 +54,6 @@ class EndedWorker:
         assert not self.stopped, "the output is closed"
         return "last"
 
-    def close_lifeline(self) -> None:
-        pass
-
     def kill(self) -> None:
         self.stopped = True
 
