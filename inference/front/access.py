@@ -194,18 +194,17 @@ class Credentials:
 PLAIN = Credentials()
 
 
-def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
-    """Return the address that a deploy job has published, with the ports of these names.
+def published_endpoint(path: Path, port: str) -> dict[str, Any]:
+    """Return the address that a deploy job has published, with the port of this name.
 
     Raises OSError, or ValueError if the file is another.
     """
     endpoint = json_object(read_file(path), path)
-    kinds = {"host": str, "uses_tls": bool, "job_id": str}
     problem = f"{path} is not the endpoint.json of a deploy job: "
-    for key in ("host", "uses_tls", *names):
+    for key, kinds in (("host", str), ("uses_tls", bool), (port, (int, NoneType))):
         if key not in endpoint:
             raise ValueError(f"{problem}no {key} in it.")
-        if not isinstance(value := endpoint[key], kinds.get(key, (int, NoneType))):
+        if not isinstance(value := endpoint[key], kinds):
             raise ValueError(f"{problem}its {key} is {str(value)[:40]}.")
     return endpoint
 
