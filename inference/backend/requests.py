@@ -54,7 +54,7 @@ class ModelHost(Protocol):
 
     @property
     def metric_family(self) -> Any:
-        """What declares metrics, as Triton's class MetricFamily does."""
+        """The factory of metrics: Triton's class MetricFamily, or one like it."""
 
     def warn(self, message: str) -> None:
         """Write to the server's log."""
