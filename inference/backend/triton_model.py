@@ -117,10 +117,13 @@ class TritonHost:
         self._running: dict[asyncio.Task[None], Any] = {}  # to the sender of its responses
         self._next = 0  # index of the running request to check next
         self._loop = asyncio.new_event_loop()
-        self.post = self._loop.call_soon_threadsafe
-        self._thread = threading.Thread(target=self._loop.run_forever, name="answers", daemon=True)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
-        self.start(self._watch())
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Call a function in the event loop's thread."""
+        self._loop.call_soon_threadsafe(call)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the event loop; returns at once."""
@@ -157,9 +160,12 @@ class TritonHost:
         except asyncio.CancelledError:
             send(error_response("the request was cancelled", "CANCELLED"), final=True)
 
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._watch())
+
     async def _watch(self) -> None:
         """Look for clients that have left, some of them at a time, and for the server's end."""
-        while True:
+        while not self._is_closing:
             await asyncio.sleep(_WATCH_S)
             if os.getppid() != self._parent:
                 os._exit(1)  # the workers follow
@@ -204,7 +210,7 @@ class TritonHost:
     def close(self) -> None:
         """End the event loop, once every request has its answer."""
         self._flush()
-        self.post(self._loop.stop)
+        self._is_closing = True
         self._thread.join()
 
 

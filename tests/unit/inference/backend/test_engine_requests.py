@@ -27,7 +27,7 @@ class Model(EngineModel):
     """A model whose engine does what a test wants; its outputs are what the engine gives."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None], error: Any = None) -> None:
-        self.host = SimpleNamespace(post=post)  # type: ignore[assignment]
+        self.host = SimpleNamespace(post=post)
         self.engine = SimpleNamespace(steps=0)  # type: ignore[assignment]
         self.noted: list[str] = []
         self.metrics = SimpleNamespace(  # type: ignore[assignment]
