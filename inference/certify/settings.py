@@ -13,7 +13,7 @@ from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
-from export_scripts.families.mapping.known_settings import huggingface_table
+from export_scripts.families.mapping.known_settings import KnownSetting, huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 from inference.certify.findings import (
@@ -121,21 +121,13 @@ def _other_class(pair: Pair) -> Iterator[Remark]:
         yield Remark(DIFFERS, _SETTING, _ARCHITECTURES, detail)
 
 
-def _by_library(pair: Pair) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]]:
-    """Return both configurations as transformers reads them, and its other names of settings.
-
-    One that it does not know is returned as it is written.
-    """
-    readers = (pair.facts.reader, pair.folder.reader)
+def _by_library(path: Path) -> Any:
+    """Return a configuration as transformers reads it, or why it does not."""
     try:
         kind = import_transformers().AutoConfig
-        mine, theirs = (
-            kind.from_pretrained(each.path, local_files_only=True, trust_remote_code=False)
-            for each in readers
-        )
-    except (OSError, ValueError, KeyError):  # a model that it does not know, too
-        return readers[0].config, readers[1].config, {}
-    return mine.to_dict(), theirs.to_dict(), theirs.attribute_map
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # files can hold anything, and a model that it does not know
+        return f"transformers does not read it: {error}"
 
 
 def _stated(pair: Pair) -> Iterator[Remark]:
@@ -144,9 +136,13 @@ def _stated(pair: Pair) -> Iterator[Remark]:
         dotted(json_file(Path(each.path, CONFIG_NAME)))
         for each in (pair.facts.reader, pair.folder.reader)
     )
-    *computed, aliases = _by_library(pair)
-    mine, theirs = (_spelled(each, aliases) for each in (own, stated))
-    read = [_spelled(dotted(each), aliases) for each in computed]
+    sides = [_by_library(Path(each.path)) for each in (pair.facts.reader, pair.folder.reader)]
+    computed, aliases = [own, stated], {}
+    if not any(isinstance(each, str) for each in sides):
+        computed, aliases = [dotted(each.to_dict()) for each in sides], sides[1].attribute_map
+    elif not isinstance(sides[0], str):
+        yield Remark(DIFFERS, _SETTING, CONFIG_NAME, sides[1])
+    mine, theirs, *read = (_spelled(each, aliases) for each in (own, stated, *computed))
     for name, _, _ in differing(own, stated):
         key = _spelling(name, aliases)
         values = [each.get(key, [None]) for each in (mine, theirs, *read)]
@@ -203,12 +199,17 @@ def _weight(
         return EQUAL
     if pair.config is None:
         return DIFFERS
-    # The family has compared what it reads; flags may be another library's alone.
     table = huggingface_table()
-    known = table.get(str(kind), {}).get(top) or table["*"].get(top)
-    is_flag = top in _DERIVED or isinstance(one, bool) or isinstance(other, bool)
-    is_read = known is not None and known.use == "read"
-    return DIFFERS if is_same_kind and is_read and is_flag else EQUAL
+    known = table.get(str(kind), {}).get(top) or table["*"].get(top, KnownSetting("none", ()))
+    is_read, values = known.use == "read", [each for each in (one, other) if each is not None]
+    if not is_same_kind or not (is_read or any(each not in known.values for each in values)):
+        return EQUAL
+    # The family has compared what it reads; flags may be another library's alone.
+    if is_read and (top in _DERIVED or any(isinstance(each, bool) for each in values)):
+        return DIFFERS
+    # It knows what an absent setting means, and all of rotary embeddings.
+    is_compared = is_read and (None in (one, other) or top.startswith("rope_"))
+    return EQUAL if is_compared else UP_TO
 
 
 def _unknown(pair: Pair) -> Iterator[Remark]:

@@ -417,6 +417,12 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "t5", lambda c: c.setting(decoder_start_token_id=7), "settings",
         "decoder_start_token_id", "7",
     ),
+    "a type that no library has": (
+        "llama", lambda c: c.setting(dtype="float32x"), "settings", "config.json", "float32x",
+    ),
+    "an activation that no library has": (
+        "t5", lambda c: c.setting(dense_act_fn="relux"), "settings", "dense_act_fn", "relux",
+    ),
     "a shorter longest sequence": (
         "llama", lambda c: c.setting(max_position_embeddings=20), "settings",
         "max_position_embeddings", "20",

@@ -47,16 +47,8 @@ def _embedding_key(facts: Facts) -> str:
 
 
 def _reasons(facts: Facts) -> list[str]:
-    reasons = []
-    activation, _ = _feed_forward(facts)
-    if activation not in HUGGINGFACE_ACTIVATIONS:
-        key = "dense_act_fn" if "dense_act_fn" in facts.config else "feed_forward_proj"
-        reasons.append(
-            f"config.json: {key} = {facts.config[key]} cannot be represented; known: "
-            f"{', '.join(HUGGINGFACE_ACTIVATIONS)}, in feed_forward_proj also after gated-"
-        )
     whole = _embedding_key(facts)
-    return reasons + [
+    return [
         f"{key} differs from {whole}: FT's T5 has one embedding for both stacks"
         for key in _COPIES
         if facts.has(whole) and facts.has(key) and not facts.same_values(key, whole)
@@ -103,7 +95,13 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     source = facts.config
     settings = Settings(source)
     activation, is_gated = _feed_forward(facts)
-    spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS[activation]
+    if activation not in HUGGINGFACE_ACTIVATIONS:
+        key = "dense_act_fn" if "dense_act_fn" in source else "feed_forward_proj"
+        settings.note(
+            f"{key} = {source[key]} cannot be represented; known: "
+            f"{', '.join(HUGGINGFACE_ACTIVATIONS)}, in feed_forward_proj also after gated-"
+        )
+    spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS.get(activation, ("", False))
     values = read_keys(settings, (*_KEYS, _DECODER_DEPTH) if has_decoder else _KEYS)
     pad = _token(settings, "pad_token_id", default=0)
     start = _token(settings, "decoder_start_token_id", default=pad)
