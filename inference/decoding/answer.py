@@ -17,7 +17,7 @@ class GrowingAnswer:
     Attributes:
         slots: Rows of logits that a step reads, one for each beam.
         tokens: The newest token of each slot.
-        parents: The slot whose cache each slot continues; None if each continues its own.
+        parents: The slot whose cache each slot continues, once there are tokens.
         prompt: The outputs of the prompt.
         error: The reason why no token could be chosen; the answer is finished then.
         rank_chooses: Whether a rank can choose its tokens.
@@ -32,7 +32,7 @@ class GrowingAnswer:
     def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         self.request, self.options = request, request.options
         self.tokens: tuple[int, ...] = ()
-        self.parents: Sequence[int] | None = None
+        self.parents: Sequence[int] = range(self.slots)
         self.prompt = PromptResult()
         self.error: str | None = None
         self._vocab_size = vocab_size
@@ -43,7 +43,6 @@ class GrowingAnswer:
         """Finish the answer: its logits are unusable."""
         constraint = self.request.constraint
         self.error = (constraint.problem if constraint is not None else "") or UNUSABLE
-        self.tokens, self.parents = (self.options.end_id,) * self.slots, None
 
     def penalty(self, generated: int) -> Penalty:
         """Return the penalty of the token that follows `generated` ones of the answer."""

@@ -130,8 +130,8 @@ class SampledAnswer(GrowingAnswer):
         self.cum_log_prob += log_prob
         self._log_probs.append(log_prob if self._full_log_probs else renormalized)
 
-    def append(self, token: int) -> bool:
-        """Append a token; return whether the answer ends."""
+    def append(self, token: int) -> None:
+        """Append a token, which may end the answer."""
         history, o = self._history, self.options
         history.append(token)
         self.tokens = (token,)
@@ -146,7 +146,6 @@ class SampledAnswer(GrowingAnswer):
             self.reason = "length"
         elif self._constraint is not None:
             self.reason = "stop" if self._constraint.take(token) else None
-        return self.reason is not None
 
     def result(self) -> SequenceResult:
         """Return the answer so far."""

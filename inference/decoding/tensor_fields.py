@@ -109,9 +109,8 @@ class TensorFields:
 
     def ia3_tasks(self, count: int) -> list[int | None]:
         """Return the IA3 task of each row, of `count` that are loaded; None where not asked for."""
-        name = "ia3_tasks"
-        if name in self.tensors and count:
-            return [*self.numbers(name, default=0, within=(0, count - 1))]
-        if name in self.tensors:
-            self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
-        return [None] * self.batch
+        if "ia3_tasks" not in self.tensors:
+            return [None] * self.batch
+        if not count:
+            self.problems.append("ia3_tasks: this model has no IA3 adapters; omit the tensor")
+        return [*self.numbers("ia3_tasks", default=0, within=(0, max(count - 1, 0)))]

@@ -437,8 +437,8 @@ def _may_start(sequence: RunningSequence) -> bool:
 
 def _parents(sequence: RunningSequence) -> dict[int, int]:
     """Return the slot whose tokens each slot of a sequence continues."""
-    slots, parents = sequence.slots, sequence.answer.parents
+    slots = sequence.slots
     if sequence.status is SequenceStatus.PREFILL:  # the first slot has computed the prompt
         return dict.fromkeys(slots, slots[0])
-    parents = range(len(slots)) if parents is None else parents
+    parents = sequence.answer.parents
     return {slot: slots[parent] for slot, parent in zip(slots, parents, strict=True)}
