@@ -102,11 +102,9 @@ class GroupedAttention:
         layer: int,
         new: torch.Tensor | None = None,
         angles: Angles | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, H*D) as a `CachedAttention` does."""
         assert angles is None
-        assert out is None
         if new is not None and self.direct_places is not None:
             place = self.direct_places[layer]
             place.copy_(new.view(place.shape))

@@ -16,7 +16,6 @@ from inference.model.layers import (
     MLP,
     Attention,
     Embedding,
-    JointHalves,
     PartT,
     QueryKeyNorm,
     Sublayer,
@@ -28,8 +27,7 @@ from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, Step
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
-from inference.parallel.gemm import make_gemm
-from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
+from inference.parallel.linear import AllReduce, VocabParallelHead
 
 # The norms before and after attention and MLP, and the adapter.
 _ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
@@ -130,11 +128,9 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             table, bias, choice.vocab_size, norm=norm, scale=scale, softcap=softcap
         )
 
-    def layer(self, number: int) -> DecoderLayer | Sublayer[JointHalves]:
+    def layer(self, number: int) -> DecoderLayer:
         """Return the layer of global number `number`."""
         choice, prefix = self.architecture, f"model.layers.{number}."
-        if self._joins_halves(prefix):
-            return self._joint_layer(number)
         shared = choice.residual == "parallel_shared"
         parallel = choice.residual != "sequential"
         attention_out, mlp_out = self._output_biases(prefix)
@@ -165,47 +161,6 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             self._adapter(adapter) if choice.adapter_inter_size else None,
             choice.residual_scale,
         )
-
-    def _joins_halves(self, prefix: str) -> bool:
-        """Return whether a layer becomes two products, as on a GPU, where launches count."""
-        choice = self.architecture
-        return (
-            choice.residual == "parallel_shared"
-            and not (choice.gated or choice.separate_qkv or choice.query_key_norm)
-            and not self.weights.reader.has(prefix + "attention.query_key_value.bias")
-            and self.weights.device.type != "cpu"
-        )
-
-    def _joint_layer(self, number: int) -> Sublayer[JointHalves]:
-        weights, (heads, kv_heads, size) = self.weights, self._heads
-        prefix = f"model.layers.{number}."
-        widths = [heads * size, kv_heads * size, kv_heads * size]
-        qkv = weights.matrix(prefix + "attention.query_key_value.weight")
-        query, key, value = torch.split(qkv, widths, dim=1)
-        up = weights.matrix(prefix + "mlp.dense_h_to_4h.weight")
-        bias = weights.tensor(prefix + "mlp.dense_h_to_4h.bias")
-        out = weights.matrix(prefix + "attention.dense.weight")
-        down = weights.matrix(prefix + "mlp.dense_4h_to_h.weight")
-        out_biases = [bias for bias in self._output_biases(prefix) if bias is not None]
-        halves = JointHalves(
-            make_gemm(
-                torch.cat((key, value, query, up), dim=1),
-                torch.cat((bias.new_zeros(sum(widths)), bias)),
-                activation=self.activation,
-                first_activated=sum(widths),
-                options=self.gemm,
-            ),
-            make_row_gemm(
-                torch.cat((out, down)),
-                torch.stack(out_biases).sum(0) if out_biases else None,
-                reduce=self.reduce,
-                options=self.gemm,
-            ),
-            heads=self._heads,
-            layer=self.local(number, self.architecture.num_layer),
-            rotary=self._rotary_of(number),
-        )
-        return Sublayer(halves, self.norm(prefix + "input_layernorm", rounds=True))
 
     def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the biases of attention and MLP output, whole."""

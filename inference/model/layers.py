@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
 from inference.model.ragged import RowMasks, attend
-from inference.model.rotary import Angles, RotaryTable
+from inference.model.rotary import RotaryTable
 from inference.model.step import Step, Tokens
 from inference.parallel.gemm import Gemm, Product
 from inference.parallel.linear import AllReduce
@@ -164,15 +164,13 @@ class Attention:
         qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, step.tasks)  # (N, H+2K, D)
         if self.norm is not None:
             self.norm(qkv[:, : H + K])
-        query, new, angles = qkv[:, :H], qkv[:, H:], self._angles(step)
+        query, new = qkv[:, :H], qkv[:, H:]
+        angles = None if self.rotary is None else step.angles[self.rotary]
         if angles is not None and not step.attention.rotates:
             rotated, angles = angles.rotate(qkv[:, : H + K]), None
             query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
         mixed = step.attention(query, layer=self.layer, new=new, angles=angles)
         return self.out(kept(mixed, step), None if residual is None else kept(residual, step))
-
-    def _angles(self, step: Step) -> Angles | None:
-        return None if self.rotary is None else step.angles[self.rotary]
 
 
 @dataclass(frozen=True)
@@ -270,25 +268,3 @@ def scaled(
     Fine-Tuning, section 3.3).
     """
     return x if scalers is None or tasks is None else x * scalers[tasks]
-
-
-@dataclass(frozen=True)
-class JointHalves(Attention):
-    """Attention and MLP of one norm's output as two products: two kernels in place of four.
-
-    The first gives keys, values, queries and the MLP's inner activations side by side; attention
-    leaves its result in the queries' place, and the second product takes both as its inputs. On an
-    H200 a step of GPT-J-6B takes 3.0 ms this way, 3.15 ms with separate products.
-    """
-
-    def __call__(
-        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E), plus `residual`, which may be overwritten."""
-        H, K, D = self.heads  # noqa: N806 - the shape legend
-        wide = self.qkv(x)  # (N, 2K*D + H*D + inner)
-        new, inputs = wide[:, : 2 * K * D].view(-1, 2 * K, D), wide[:, 2 * K * D :]
-        place = inputs[:, : H * D]
-        query, angles = place.view(-1, H, D), self._angles(step)
-        step.attention(query, layer=self.layer, new=new, angles=angles, out=place)
-        return self.out(inputs, residual)

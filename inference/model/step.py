@@ -94,7 +94,6 @@ class CachedAttention(Protocol):
         layer: int,
         new: torch.Tensor | None = None,
         angles: Angles | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, H*D) for queries (N, H, D); new keys and values are stored first.
 
@@ -104,7 +103,6 @@ class CachedAttention(Protocol):
             new: Keys and values of the tokens themselves, (N, 2 * K, D); None where the cache has
                 all.
             angles: Rotation of queries and keys, None for models without, or where it is done.
-            out: Receives the result; may be the queries' own memory.
         """
         ...
 

@@ -139,11 +139,10 @@ class PagedAttention:
         layer: int,
         new: torch.Tensor | None = None,
         angles: Angles | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, H*D) as a `CachedAttention` does; queries are not rotated yet."""
         count, H, D = query.shape
-        y = query.new_empty(count, H * D) if out is None else out
+        y = query.new_empty(count, H * D)
         launch = _Launch(self, query, layer, angles, y)
         if new is not None and (not self.single or self.rules.batch_invariant):
             launch.store(new)

@@ -53,8 +53,7 @@ class Prompts:
     ) -> None:
         """Write the results of prompts' tokens into `out` (N, H*D); rows of single tokens stay.
 
-        `query` (N, H, D) is rotated, and the cache has the new keys and values. `out` may be the
-        queries' own memory: what reads a tile of them writes that tile.
+        `query` (N, H, D) is rotated, and the cache has the new keys and values.
         """
         keys, values = (part.transpose(1, 2) for part in self.cache.blocks(layer))
         window = rules.window(layer)
