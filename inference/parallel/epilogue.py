@@ -64,22 +64,17 @@ def added(
 class Epilogue:
     """Bias and activation of a product's outputs.
 
-    Those before `first_activated` are not activated. With `gated` they are pairs of a gate and what
-    its activation multiplies. With `rounds` one product alone takes them: FP8 rows may be rounded
-    for it.
+    With `gated` outputs are pairs of a gate and what its activation multiplies. With `rounds` one
+    product alone takes them: FP8 rows may be rounded for it.
     """
 
     bias: torch.Tensor | None = None  # (O,)
     activation: GemmActivation | None = None
-    first_activated: int = 0
     gated: bool = False
     rounds: bool = False
 
     def finish(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(y) + residual, (N, O), for y with its bias, which is overwritten."""
-        first = self.first_activated
-        if self.activation is not None and first:
-            y[:, first:] = activate(y[:, first:], self.activation)
-        elif self.activation is not None:
+        if self.activation is not None:
             y = activate(y, self.activation)
         return y if residual is None else y.add_(residual)

@@ -22,7 +22,6 @@ def make_gemm(
     bias: torch.Tensor | None = None,
     *,
     activation: GemmActivation | None = None,
-    first_activated: int = 0,
     rounds: bool = False,
     options: GemmOptions = PLAIN_GEMM,
 ) -> Gemm:
@@ -30,10 +29,9 @@ def make_gemm(
 
     The weight may be memory-mapped or a transposed view; the result keeps no reference to it
     where the device has a better form. On CPU rows and results are fp32 for a weight of fp16;
-    otherwise they have the weight's type. Outputs before `first_activated` are not activated, which
-    only other devices can do. With `rounds` another product takes them, see `Epilogue`.
+    otherwise they have the weight's type. With `rounds` another product takes them, see `Epilogue`.
     """
-    epilogue = Epilogue(bias, activation, first_activated, rounds=rounds)
+    epilogue = Epilogue(bias, activation, rounds=rounds)
     kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
     if weight.device.type != "cpu":
         if weight.numel() and weight.dtype.itemsize == 2:
@@ -44,7 +42,6 @@ def make_gemm(
         assert not options.batch_invariant, "batch invariance needs 16 bits"
         kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
         return kind(weight, epilogue)
-    assert not first_activated, "products on CPU activate all outputs"
     if weight.numel() and options.int8:
         kind = gemm_cpu.FbgemmInt8Gemm if gemm_cpu.has_fbgemm_int8() else Int8Gemm
     elif weight.numel() and weight.dtype == torch.float16:

@@ -33,6 +33,7 @@ from inference.parallel.rounding_cuda import (
     FP8,
     RoundedRows,
     activated,
+    finished_values,
     quantise_fp8,
     round_rows,
     widen,
@@ -84,27 +85,36 @@ def _of_outputs(at, output, inside, ABSENT: tl.constexpr):
 
 
 @triton.jit
-def _finished(
+def _store_finished(
     y,
-    output,
     scale,
     bias,
-    first_activated,
+    residual,
+    y_at,
+    row,
+    rows,
+    outputs,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,  # whether outputs are pairs of a gate and another
 ):
-    """Return sums y with scale, bias and activation of their outputs."""
+    """Store activation(y * scale + bias) + residual of sums y (OUTPUTS, ROWS).
+
+    Of pairs it is activation(gate) * other.
+    """
     y = y * scale + bias
-    if ACTIVATION > 0:
-        y = tl.where(output < first_activated, y, activated(y, ACTIVATION))
-    return y
-
-
-@triton.jit
-def _gated(y, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return (OUTPUTS / 2, ROWS): activation(gate) * linear of their outputs, which alternate."""
-    pairs = tl.permute(tl.reshape(y, (OUTPUTS // 2, 2, ROWS)), (0, 2, 1))
-    gate, linear = tl.split(pairs)
-    return activated(gate, ACTIVATION) * linear
+    STORED: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    width = outputs // 2 if GATED else outputs
+    if GATED:
+        gate, other = tl.split(tl.permute(tl.reshape(y, (STORED, 2, ROWS)), (0, 2, 1)))
+        y = activated(gate, ACTIVATION) * other
+    else:
+        y = activated(y, ACTIVATION) + residual
+    output = tl.program_id(0) * STORED + tl.arange(0, STORED)[:, None]
+    inside = (output < width) & (row < rows)[None, :]
+    at = y_at + row[None, :].to(tl.int64) * width + output
+    tl.store(at, y.to(y_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -143,21 +153,20 @@ def _one_row(
     y_at,
     outputs,
     inputs,
-    first_activated,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,  # to read ahead
     LINE: tl.constexpr,  # weights in a line
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,  # whether outputs are pairs, see `_gated`
+    GATED: tl.constexpr,
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     inside = output < outputs
-    row_at = weight_at + tl.minimum(output, outputs - 1)[:, None].to(tl.int64) * inputs
+    row_at = weight_at + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
     place = tl.arange(0, INPUTS)
     weight = _weights(row_at, place, inputs)
     if LINES > 0:
@@ -172,15 +181,11 @@ def _one_row(
         place = first + tl.arange(0, INPUTS)
         weight = _weights(row_at, place, inputs)
         total += _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
-    y = tl.sum(total, 1)
-    kind: tl.constexpr = 0 if GATED else ACTIVATION
-    y = _finished(y, output, scale, bias, first_activated, kind) + residual
-    if GATED:
-        mixed = _gated(tl.reshape(y, (OUTPUTS, 1)), OUTPUTS, 1, ACTIVATION)
-        pair = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)[:, None]
-        tl.store(y_at + pair, mixed.to(y_at.dtype.element_ty), mask=pair < outputs // 2)
-    else:
-        tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=inside)
+    y = tl.sum(total, 1)[:, None]
+    _store_finished(
+        *(y, scale, bias, residual, y_at, tl.arange(0, 1), 1, outputs),
+        *(OUTPUTS, 1, ACTIVATION, GATED),
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -197,7 +202,6 @@ def _some_rows(
     x_stride,
     outputs,
     inputs,
-    first_activated,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -251,18 +255,11 @@ def _some_rows(
     if last:
         scale = _of_outputs(scale_at, output, inside, 1.0)
         bias = _of_outputs(bias_at, output, inside, 0.0)
-        kind: tl.constexpr = 0 if GATED else ACTIVATION
-        y = _finished(total, output, scale, bias, first_activated, kind)
-        if residual_at is not None:
-            y += tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            mixed = _gated(y, OUTPUTS, ROWS, ACTIVATION)
-            pair = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)[:, None]
-            target_at = y_at + row[None, :].to(tl.int64) * (outputs // 2) + pair
-            real = (pair < outputs // 2) & (row < rows)[None, :]
-            tl.store(target_at, mixed.to(y_at.dtype.element_ty), mask=real)
-        else:
-            tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
+        residual = _of_outputs(residual_at, place, inside, 0.0)
+        _store_finished(
+            *(total, scale, bias, residual, y_at, row, rows, outputs),
+            *(OUTPUTS, ROWS, ACTIVATION, GATED),
+        )
 
 
 def _tile(rows: int, outputs: int, item_bytes: int, *, batch_invariant: bool) -> dict[str, int]:
@@ -309,44 +306,23 @@ def _tickets(device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def _finish_rows(
-    y_at,
+def _finish(
+    x_at,
     residual_at,
-    outputs,
-    first,
-    first_activated,
+    y_at,
+    count,
     OUTPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(outputs - first, OUTPUTS)  # of a row
-    output = first + program % tiles * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = output < outputs
-    place = program // tiles * outputs + output
-    wait_for_earlier(EARLY)
-    y = tl.load(y_at + place, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION > 0:
-        y = tl.where(output < first_activated, y, activated(y, ACTIVATION))
-    if residual_at is not None:
-        y += tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gate_pairs(
-    pairs_at, y_at, count, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr
-):
-    let_next_begin(EARLY)
     first = tl.program_id(0).to(tl.int64) * OUTPUTS
-    place = 2 * first + tl.arange(0, 2 * OUTPUTS)
+    place = first + tl.arange(0, OUTPUTS)
     wait_for_earlier(EARLY)
-    pairs = tl.load(pairs_at + place, mask=place < 2 * count, other=0.0).to(tl.float32)
-    gate, linear = tl.split(tl.reshape(pairs, (OUTPUTS, 2)))
-    y = activated(gate, ACTIVATION) * linear
-    output = first + tl.arange(0, OUTPUTS)
-    tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=output < count)
+    y = finished_values(x_at, first, count, OUTPUTS, ACTIVATION, GATED)
+    y += _of_outputs(residual_at, place, place < count, 0.0)
+    tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=place < count)
 
 
 def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
@@ -420,7 +396,7 @@ class CudaGemm:
         y = x.new_empty(rows, outputs // 2 if gated else outputs)
         residual = None if residual is None else residual.contiguous()
         pointers = (weight, scale, self.epilogue.bias, residual, y)
-        sizes = (outputs, inputs, self.epilogue.first_activated)
+        sizes = (outputs, inputs)
         native = x.is_cuda and torch.version.cuda is not None
         options: dict[str, Any] = {
             "ACTIVATION": self._activation,
@@ -475,7 +451,7 @@ class CudaGemm:
         after, bias = self.epilogue, self.epilogue.bias
         if residual is None:
             within = after.activation in ("gelu_tanh", "relu")
-            if within and bias is not None and not (after.first_activated or after.gated):
+            if within and bias is not None and not after.gated:
                 use_gelu = after.activation == "gelu_tanh"
                 return torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
         elif bias is None and after.activation is None and residual.is_contiguous():
@@ -489,20 +465,14 @@ class CudaGemm:
         """
         if self.epilogue.activation is None and residual is None:
             return y
-        rows, outputs = y.shape
-        options = {"ACTIVATION": self._activation, **_FINISHED, **launch_options(y)}
-        if self.epilogue.gated:
-            mixed = y.new_empty(rows, outputs // 2)
-            count = mixed.numel()
-            _gate_pairs[(triton.cdiv(count, _FINISHED["OUTPUTS"]),)](y, mixed, count, **options)
-            return mixed
-        first_activated = self.epilogue.first_activated
-        if not first_activated:  # all rows are alike: one long one
-            rows, outputs = 1, rows * outputs
-        first = first_activated if residual is None else 0
-        _finish_rows[(rows * triton.cdiv(outputs - first, _FINISHED["OUTPUTS"]),)](
-            *(y, None if residual is None else residual.contiguous(), outputs, first),
-            first_activated,
-            **options,
+        gated, out = self.epilogue.gated, y
+        if gated:
+            out = y.new_empty(len(y), y.shape[1] // 2)
+        _finish[(triton.cdiv(out.numel(), _FINISHED["OUTPUTS"]),)](
+            *(y, None if residual is None else residual.contiguous(), out, out.numel()),
+            ACTIVATION=self._activation,
+            GATED=gated,
+            **_FINISHED,
+            **launch_options(y),
         )
-        return y
+        return out

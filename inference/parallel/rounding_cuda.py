@@ -117,7 +117,7 @@ def store_scale(largest, spoilt, scale_at):
 
 
 @triton.jit
-def _values(
+def finished_values(
     x_at, first, inputs, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 ):
     """Return (INPUTS,) fp32: the activation of values, or of pairs of a gate and another."""
@@ -153,14 +153,14 @@ def _round_rows(
     most = tl.zeros((INPUTS,), tl.float32)
     spoilt = tl.zeros((INPUTS,), tl.float32)
     for first in range(0, inputs, INPUTS):
-        x = _values(x_at, first, inputs, INPUTS, ACTIVATION, GATED)
+        x = finished_values(x_at, first, inputs, INPUTS, ACTIVATION, GATED)
         most = tl.maximum(most, tl.abs(x))
         spoilt += x * 0.0
     largest = tl.max(most, 0)
     store_scale(largest, tl.sum(spoilt, 0), scale_at + row)
     for first in range(0, inputs, INPUTS):  # read again, from the cache
         place = first + tl.arange(0, INPUTS)
-        x = _values(x_at, first, inputs, INPUTS, ACTIVATION, GATED)
+        x = finished_values(x_at, first, inputs, INPUTS, ACTIVATION, GATED)
         store_rounded(x, largest, place < inputs, digits_at + place)
 
 
