@@ -18,50 +18,39 @@ TokenFeed._kernels = property(  # type: ignore[method-assign,assignment]
 )
 
 
-def best_tokens(
+def chosen_tokens(
     logits: torch.Tensor,
     slots: torch.Tensor,
     forbidden: torch.Tensor,
     newest: torch.Tensor,
+    draws: torch.Tensor | None = None,
+    penalties: torch.Tensor | None = None,
     *,
     first: int,
     keep: bool,
-) -> torch.Tensor:
-    """Return what `gpu.choice.best_tokens` does; rows with a forbidden id are overwritten."""
-    rows = torch.arange(len(logits), device=logits.device)
-    wanted = forbidden.long() - first
-    ids = wanted.clamp(0, logits.shape[1] - 1)
-    # Another rank's, or none: a model's end id may lie outside its vocabulary.
-    logits[rows, ids] = torch.where(ids == wanted, _LOWEST, logits[rows, ids])
-    values, best = logits.max(-1)
-    chosen = torch.stack((values.view(torch.int32), (best + first).int()), dim=1)
-    if keep:
-        newest[slots.long()] = chosen[:, 1].long()
-    return chosen
-
-
-def drawn_tokens(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    forbidden: torch.Tensor,
-    draws: torch.Tensor,
-    newest: torch.Tensor,
-    *,
-    penalties: torch.Tensor | None,
     seen: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what `gpu.choice.drawn_tokens` does."""
+    """Return what `gpu.choice.chosen_tokens` does; rows with a forbidden id are overwritten."""
     at = slots.long()
-    if penalties is None:
-        drawn = draw_by_sorting(logits, forbidden, draws)
+    if draws is None:
+        rows = torch.arange(len(logits), device=logits.device)
+        wanted = forbidden.long() - first
+        ids = wanted.clamp(0, logits.shape[1] - 1)
+        # Another rank's, or none: a model's end id may lie outside its vocabulary.
+        logits[rows, ids] = torch.where(ids == wanted, _LOWEST, logits[rows, ids])
+        values, best = logits.max(-1)
+        chosen = torch.stack((values.view(torch.int32), (best + first).int()), dim=1)
+    elif penalties is None:
+        chosen = draw_by_sorting(logits, forbidden, draws)
     else:
-        drawn = draw_by_sorting(logits, forbidden, draws, penalties, seen[at], bias[at])
-        chosen = at, drawn[:, 1].long()
-        seen[chosen] = 1
-        bias[chosen] -= penalties[:, 2]
-    newest[at] = drawn[:, 1].long()
-    return drawn
+        chosen = draw_by_sorting(logits, forbidden, draws, penalties, seen[at], bias[at])
+        cells = at, chosen[:, 1].long()
+        seen[cells] = 1
+        bias[cells] -= penalties[:, 2]
+    if keep:
+        newest[at] = chosen[:, 1].long()
+    return chosen
 
 
 def draw_by_sorting(

@@ -102,24 +102,22 @@ class TokenFeed:
             draws: (n, 6) fp32, see `StepPlan`; None for the best tokens.
             penalties: (n, 3) fp32, see `StepPlan`; None without, and without draws.
         """
+        keep = draws is not None or self._gather is None
+        first = self._vocab.start
         if draws is not None:
-            drawn: torch.Tensor = self._kernels.drawn_tokens(
-                *(self._whole(logits), slots, forbidden, draws, self._newest),
-                penalties=penalties,
-                seen=self._seen,
-                bias=self._bias,
-            )
-            return drawn
-        if self._vocab:
+            logits, first = self._whole(logits), 0
+        elif self._vocab:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
             logits = logits[:, :1].fill_(_LOWEST)
-        chosen: torch.Tensor = self._kernels.best_tokens(
-            *(logits, slots, forbidden, self._newest),
-            first=self._vocab.start,
-            keep=self._gather is None,
+        chosen: torch.Tensor = self._kernels.chosen_tokens(
+            *(logits, slots, forbidden, self._newest, draws, penalties),
+            first=first,
+            keep=keep,
+            seen=self._seen,
+            bias=self._bias,
         )
-        return chosen if self._gather is None else self._agreed(chosen, slots)
+        return chosen if keep else self._agreed(chosen, slots)
 
     @property
     def _kernels(self) -> Any:

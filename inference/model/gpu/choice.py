@@ -14,91 +14,14 @@ import triton.language as tl
 
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
-_READ = {"IDS": 8192, "num_warps": 16}  # logits that a program reads at once
-_LISTED = 8192  # most logits that a program lists; a flatter row is searched whole
-_PART, _CUTS = 2048, 8  # listed logits that are compared at once, and the cuts they are compared to
-_DEEPEST = 87.0  # below the best logit: no mass further down is a normal fp32 number
-_LEAST = 1e-30  # mass that stands for a threshold of 0, which only the best token reaches
-
-
-@triton.jit
-def _better(logit, here, best, place, spoilt):
-    """Return the best logits so far and their places, and whether there was a NaN."""
-    spoilt |= (logit != logit).to(tl.int32)
-    better = logit > best
-    return tl.where(better, logit, best), tl.where(better, here, place), spoilt
-
-
-@triton.jit
-def _best(best, place, spoilt):
-    """Return the best logit of all, NaN if there was one, and its place, the first of equals."""
-    value = tl.max(best, 0)
-    token = tl.min(tl.where(best == value, place, 2147483647), 0)
-    return tl.where(tl.max(spoilt, 0) > 0, float("nan"), value), token
-
-
-# Slots and ids may begin anywhere in a larger tensor; one kernel serves them all.
-@triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])
-def _best_token(
-    logits_at,
-    stride,
-    count,
-    first,
-    forbidden_at,
-    slots_at,
-    newest_at,
-    chosen_at,
-    LOWEST: tl.constexpr,
-    IDS: tl.constexpr,
-    KEEP: tl.constexpr,  # whether the choice is final
-    EARLY: tl.constexpr,
-):
-    let_next_begin(EARLY)
-    row = tl.program_id(0)
-    within = tl.arange(0, IDS)
-    wait_for_earlier(EARLY)
-    logits_at += row.to(tl.int64) * stride
-    forbidden = tl.load(forbidden_at + row) - first
-    best = tl.full((IDS,), float("-inf"), tl.float32)
-    place = within
-    spoilt = tl.zeros((IDS,), tl.int32)
-    for start in range(0, count, IDS):
-        here = start + within
-        logit = tl.load(logits_at + here, mask=here < count, other=float("-inf"))
-        logit = tl.where(here == forbidden, LOWEST, logit)
-        best, place, spoilt = _better(logit, here, best, place, spoilt)
-    value, token = _best(best, place, spoilt)
-    token += first
-    tl.store(chosen_at + 2 * row, value.to(tl.int32, bitcast=True))
-    tl.store(chosen_at + 2 * row + 1, token.to(tl.int32))
-    if KEEP:
-        tl.store(newest_at + tl.load(slots_at + row), token.to(tl.int64))
-
-
-def best_tokens(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    forbidden: torch.Tensor,
-    newest: torch.Tensor,
-    *,
-    first: int,
-    keep: bool,
-) -> torch.Tensor:
-    """Return the best token of each row as `TokenFeed.choose` does, of this rank's ids.
-
-    Rows of `logits` are contiguous. `first` is the first of the ids; with `keep`, if no other rank
-    has a say, `newest` receives the tokens at `slots`.
-    """
-    chosen = torch.empty(len(logits), 2, dtype=torch.int32, device=logits.device)
-    _best_token[(len(logits),)](
-        *(logits, logits.stride(0), logits.shape[1], first),
-        *(forbidden.contiguous(), slots.contiguous(), newest, chosen),
-        LOWEST=torch.finfo(torch.float32).min,
-        KEEP=keep,
-        **_READ,
-        **launch_options(logits),
-    )
-    return chosen
+_WARPS = 16
+_IDS = tl.constexpr(8192)  # logits that a program reads at once
+_LISTED = tl.constexpr(8192)  # most logits that it lists; a flatter row is searched whole
+_PART = tl.constexpr(2048)  # listed logits that are compared at once
+_CUTS = tl.constexpr(8)  # what they are compared to
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_DEEPEST = tl.constexpr(87.0)  # below the best logit: no mass further down is a normal fp32 number
+_LEAST = tl.constexpr(1e-30)  # for a threshold of 0, which only the best token reaches
 
 
 @triton.jit
@@ -115,14 +38,14 @@ def _number(order):
 
 
 @triton.jit
-def _sums(at, count, best, cuts, COUNTS: tl.constexpr, PART: tl.constexpr):
+def _sums(at, count, best, cuts, COUNTS: tl.constexpr):
     """Return for each cut the mass of the logits at or above it, or with COUNTS their number.
 
     The additions have the same order for every cut: a lower cut never gives a smaller sum.
     """
-    within = tl.arange(0, PART)
+    within = tl.arange(0, _PART)
     sums = tl.zeros_like(cuts).to(tl.float32)
-    for start in range(0, count, PART):
+    for start in range(0, count, _PART):
         here = start + within
         x = tl.load(at + here, mask=here < count, other=float("-inf"))
         weight = (here < count).to(tl.float32) if COUNTS else tl.exp(x - best)
@@ -132,52 +55,50 @@ def _sums(at, count, best, cuts, COUNTS: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _sum(at, count, best, cut, COUNTS: tl.constexpr, PART: tl.constexpr, CUTS: tl.constexpr):
-    cuts = tl.zeros((CUTS,), tl.int32) + cut.to(tl.int32)
-    return tl.max(_sums(at, count, best, cuts, COUNTS, PART), 0)
+def _sum(at, count, best, cut, COUNTS: tl.constexpr):
+    cuts = tl.zeros((_CUTS,), tl.int32) + cut.to(tl.int32)
+    return tl.max(_sums(at, count, best, cuts, COUNTS), 0)
 
 
 @triton.jit
-def _reach(
-    at, count, best, target, lowest, COUNTS: tl.constexpr, PART: tl.constexpr, CUTS: tl.constexpr
-):
+def _reach(at, count, best, target, lowest, COUNTS: tl.constexpr):
     """Return the highest cut from which on the logits' sum reaches `target`, at least `lowest`."""
     low = lowest.to(tl.int64)
     high = _order(best).to(tl.int64) + 1
-    nth = tl.arange(0, CUTS) + 1
+    nth = tl.arange(0, _CUTS) + 1
     while high - low > 1:
-        step = (high - low + CUTS) // (CUTS + 1)
+        step = (high - low + _CUTS) // (_CUTS + 1)
         cuts = tl.minimum(low + step * nth, 0x7FFFFFFF).to(tl.int32)
-        sums = _sums(at, count, best, cuts, COUNTS, PART)
+        sums = _sums(at, count, best, cuts, COUNTS)
         low += step * tl.sum((sums >= target).to(tl.int32), 0)
         high = tl.minimum(high, low + step)
     return low.to(tl.int32)
 
 
 @triton.jit
-def _crossing(at, count, best, target, lowest, limit, PART: tl.constexpr, CUTS: tl.constexpr):
+def _crossing(at, count, best, target, lowest, limit):
     """Return the order of the logit with which the masses' sum reaches `target`.
 
     Also which of the logits that are equal to it, and the sum up to that one. Only `limit` logits
     of the order `lowest` count.
     """
-    target = tl.minimum(target, _sum(at, count, best, lowest, False, PART, CUTS))
-    edge = _reach(at, count, best, target, lowest, False, PART, CUTS)
-    above = _sum(at, count, best, edge + 1, False, PART, CUTS)
+    target = tl.minimum(target, _sum(at, count, best, lowest, False))
+    edge = _reach(at, count, best, target, lowest, False)
+    above = _sum(at, count, best, edge + 1, False)
     mass = tl.exp(_number(edge) - best)
     nth = tl.maximum(tl.ceil((target - above) / mass), 1.0).to(tl.int32)
     nth = tl.where(edge == lowest, tl.minimum(nth, limit), nth)
     # Rounding may ask for one more than there are.
-    return edge, nth, tl.minimum(above + nth * mass, _sum(at, count, best, edge, False, PART, CUTS))
+    return edge, nth, tl.minimum(above + nth * mass, _sum(at, count, best, edge, False))
 
 
 @triton.jit
-def _nth_equal(at, count, edge, nth, PART: tl.constexpr):
+def _nth_equal(at, count, edge, nth):
     """Return the place of the nth logit of an order, of the last one where there are fewer."""
-    within = tl.arange(0, PART)
+    within = tl.arange(0, _PART)
     found = 0
     place = 0
-    for start in range(0, count, PART):
+    for start in range(0, count, _PART):
         here = start + within
         x = tl.load(at + here, mask=here < count, other=float("-inf"))
         equal = ((_order(x) == edge) & (here < count)).to(tl.int32)
@@ -188,75 +109,105 @@ def _nth_equal(at, count, edge, nth, PART: tl.constexpr):
 
 
 @triton.jit
-def _total(at, count, best, IDS: tl.constexpr):
-    """Return the mass of all logits."""
-    within = tl.arange(0, IDS)
-    sums = tl.zeros((IDS,), tl.float32)
-    for start in range(0, count, IDS):
-        here = start + within
-        sums += tl.exp(tl.load(at + here, mask=here < count, other=float("-inf")) - best)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def _list(at, count, lowest, listed_at, ids_at, IDS: tl.constexpr, LISTED: tl.constexpr):
+def _list(at, count, lowest, listed_at, ids_at):
     """List the logits from the order `lowest` on, and their ids; return their number.
 
-    Those beyond the first LISTED are left out.
+    Those beyond the first _LISTED are left out.
     """
-    within = tl.arange(0, IDS)
+    within = tl.arange(0, _IDS)
     listed = 0
-    for start in range(0, count, IDS):
+    for start in range(0, count, _IDS):
         here = start + within
         x = tl.load(at + here, mask=here < count, other=float("-inf"))
         kept = (here < count) & (_order(x) >= lowest)
         place = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(listed_at + place, x, mask=kept & (place < LISTED))
-        tl.store(ids_at + place, here, mask=kept & (place < LISTED))
+        tl.store(listed_at + place, x, mask=kept & (place < _LISTED))
+        tl.store(ids_at + place, here, mask=kept & (place < _LISTED))
         listed += tl.sum(kept.to(tl.int32), 0)
     tl.debug_barrier()
     return listed
 
 
-@triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["forbidden_at", "slots_at"]
-)
-def _drawn_token(
+@triton.jit
+def _drawn(at, count, value, best, top_k, draw_at, listed_at, ids_at):
+    """Return the drawn token of a row whose best logit is `value`, by its numbers at `draw_at`.
+
+    `best` (_IDS,) are logits, the best of the row among them. Of the lists this row takes
+    `listed_at`.
+    """
+    top_p, rest = tl.load(draw_at + 2), tl.load(draw_at + 3)
+    whole, uniform = tl.load(draw_at + 4) > 0, tl.load(draw_at + 5)
+    ids_at += tl.program_id(0).to(tl.int64) * _LISTED
+    wanted = top_k.to(tl.float32)
+    inside = 0.0  # mass that can be drawn
+    lowest = _order(tl.full((), float("-inf"), tl.float32))
+    if top_k > 0:
+        # The k best of all logits lie at or above the kth best of some of them.
+        some = tl.max(tl.reshape(best, (_PART, _IDS // _PART)), 1)
+        tl.store(listed_at + tl.arange(0, _PART), some)
+        tl.debug_barrier()
+        lowest = _reach(listed_at, _PART, value, wanted, lowest, True)
+    else:
+        tl.debug_barrier()
+        total = _sum(at, count, value, lowest, False)
+        inside = top_p * (total + rest)
+        # Even `count` logits this low would have half of the mass that is not searched.
+        slack = total - tl.where(whole, inside, inside * uniform)
+        depth = -tl.log(0.5 * tl.maximum(slack, 0.0) / count)
+        lowest = _order(value - tl.minimum(depth, _DEEPEST))
+    tl.debug_barrier()
+    number = _list(at, count, lowest, listed_at, ids_at)
+    is_listed = number <= _LISTED
+    searched = tl.where(is_listed, number, count)
+    if is_listed:
+        at = listed_at
+
+    limit = searched
+    if top_k > 0:
+        lowest = _reach(at, searched, value, wanted, lowest, True)
+        limit = top_k - _sum(at, searched, value, lowest + 1, True).to(tl.int32)
+        above = _sum(at, searched, value, lowest + 1, False)
+        inside = top_p * (above + limit * tl.exp(_number(lowest) - value) + rest)
+    if whole:
+        inside = _crossing(at, searched, value, inside, lowest, limit)[2]
+    target = tl.maximum(uniform * inside, _LEAST)
+    edge, nth, _ = _crossing(at, searched, value, target, lowest, limit)
+    token = _nth_equal(at, searched, edge, nth)
+    if is_listed:
+        token = tl.load(ids_at + token)
+    return token
+
+
+# Slots and ids may begin anywhere in a larger tensor; one kernel serves them all.
+@triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])
+def _choose(
     logits_at,
     stride,
     count,
+    first,
     forbidden_at,
     slots_at,
-    draws_at,
     newest_at,
     chosen_at,
+    draws_at,
     listed_at,
     ids_at,
     penalties_at,
     seen_at,
     bias_at,
-    LOWEST: tl.constexpr,
-    DEEPEST: tl.constexpr,
-    LEAST: tl.constexpr,
-    IDS: tl.constexpr,
-    LISTED: tl.constexpr,
-    PART: tl.constexpr,
-    CUTS: tl.constexpr,
+    KEEP: tl.constexpr,  # whether the choice is final
     EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
+    DRAWS: tl.constexpr = draws_at is not None
     row = tl.program_id(0)
-    within = tl.arange(0, IDS)
+    within = tl.arange(0, _IDS)
     wait_for_earlier(EARLY)
     at = logits_at + row.to(tl.int64) * stride
-    forbidden = tl.load(forbidden_at + row)
-    factor = tl.load(draws_at + 6 * row)
-    top_k = tl.minimum(tl.load(draws_at + 6 * row + 1).to(tl.int32), count)
-    top_p = tl.load(draws_at + 6 * row + 2)
-    rest = tl.load(draws_at + 6 * row + 3)
-    whole = tl.load(draws_at + 6 * row + 4) > 0
-    uniform = tl.load(draws_at + 6 * row + 5)
+    forbidden = tl.load(forbidden_at + row) - first
     slot = tl.load(slots_at + row)
+    if DRAWS:
+        factor = tl.load(draws_at + 6 * row)
     if penalties_at is not None:
         repetition = tl.load(penalties_at + 3 * row)
         presence = tl.load(penalties_at + 3 * row + 1)
@@ -264,106 +215,81 @@ def _drawn_token(
         seen_at += slot.to(tl.int64) * count
         bias_at += slot.to(tl.int64) * count
 
-    best = tl.full((IDS,), float("-inf"), tl.float32)
+    best = tl.full((_IDS,), float("-inf"), tl.float32)
     place = within
-    spoilt = tl.zeros((IDS,), tl.int32)
-    for start in range(0, count, IDS):
+    spoilt = tl.zeros((_IDS,), tl.int32)
+    for start in range(0, count, _IDS):
         here = start + within
         x = tl.load(at + here, mask=here < count, other=float("-inf"))
         if penalties_at is not None:
             x += tl.load(bias_at + here, mask=here < marked, other=0.0)
-        x *= factor
+        if DRAWS:
+            x *= factor
         if penalties_at is not None:
             seen = tl.load(seen_at + here, mask=here < marked, other=0)
             less = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)) - presence
             x = tl.where(seen > 0, less, x)
-        x = tl.where(here == forbidden, LOWEST, x)
-        x = tl.where(here < count, x, float("-inf"))
-        tl.store(at + here, x, mask=here < count)
-        best, place, spoilt = _better(x, here, best, place, spoilt)
-    value, token = _best(best, place, spoilt)
+        x = tl.where(here == forbidden, _LOWEST, x)
+        if DRAWS:
+            x = tl.where(here < count, x, float("-inf"))
+            tl.store(at + here, x, mask=here < count)
+        # A NaN is not better than anything, and is noted.
+        spoilt |= (x != x).to(tl.int32)
+        better = x > best
+        best, place = tl.where(better, x, best), tl.where(better, here, place)
+    value = tl.max(best, 0)
+    token = tl.min(tl.where(best == value, place, 2147483647), 0)  # the first of equals
+    value = tl.where(tl.max(spoilt, 0) > 0, float("nan"), value)
 
-    if (top_k != 1) & (value > float("-inf")) & (value < float("inf")):
-        listed_at += row.to(tl.int64) * LISTED
-        ids_at += row.to(tl.int64) * LISTED
-        wanted = top_k.to(tl.float32)
-        inside = 0.0  # mass that can be drawn
-        if top_k > 0:
-            # The k best of all logits lie at or above the kth best of some of them.
-            some = tl.max(tl.reshape(best, (PART, IDS // PART)), 1)
-            tl.store(listed_at + tl.arange(0, PART), some)
-            tl.debug_barrier()
-            lowest = _order(tl.full((), float("-inf"), tl.float32))
-            lowest = _reach(listed_at, PART, value, wanted, lowest, True, PART, CUTS)
-        else:
-            tl.debug_barrier()
-            total = _total(at, count, value, IDS)
-            inside = top_p * (total + rest)
-            # Even `count` logits this low would have half of the mass that is not searched.
-            slack = total - tl.where(whole, inside, inside * uniform)
-            depth = -tl.log(0.5 * tl.maximum(slack, 0.0) / count)
-            lowest = _order(value - tl.minimum(depth, DEEPEST))
-        tl.debug_barrier()
-        listed = _list(at, count, lowest, listed_at, ids_at, IDS, LISTED)
-        if listed <= LISTED:
-            at = listed_at
-            count = listed
-
-        limit = count
-        if top_k > 0:
-            lowest = _reach(at, count, value, wanted, lowest, True, PART, CUTS)
-            limit = top_k - _sum(at, count, value, lowest + 1, True, PART, CUTS).to(tl.int32)
-            above = _sum(at, count, value, lowest + 1, False, PART, CUTS)
-            inside = top_p * (above + limit * tl.exp(_number(lowest) - value) + rest)
-        if whole:
-            inside = _crossing(at, count, value, inside, lowest, limit, PART, CUTS)[2]
-        target = tl.maximum(uniform * inside, LEAST)
-        edge, nth, _ = _crossing(at, count, value, target, lowest, limit, PART, CUTS)
-        token = _nth_equal(at, count, edge, nth, PART)
-        if listed <= LISTED:
-            token = tl.load(ids_at + token)
+    if DRAWS:
+        top_k = tl.minimum(tl.load(draws_at + 6 * row + 1).to(tl.int32), count)
+        if (top_k != 1) & (value > float("-inf")) & (value < float("inf")):
+            listed_at += row.to(tl.int64) * _LISTED
+            token = _drawn(at, count, value, best, top_k, draws_at + 6 * row, listed_at, ids_at)
 
     tl.store(chosen_at + 2 * row, value.to(tl.int32, bitcast=True))
-    tl.store(chosen_at + 2 * row + 1, token)
-    tl.store(newest_at + slot, token.to(tl.int64))
+    tl.store(chosen_at + 2 * row + 1, (token + first).to(tl.int32))
+    if KEEP:
+        tl.store(newest_at + slot, (token + first).to(tl.int64))
     if penalties_at is not None:
         tl.store(seen_at + token, 1)
         frequency = tl.load(penalties_at + 3 * row + 2)
         tl.store(bias_at + token, tl.load(bias_at + token) - frequency)
 
 
-def drawn_tokens(
+def chosen_tokens(
     logits: torch.Tensor,
     slots: torch.Tensor,
     forbidden: torch.Tensor,
-    draws: torch.Tensor,
     newest: torch.Tensor,
+    draws: torch.Tensor | None = None,
+    penalties: torch.Tensor | None = None,
     *,
-    penalties: torch.Tensor | None,
+    first: int,
+    keep: bool,
     seen: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the drawn token of each row as `TokenFeed.choose` does; drawn rows are overwritten.
+    """Return the token of each row as `TokenFeed.choose` does, of this rank's ids.
 
-    Rows of `logits` are contiguous and of the whole vocabulary. `newest` receives the tokens at
-    `slots`; where there are penalties so does `seen` (slots, V) uint8, and the frequency penalty is
-    subtracted from `bias` (slots, V) fp32.
+    Rows of `logits` are contiguous; with `draws` they are of the whole vocabulary and overwritten.
+    `first` is the first of the ids; with `keep`, if no other rank has a say, `newest` receives the
+    tokens at `slots`. Where there are penalties so does `seen` (slots, V) uint8, and the frequency
+    penalty is subtracted from `bias` (slots, V) fp32.
     """
     rows, device = len(logits), logits.device
     assert penalties is None or penalties.shape == (rows, 3)  # the kernel would read beyond
     chosen = torch.empty(rows, 2, dtype=torch.int32, device=device)
-    listed = torch.empty(rows, _LISTED, dtype=torch.float32, device=device)
-    _drawn_token[(rows,)](
-        *(logits, logits.stride(0), logits.shape[1], forbidden.contiguous(), slots.contiguous()),
-        *(draws, newest, chosen, listed, torch.empty_like(listed, dtype=torch.int32)),
-        *(penalties, seen, bias),
-        LOWEST=torch.finfo(torch.float32).min,
-        DEEPEST=_DEEPEST,
-        LEAST=_LEAST,
-        LISTED=_LISTED,
-        PART=_PART,
-        CUTS=_CUTS,
-        **_READ,
+    listed = ids = None
+    if draws is not None:
+        listed = torch.empty(rows, _LISTED.value, dtype=torch.float32, device=device)
+        ids = torch.empty_like(listed, dtype=torch.int32)
+    _choose[(rows,)](
+        *(logits, logits.stride(0), logits.shape[1], first),
+        *(forbidden.contiguous(), slots.contiguous(), newest, chosen),
+        *(draws, listed, ids, penalties, seen, bias),
+        KEEP=keep,
+        num_warps=_WARPS,
         **launch_options(logits),
     )
     return chosen
