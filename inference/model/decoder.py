@@ -16,11 +16,12 @@ from inference.model.layers import (
     MLP,
     Attention,
     Embedding,
+    Normalise,
     PartT,
     QueryKeyNorm,
     Sublayer,
+    Sublayers,
     alibi_slopes,
-    normalised,
 )
 from inference.model.rotary import RotaryTable
 from inference.model.stage import GeneratorModel
@@ -35,33 +36,24 @@ _MLP_PLACES = ("post_attention_layernorm", "mlp_output_layernorm", "after_ffn_ad
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """One layer; `architecture.residual` says how its two halves are joined."""
+class ParallelLayer:
+    """A layer whose attention and MLP read the same residual, which takes their sum."""
 
-    architecture: DecoderArchitecture
-    attention: Sublayer[Attention]
-    mlp: Sublayer[MLP]  # of parallel halves without a norm of its own, attention's feeds both
-    reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
+    attention: Attention
+    mlp: MLP
+    norm: Normalise
+    mlp_norm: Normalise | None  # None: the first feeds both
+    reduce: AllReduce | None  # one for both
     bias: torch.Tensor | None  # added after it
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        choice, attention, mlp = self.architecture, self.attention, self.mlp
-        if choice.residual != "sequential":
-            h = normalised(x, attention.norm)
-            inner = h if mlp.norm is None else mlp.norm(x)
-            if self.reduce is None:
-                return mlp.part(inner, step, attention.part(h, step, x))
-            both = mlp.part(inner, step, attention.part(h, step))
-            return self.reduce(both, bias=self.bias, residual=x)
-        if not choice.norm_before:
-            x = normalised(attention.part(x, step, x), attention.norm)
-            return normalised(mlp.part(x, step, x), mlp.norm)
-        if choice.residual_from_norm:
-            h = normalised(x, attention.norm)
-            h = normalised(attention.part(h, step, h), mlp.norm)
-            return mlp.part(h, step, h)
-        return mlp(attention(x, step), step)
+        h = self.norm(x)
+        inner = h if self.mlp_norm is None else self.mlp_norm(x)
+        if self.reduce is None:
+            return self.mlp(inner, step, self.attention(h, step, x))
+        both = self.mlp(inner, step, self.attention(h, step))
+        return self.reduce(both, bias=self.bias, residual=x)
 
 
 class DecoderLoader(LayerLoader[DecoderArchitecture]):
@@ -128,10 +120,9 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             table, bias, choice.vocab_size, norm=norm, scale=scale, softcap=softcap
         )
 
-    def layer(self, number: int) -> DecoderLayer:
+    def layer(self, number: int) -> ParallelLayer | Sublayers:
         """Return the layer of global number `number`."""
         choice, prefix = self.architecture, f"model.layers.{number}."
-        shared = choice.residual == "parallel_shared"
         parallel = choice.residual != "sequential"
         attention_out, mlp_out = self._output_biases(prefix)
         late = self.reduce is not None and parallel
@@ -139,27 +130,37 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         reduce = None if parallel else self.reduce
         attention = self._attention(number, None if late else attention_out, reduce)
         mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated)
-        return DecoderLayer(
-            architecture=choice,
-            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.has_input_norms),
-            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.has_input_norms and not shared),
-            reduce=self.reduce if parallel else None,
+        if not parallel:
+            return Sublayers(
+                (
+                    self._sublayer(attention, prefix, _ATTENTION_PLACES),
+                    self._sublayer(mlp, prefix, _MLP_PLACES),
+                )
+            )
+        shared = choice.residual == "parallel_shared"
+        return ParallelLayer(
+            attention,
+            mlp,
+            self.norm(prefix + _ATTENTION_PLACES[0], rounds=True),
+            None if shared else self.norm(prefix + _MLP_PLACES[0], rounds=True),
+            reduce=self.reduce,
             bias=torch.stack(biases).sum(0) if biases else None,
         )
 
-    def _sublayer(
-        self, part: PartT, prefix: str, places: tuple[str, str, str], has_norm: bool
-    ) -> Sublayer[PartT]:
+    def _sublayer(self, part: PartT, prefix: str, places: tuple[str, str, str]) -> Sublayer[PartT]:
         before, after, adapter = (prefix + place for place in places)
-        choice = self.architecture
+        choice, norm = self.architecture, None
+        if choice.has_input_norms:
+            rounds = choice.norm_before and not choice.residual_from_norm
+            norm = self.norm(before, rounds=rounds)
         return Sublayer(
             part,
-            self.norm(before, rounds=choice.norm_before and not choice.residual_from_norm)
-            if has_norm
-            else None,
+            norm if choice.norm_before else None,
             self.norm(after) if choice.has_output_norms else None,
             self._adapter(adapter) if choice.adapter_inter_size else None,
             choice.residual_scale,
+            sum_norm=None if choice.norm_before else norm,
+            residual_from_norm=choice.residual_from_norm,
         )
 
     def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -9,7 +9,7 @@ architecture record. A pipeline stage holds its share of the layers of both stac
 # Shapes: N tokens, E hidden, H local heads, D head size, V vocabulary
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,11 @@ from inference.model.layers import (
     Attention,
     Embedding,
     PartT,
-    RowAttention,
     Sublayer,
+    Sublayers,
     scaled,
 )
-from inference.model.ragged import RaggedRows, RowMasks
+from inference.model.ragged import EncoderStep, RaggedRows
 from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, Segment, Step, Tokens
 from inference.model.weights import LayerLoader, RankWeights
@@ -66,28 +66,11 @@ class CrossAttention:
         return self.out(step.encoded(query, layer=self.layer), residual)
 
 
-@dataclass(frozen=True)
-class T5Layer:
-    """One layer of encoder or decoder; only the decoder's have `cross`."""
-
-    attention: Sublayer[RowAttention] | Sublayer[Attention]
-    mlp: Sublayer[MLP]
-    cross: Sublayer[CrossAttention] | None = None
-
-    def __call__(self, x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
-        """Return (N, E) for x (N, E)."""
-        x = self.attention(x, step)
-        if self.cross is not None:
-            x = self.cross(x, step)
-        return self.mlp(x, step)
-
-
 class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
     """Builder of a T5 model's layers from a rank's tensors."""
 
     @property
-    def score_scale(self) -> float:
-        """The factor on the scores of attention."""
+    def _score_scale(self) -> float:
         scales = self.architecture.scale_attention
         return 1 / math.sqrt(self.architecture.size_per_head) if scales else 1.0
 
@@ -122,35 +105,23 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             bidirectional=side == "encoder",
         )
 
-    def encoder_layer(self, number: int) -> T5Layer:
+    def rules(self, side: str) -> AttentionRules:
+        """Return the rules of self-attention of the encoder or the decoder."""
+        return AttentionRules(distance_bias=self.relative_bias(side), scale=self._score_scale)
+
+    def encoder_layer(self, number: int) -> Sublayers:
         """Return the encoder layer of global number `number`."""
         block = f"encoder.block.{number}."
-        name = block + "layer.0.SelfAttention"
-        attention = RowAttention(
-            qkv=self.column(f"{name}.q", f"{name}.k", f"{name}.v"),
-            out=self.row(f"{name}.o"),
-            heads=self._heads,
-            scale=self.score_scale,
-            layer=self.local(number, self.architecture.num_layer),
-            scalers=self._scalers(name),
-        )
-        return T5Layer(
-            self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
-            self._mlp(block, "layer.1."),
+        layer = self.local(number, self.architecture.num_layer)
+        return Sublayers(
+            (self._attention(block, ["q", "k", "v"], layer), self._mlp(block, "layer.1."))
         )
 
-    def decoder_layer(self, number: int) -> T5Layer:
-        """Return the decoder layer of global number `number`."""
+    def decoder_layer(self, number: int) -> tuple[Sublayers, CrossAttention]:
+        """Return the decoder layer of global number `number`, and its part that reads encoders."""
         block = f"decoder.block.{number}."
-        name, across = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
+        across = block + "layer.1.EncDecAttention"
         layer = self.local(number, self.architecture.decoder_num_layer)
-        attention = Attention(
-            qkv=self.column(f"{name}.qkv"),
-            out=self.row(f"{name}.o"),
-            heads=(self._heads, self._heads, self.architecture.size_per_head),
-            layer=layer,
-            scalers=self._scalers(name),
-        )
         cross = CrossAttention(
             query=self.column(f"{across}.q"),
             key_value=self.column(f"{across}.k", f"{across}.v"),
@@ -159,11 +130,23 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             layer=layer,
             scalers=self._scalers(across, queries=False),
         )
-        return T5Layer(
-            self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
-            self._mlp(block, "layer.2."),
+        parts = (
+            self._attention(block, ["qkv"], layer),
             self._sublayer(cross, block, "layer.1."),
+            self._mlp(block, "layer.2."),
         )
+        return Sublayers(parts), cross
+
+    def _attention(self, block: str, names: Iterable[str], layer: int) -> Sublayer[Attention]:
+        name = block + "layer.0.SelfAttention"
+        attention = Attention(
+            self.column(*(f"{name}.{each}" for each in names)),
+            self.row(f"{name}.o"),
+            heads=(self._heads, self._heads, self.architecture.size_per_head),
+            layer=layer,
+            scalers=self._scalers(name),
+        )
+        return self._sublayer(attention, block, "layer.0.", "after_attention_adapter.")
 
     def _sublayer(
         self, part: PartT, block: str, place: str, adapter: str | None = None
@@ -259,35 +242,33 @@ class EncoderDecoder(GeneratorModel):
         loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
-        self.encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
+        self.encoder_rules = loader.rules("encoder")
         final_norm = "encoder.final_layer_norm"
         self._encoder_norm = loader.norm(final_norm) if layout.is_last_stage else None
-        self.decoder: list[T5Layer] = []
+        self.decoder: list[tuple[Sublayers, CrossAttention]] = []
         self.head = None
         self.rules = AttentionRules()
         if architecture.decoder_num_layer:
             numbers = layout.layers(architecture.decoder_num_layer)
             self.decoder = [loader.decoder_layer(number) for number in numbers]
-            self.rules = AttentionRules(
-                distance_bias=loader.relative_bias("decoder"), scale=loader.score_scale
-            )
+            self.rules = loader.rules("decoder")
             if layout.is_last_stage:
                 self.head = loader.head()
 
-    def run_encoder(self, x: torch.Tensor, masks: RowMasks, layers: range) -> torch.Tensor:
+    def run_encoder(self, x: torch.Tensor, step: EncoderStep, layers: range) -> torch.Tensor:
         """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
 
         `layers` are global numbers.
         """
         for number in layers:
-            x = self.encoder[number - self.encoder_layers.start](x, masks)
+            x = self.encoder[number - self.encoder_layers.start](x, step)
         return x
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
-        masks = RowMasks(rows, self.encoder_bias, self.dtype)
+        step = EncoderStep(rows, self.encoder_rules)
         x = self.embed(Tokens(ids=ids, positions=rows.positions))
-        return self.finish_encoder(self.run_encoder(x, masks, self.encoder_layers))
+        return self.finish_encoder(self.run_encoder(x, step, self.encoder_layers))
 
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
         """Return the encoder's output (N, E): the last layer's, normalised."""
@@ -296,19 +277,18 @@ class EncoderDecoder(GeneratorModel):
         return y
 
     def cache_encoded(
-        self, encoded: torch.Tensor, masks: RowMasks, slots: Sequence[int], cache: KVCache
+        self, encoded: torch.Tensor, step: EncoderStep, slots: Sequence[int], cache: KVCache
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
         `slots` of the cache receive them, one for each row.
         """
-        cache_rows = cache.token_rows(masks.rows.per_token(slots), masks.rows.positions)
-        for layer in self.decoder:
-            assert layer.cross is not None
-            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=masks.tasks)
+        cache_rows = cache.token_rows(step.rows.per_token(slots), step.rows.positions)
+        for _, cross in self.decoder:
+            cross.cache_encoded(encoded, cache_rows, cache, tasks=step.tasks)
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
-        for layer in self.decoder:
+        for layer, _ in self.decoder:
             x = layer(x, step)
         return x

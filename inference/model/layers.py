@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
-from inference.model.ragged import RowMasks, attend
+from inference.model.ragged import EncoderStep
 from inference.model.rotary import RotaryTable
 from inference.model.step import Step, Tokens
 from inference.parallel.gemm import Gemm, Product
@@ -146,52 +146,33 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal self-attention over the cache."""
+    """Self-attention over the cache, or within the rows of an encoder."""
 
     qkv: Product
     out: Gemm
     heads: tuple[int, int, int]  # this rank's query heads, its key/value heads, and their size
-    layer: int  # of the cache
+    layer: int  # of this stage
     rotary: RotaryTable | None = None
     norm: QueryKeyNorm | None = None
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, H+2K, D)
 
     def __call__(
-        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, step: Step | EncoderStep, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E), plus `residual`, which may be overwritten."""
         H, K, D = self.heads  # noqa: N806 - the shape legend
         qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, step.tasks)  # (N, H+2K, D)
         if self.norm is not None:
             self.norm(qkv[:, : H + K])
-        query, new = qkv[:, :H], qkv[:, H:]
-        angles = None if self.rotary is None else step.angles[self.rotary]
-        if angles is not None and not step.attention.rotates:
-            rotated, angles = angles.rotate(qkv[:, : H + K]), None
-            query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
+        query, new, angles = qkv[:, :H], qkv[:, H:], None
+        if self.rotary is not None:
+            assert isinstance(step, Step)
+            angles = step.angles[self.rotary]
+            if not step.attention.rotates:
+                rotated, angles = angles.rotate(qkv[:, : H + K]), None
+                query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
         mixed = step.attention(query, layer=self.layer, new=new, angles=angles)
         return self.out(kept(mixed, step), None if residual is None else kept(residual, step))
-
-
-@dataclass(frozen=True)
-class RowAttention:
-    """Attention of an encoder: each token sees its whole row."""
-
-    qkv: Product  # all queries, then all keys, then all values
-    out: Gemm
-    heads: int
-    scale: float  # on the scores
-    layer: int = 0  # of `RowMasks.attentions`
-    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, 3H, D)
-
-    def __call__(
-        self, x: torch.Tensor, masks: RowMasks, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (N, E) for x (N, E)."""
-        qkv = self.qkv(x).view(len(x), 3 * self.heads, -1)  # (N, 3H, D)
-        query, key, value = scaled(qkv, self.scalers, masks.tasks).chunk(3, dim=1)
-        mixed = attend(query, key, value, masks=masks, scale=self.scale, layer=self.layer)
-        return self.out(mixed, residual)
 
 
 @dataclass(frozen=True)
@@ -203,7 +184,7 @@ class MLP:
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
 
     def __call__(
-        self, x: torch.Tensor, step: Step | RowMasks, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, step: Step | EncoderStep, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
         return self.down(scaled(self.up(x), self.scalers, step.tasks), residual)
@@ -228,28 +209,44 @@ class Sublayer(Generic[PartT]):
     adapter: Sublayer[MLP] | None = None
     scale: float = 1.0  # on what joins the residual
     bounded: bool = False  # in fp16
+    sum_norm: Normalise | None = None  # of the sum with the residual
+    residual_from_norm: bool = False
 
-    def __call__(self, x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step | EncoderStep) -> torch.Tensor:
         """Return x plus what the part makes of the normalised x, (N, E)."""
         h = normalised(x, self.norm)
-        if self.output_norm is None and self.adapter is None and self.scale == 1:
+        x = h if self.residual_from_norm else x
+        norms = (self.output_norm, self.sum_norm)
+        if norms == (None, None) and self.adapter is None and self.scale == 1:
             x = self.part(h, step, x)
         else:
             y = self.part(h, step)
             y = y if self.adapter is None else self.adapter(y, step)
-            x = torch.add(
-                x if len(x) == len(y) else kept(x, step),
-                normalised(y, self.output_norm),
-                alpha=self.scale,
-            )
+            x = x if len(x) == len(y) else kept(x, step)
+            if self.sum_norm is None:
+                x = torch.add(x, normalised(y, self.output_norm), alpha=self.scale)
+            else:
+                x = self.sum_norm(y, x)
         is_bounded = self.bounded and x.dtype == torch.float16
         return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if is_bounded else x
 
 
-def kept(x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
+@dataclass(frozen=True)
+class Sublayers:
+    """A layer whose parts read each other's sums with the residual."""
+
+    parts: tuple[Sublayer[Any], ...]
+
+    def __call__(self, x: torch.Tensor, step: Step | EncoderStep) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
+        for part in self.parts:
+            x = part(x, step)
+        return x
+
+
+def kept(x: torch.Tensor, step: Step | EncoderStep) -> torch.Tensor:
     """Return the rows of x (N, E) that a layer's step keeps."""
-    rows = step.kept if isinstance(step, Step) else None
-    return x if rows is None else x.index_select(0, rows)
+    return x if step.kept is None else x.index_select(0, step.kept)
 
 
 def normalised(x: torch.Tensor, norm: Normalise | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.encoder_decoder import EncodedRow, EncoderDecoder, reading_segments
 from inference.model.kv_cache import encoder_slot, on_device
-from inference.model.ragged import RowMasks, ragged_rows
+from inference.model.ragged import EncoderStep, ragged_rows
 from inference.model.step import CachedAttention, Segment, Tokens
 from inference.ranks.base import StepResult
 from inference.ranks.device import gemm_options, has_row_kernels
@@ -41,7 +41,7 @@ class _EncoderPass:
 
     rows: tuple[EncoderRow, ...]
     tokens: Tokens
-    masks: RowMasks
+    step: EncoderStep
     tasks: list[int]  # of IA3, by row
     done: int = 0  # layers, of all stages
     x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
@@ -118,12 +118,12 @@ class EncoderDecoderRank(GeneratorRank):
             has_virtual=plan.has_virtual,
             embeddings=embeddings,
         )
-        masks = RowMasks(
-            *(rows, self.model.encoder_bias, self.model.dtype),
+        step = EncoderStep(
+            *(rows, self.model.encoder_rules),
             tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
             attentions=attentions,
         )
-        self._pass = _EncoderPass(plan.encoder_rows, tokens, masks, tasks)
+        self._pass = _EncoderPass(plan.encoder_rows, tokens, step, tasks)
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
@@ -132,17 +132,17 @@ class EncoderDecoderRank(GeneratorRank):
         start = now.done
         now.done = min(start + layers, total)
         if now.done - start == total:
-            masks, is_virtual = now.masks, now.tokens.has_virtual
-            plain = masks.tasks is None and not is_virtual and masks.attentions is None
+            step, is_virtual = now.step, now.tokens.has_virtual
+            plain = step.tasks is None and not is_virtual and step.attentions is None
             if self._encoder_graphs is not None and plain:  # None where no graph serves the rows
-                now.x = self._encoder_graphs.run(now.tokens.ids, masks.rows)
+                now.x = self._encoder_graphs.run(now.tokens.ids, step.rows)
         if now.x is None or start:
             self._advance(now, start)
         if now.done < total or not self.architecture.decoder_num_layer:
             return
         output = self._spread(now.x, now.tokens)
         targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in now.rows]
-        self.model.cache_encoded(output, now.masks, targets, self.cache)
+        self.model.cache_encoded(output, now.step, targets, self.cache)
         for row, target, task in zip(now.rows, targets, now.tasks, strict=True):
             encoded = EncodedRow(target, row.count, task)
             for slot in row.slots:
@@ -159,7 +159,7 @@ class EncoderDecoderRank(GeneratorRank):
             now.x = self.groups.receive(room, layout.previous_rank)
         if layers := range(max(start, mine.start), min(stop, mine.stop)):
             assert now.x is not None
-            now.x = self.model.run_encoder(now.x, now.masks, layers)
+            now.x = self.model.run_encoder(now.x, now.step, layers)
         if start < mine.stop <= stop:
             assert now.x is not None
             if layout.is_last_stage:
@@ -209,7 +209,7 @@ class EncoderDecoderRank(GeneratorRank):
         assert done is not None, "an encoder's step ends its pass"
         room = self.model.empty_hidden(len(done.tokens.ids))
         hidden = self._first_rank_copy(done.x, room)
-        attentions = done.masks.attentions  # (rows, stage's layers, heads, S, S)
+        attentions = done.step.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
             shape, dtype = attentions.shape, attentions.dtype

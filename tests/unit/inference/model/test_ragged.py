@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from inference.model.ragged import RaggedRows, RowMasks, attend, ragged_rows
+from inference.model.ragged import EncoderStep, RaggedRows, ragged_rows
+from inference.model.step import AttentionRules
 
+RULES = AttentionRules(scale=0.5)
 CPU = torch.device("cpu")
 LENGTHS = [[4], [5, 5, 5], [1, 2, 3], [300, 2, 301, 299], [2, 300]]
 
@@ -33,8 +35,7 @@ def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> t
 def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
     parts = states(sum(lengths))
-    masks = RowMasks(rows, None, torch.float32)
-    ours = attend(*parts, masks=masks, scale=0.5)
+    ours = EncoderStep(rows, RULES).attention(parts[0], layer=0, new=torch.cat(parts[1:], 1))
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
 
 
@@ -42,12 +43,11 @@ def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
 def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
     rows = ragged_rows([2, 3, 5], CPU)
     parts = states(10)
-    masks = RowMasks(rows, None, torch.float32)
     expected = attend_alone(parts, rows, 0.5)
     tokens = slice(*((0, 2), (2, 5), (5, 10))[spoilt])
     for part in parts:
         part[tokens] = torch.nan
-    ours = attend(*parts, masks=masks, scale=0.5)
+    ours = EncoderStep(rows, RULES).attention(parts[0], layer=0, new=torch.cat(parts[1:], 1))
     assert ours[tokens].isnan().all()
     ours[tokens] = expected[tokens]
     assert torch.allclose(ours, expected, atol=1e-5)
@@ -59,8 +59,8 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     parts = states(sum(lengths))
     width = max(lengths)
     attentions = torch.zeros(len(lengths), 2, 3, width, width)
-    masks = RowMasks(rows, None, torch.float32, attentions=attentions)
-    ours = attend(*parts, masks=masks, scale=0.5, layer=1)
+    step = EncoderStep(rows, RULES, attentions=attentions)
+    ours = step.attention(parts[0], layer=1, new=torch.cat(parts[1:], 1))
     others, weights = attentions.unbind(1)
     assert not others.any()
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
@@ -68,15 +68,3 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
         assert not weights[row, :, length:].any()
         assert not weights[row, :, :, length:].any()
-
-
-def test_rows_of_like_length_share_a_call_and_others_do_not() -> None:
-    assert len(ragged_rows([8, 9, 10], CPU).groups) == 1
-    assert len(ragged_rows([8, 1000], CPU).groups) == 2
-
-
-def test_masks_have_the_type_that_attention_needs() -> None:
-    rows = ragged_rows([2, 3], CPU)
-    (mask,) = (group.mask(torch.zeros(1, 3, 3, 3), torch.bfloat16) for group in rows.groups)
-    assert mask is not None
-    assert mask.dtype == torch.bfloat16
