@@ -25,7 +25,7 @@ from inference.model.gpu.attention_kernels import (
     Heads,
     Inputs,
     Scores,
-    TileFields,
+    Tiles,
     flash_attend_prompts,
     flash_decode,
     store_new_tokens,
@@ -98,22 +98,6 @@ def _width_class(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Runs of new tokens that one launch serves, each of one sequence; (n,) integers each."""
-
-    size: int
-    slots: torch.Tensor
-    places: torch.Tensor  # of the first token
-    rows: torch.Tensor  # of the first token among the step's
-    counts: torch.Tensor  # at most `size`
-
-    @property
-    def fields(self) -> TileFields:
-        """The integers as kernels take them."""
-        return TileFields(self.slots, self.places, self.rows, self.counts, None)
-
-
-@dataclass(frozen=True)
 class PagedAttention:
     """A `CachedAttention` of any number of new tokens for each sequence.
 
@@ -127,7 +111,7 @@ class PagedAttention:
     slots: torch.Tensor  # (N,) integers: slot of each token
     places: torch.Tensor  # (N,) integers: its index among the sequence's cached tokens
     cache: KVCache
-    tiles: tuple[Tiles, ...]
+    tiles: tuple[tuple[int, Tiles], ...]  # with the most tokens of a tile
     rules: AttentionRules
     single: bool = False
     prompts: Prompts | None = None  # FlashAttention's, which then are in no tile
@@ -149,9 +133,9 @@ class PagedAttention:
             launch, new = replace(launch, angles=None), None
         if self.prompts is not None:
             self.prompts.attend(query, layer, self.rules, out=y)
-        for tiles in self.tiles:
-            if tiles.size > 1 or self.rules.batch_invariant:
-                launch.attend_prompts(tiles)
+        for size, tiles in self.tiles:
+            if size > 1 or self.rules.batch_invariant:
+                launch.attend_prompts(tiles, size)
             else:
                 launch.decode(tiles, new)
         return y
@@ -172,26 +156,19 @@ class _Launch:
         return self.step.cache
 
     def _inputs(self, new: torch.Tensor | None) -> Inputs:
-        keys = values = None
+        inputs, angles = Inputs(self.query, self.query.stride(0)), self.angles
         if new is not None:
             assert len(self.query) == 1 or self.query.stride(0) == new.stride(0)
-            K = self.cache.shape.kv_head_num
-            keys, values = new[:, :K], new[:, K:]
-        angles = self.angles
-        return Inputs(
-            query_at=self.query,
-            key_at=keys,
-            value_at=values,
-            token_stride=self.query.stride(0),
-            cos_at=None if angles is None else angles.cos,
-            sin_at=None if angles is None else angles.sin,
-            R=0 if angles is None else angles.cos.shape[-1],
-            INTERLEAVED=int(angles is not None and angles.interleaved),
-        )
+            keys, values = new.chunk(2, dim=1)
+            inputs = inputs._replace(key_at=keys, value_at=values)
+        if angles is not None:
+            turned = angles.cos, angles.sin, angles.cos.shape[-1], angles.interleaved
+            inputs = Inputs(*inputs[:4], *turned)
+        return constants(inputs)
 
     def _cached(self) -> Cached:
         keys, values = self.cache.blocks(self.layer)
-        return Cached(
+        record = Cached(
             keys_at=keys,
             values_at=values,
             block_stride=keys.stride(0),
@@ -200,6 +177,7 @@ class _Launch:
             table_width=self.cache.tables.stride(0),
             BLOCK=self.cache.shape.block_tokens,
         )
+        return constants(record)
 
     def _described(self, tokens: int, width: int) -> Any:
         """Return the descriptor for `tokens` of the layer's cache, None where TMA cannot copy."""
@@ -216,39 +194,37 @@ class _Launch:
     def _scores(self) -> Scores:
         rules = self.step.rules
         table = rules.distance_bias
-        return Scores(
+        record = Scores(
             scale=self.query.shape[2] ** -0.5 if rules.scale is None else rules.scale,
             bias_at=rules.alibi_slopes if table is None else table.contiguous(),
             WINDOW=rules.window(self.layer) or 0,
             SOFTCAP=rules.softcap or 0.0,
             TABLE=0 if table is None else table.shape[1],
-            FIRST=0,
-            CAUSAL=1,
         )
+        return constants(record)
 
     def store(self, new: torch.Tensor) -> None:
         """Store the new keys and values, rotated, and rotate the queries in place."""
-        inputs, heads = self._inputs(new), self._heads(1)
+        heads = self._heads(1)
         count, H, _ = self.query.shape
         at_once = triton.next_power_of_2(self.cache.shape.kv_head_num)
         store_new_tokens[(count,)](
-            *(constants(inputs), constants(self._cached())),
+            *(self._inputs(new), self._cached()),
             *(self.step.slots, self.step.places, constants(heads)),
             QUERIES=triton.next_power_of_2(H),
-            PAIRS=triton.next_power_of_2(max(inputs.R // 2, 1)),
             HEADS=at_once,
             num_warps=8 if at_once * heads.WIDTH > 4096 else 4,
             **launch_options(self.query),
         )
 
-    def attend_prompts(self, tiles: Tiles) -> None:
+    def attend_prompts(self, tiles: Tiles, size: int) -> None:
         """Attend for the queries of some tiles, whose keys and values are all in the cache."""
-        heads = self._heads(tiles.size)
+        heads = self._heads(size)
         options = prompt_options(self.query, heads)
         flash_attend_prompts[(len(tiles.slots), self.cache.shape.kv_head_num)](
-            constants(replace(self, angles=None)._inputs(None)),
-            *(constants(self._cached()), self._described(options["TOKENS"], heads.WIDTH)),
-            *(tiles.fields, constants(self._scores())),
+            *(replace(self, angles=None)._inputs(None), self._cached()),
+            self._described(options["TOKENS"], heads.WIDTH),
+            *(tiles, self._scores()),
             *(self.y, self.y.stride(0), constants(heads)),
             **options,
             **launch_options(self.query),
@@ -264,9 +240,9 @@ class _Launch:
         options = dict(_decode_options(width, self.query.dtype.itemsize, many=many))
         programs = processors * options.pop("programs")
         flash_decode[(programs,)](
-            *(constants(self._inputs(new)), constants(self._cached())),
+            *(self._inputs(new), self._cached()),
             self._described(options["TOKENS"], width),
-            *(tiles.fields, count, constants(self._scores())),
+            *(tiles, count, self._scores()),
             torch.empty(programs, 2, at_once, width, device=device),
             torch.empty(programs, 2, 2, at_once, device=device),
             _tickets(device, triton.next_power_of_2(count * K)),

@@ -21,13 +21,13 @@ class Inputs(NamedTuple):
     """New tokens: heads of queries, and of keys and values if these are new, and their angles."""
 
     query_at: Any
-    key_at: Any
-    value_at: Any
     token_stride: Any
-    cos_at: Any
-    sin_at: Any
-    R: Any
-    INTERLEAVED: Any
+    key_at: Any = None
+    value_at: Any = None
+    cos_at: Any = None
+    sin_at: Any = None
+    R: Any = 0
+    INTERLEAVED: Any = False
 
 
 class Cached(NamedTuple):
@@ -46,14 +46,14 @@ class Cached(NamedTuple):
     BLOCK: Any
 
 
-class TileFields(NamedTuple):
-    """Integers of each tile, see `attention.Tiles`."""
+class Tiles(NamedTuple):
+    """Runs of new tokens that one launch serves, each of one sequence; (n,) integers each."""
 
-    slots_at: Any
-    places_at: Any
-    rows_at: Any
-    counts_at: Any
-    stops_at: Any  # tokens of the sequence, where a query sees later ones; else None
+    slots: Any
+    places: Any  # of the first token
+    rows: Any  # of the first token among the step's
+    counts: Any
+    stops: Any = None  # tokens of the sequence, where a query sees later ones
 
 
 class Heads(NamedTuple):
@@ -73,12 +73,12 @@ class Scores(NamedTuple):
     """
 
     scale: Any
-    bias_at: Any
-    WINDOW: Any  # 0 for none
-    SOFTCAP: Any  # likewise
-    TABLE: Any
-    FIRST: Any
-    CAUSAL: Any
+    bias_at: Any = None
+    WINDOW: Any = 0  # for none
+    SOFTCAP: Any = 0.0  # likewise
+    TABLE: Any = 0
+    FIRST: Any = 0
+    CAUSAL: Any = True
 
 
 @triton.jit
@@ -130,7 +130,6 @@ def store_new_tokens(
     places_at,
     heads,
     QUERIES: tl.constexpr,  # a power of two, at least H
-    PAIRS: tl.constexpr,  # a power of two, at least R / 2
     HEADS: tl.constexpr,  # a power of two, at least K
     EARLY: tl.constexpr,
 ):
@@ -151,23 +150,22 @@ def store_new_tokens(
     value = tl.load(inputs.value_at + source + d, mask=inside, other=0.0)
     tl.store(cached.values_at + target, value, mask=inside)
     if inputs.R > 0:
-        # Both of a pair are read before either is written.
-        R: tl.constexpr = inputs.R
         query = tl.arange(0, QUERIES)[:, None]
-        pair = tl.arange(0, PAIRS)[None, :]
-        turns = pair < R // 2
-        inside = (query < heads.G * heads.K) & turns
-        one = 2 * pair if inputs.INTERLEAVED else pair
-        other = one + 1 if inputs.INTERLEAVED else one + R // 2
+        inside = (query < heads.G * heads.K) & (d < inputs.R)
         at = inputs.query_at + token.to(tl.int64) * inputs.token_stride + query * heads.D
-        x = tl.load(at + one, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
-        cos = tl.load(inputs.cos_at + angle + one, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(inputs.sin_at + angle + one, mask=turns, other=0.0).to(tl.float32)
-        tl.store(at + one, (x * cos - y * sin).to(value.dtype), mask=inside)
-        cos = tl.load(inputs.cos_at + angle + other, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(inputs.sin_at + angle + other, mask=turns, other=0.0).to(tl.float32)
-        tl.store(at + other, (y * cos + x * sin).to(value.dtype), mask=inside)
+        turned = _turned(at, inside, inputs, angle, d)
+        tl.debug_barrier()  # both of a pair are read before either is written
+        tl.store(at + d, turned, mask=inside)
+
+
+@triton.jit
+def _loaded(at, inside, WHOLE: tl.constexpr):
+    """Return what lies at pointers, zeros for those not `inside`; WHOLE if all are."""
+    if WHOLE:
+        values = tl.load(at)
+    else:
+        values = tl.load(at, mask=inside, other=0.0)
+    return values
 
 
 @triton.jit
@@ -218,12 +216,8 @@ def _attend_keys(  # noqa: C901 - constants choose
                 each = tl.load(table_at + token // BLOCK, mask=token < stop, other=0)
                 offset = each.to(tl.int64) * cached.block_stride + (token % BLOCK) * D
             at = offset[:, None] + kv_head * cached.head_stride + d
-            if MASKED:
-                keys = tl.load(cached.keys_at + at, mask=there & (d < D), other=0.0)
-            elif heads.WIDTH != D:
-                keys = tl.load(cached.keys_at + at, mask=d < D, other=0.0)
-            else:
-                keys = tl.load(cached.keys_at + at)
+            inside = there & (d < D) if MASKED else d < D
+            keys = _loaded(cached.keys_at + at, inside, not MASKED and heads.WIDTH == D)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
         score = _in_units_of_log_2(score, scores)
         distance = position[:, None] - token[None, :]
@@ -251,12 +245,8 @@ def _attend_keys(  # noqa: C901 - constants choose
             values = described.load([row + heads.K * BLOCK, 0])
             if MASKED:  # what lies there need not be finite
                 values = tl.where(there, values, 0.0)
-        elif MASKED:
-            values = tl.load(cached.values_at + at, mask=there & (d < D), other=0.0)
-        elif heads.WIDTH != D:
-            values = tl.load(cached.values_at + at, mask=d < D, other=0.0)
         else:
-            values = tl.load(cached.values_at + at)
+            values = _loaded(cached.values_at + at, inside, not MASKED and heads.WIDTH == D)
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
         largest = new_largest
@@ -289,11 +279,11 @@ def flash_attend_prompts(
     token, head = row // heads.G, kv_head * heads.G + row % heads.G
     d = tl.arange(0, heads.WIDTH)
     wait_for_earlier(EARLY)
-    count = tl.load(tiles.counts_at + tile)
+    count = tl.load(tiles.counts + tile)
     if count == 0:  # a graph has more tiles than most steps
         return
-    slot, place = tl.load(tiles.slots_at + tile), tl.load(tiles.places_at + tile).to(tl.int32)
-    first_row = tl.load(tiles.rows_at + tile).to(tl.int64)
+    slot, place = tl.load(tiles.slots + tile), tl.load(tiles.places + tile).to(tl.int32)
+    first_row = tl.load(tiles.rows + tile).to(tl.int64)
     inside = (token < count)[:, None] & (d < heads.D)[None, :]
     across = head[:, None] * heads.D + d[None, :]
     at = inputs.query_at + (first_row + token)[:, None] * inputs.token_stride + across
@@ -304,7 +294,7 @@ def flash_attend_prompts(
         stop = place + count.to(tl.int32)
         end = (place + 1) // TOKENS * TOKENS
     else:
-        stop = tl.load(tiles.stops_at + tile).to(tl.int32)
+        stop = tl.load(tiles.stops + tile).to(tl.int32)
         end = stop // TOKENS * TOKENS
     if scores.WINDOW > 0:
         begin = tl.maximum(0, place + 1 - scores.WINDOW) // TOKENS * TOKENS
@@ -346,8 +336,8 @@ def _even_shares(
     """
     rows = tl.arange(0, COUNTED)
     there = rows < count
-    there &= tl.load(tiles.counts_at + rows, mask=there, other=0) > 0
-    places = tl.load(tiles.places_at + rows, mask=there, other=0).to(tl.int32)
+    there &= tl.load(tiles.counts + rows, mask=there, other=0) > 0
+    places = tl.load(tiles.places + rows, mask=there, other=0).to(tl.int32)
     read = places if NEW else places + 1
     if WINDOW > 0:
         read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
@@ -480,9 +470,9 @@ def flash_decode(
         wait_for_earlier(EARLY)
     while tile < last_tile:
         nth_row, kv_head, head_begin, head_end = _head_of(tile, ends, heads)
-        row = tl.load(tiles.rows_at + nth_row).to(tl.int64)
-        slot = tl.load(tiles.slots_at + nth_row)
-        place = tl.load(tiles.places_at + nth_row).to(tl.int32)  # of the query
+        row = tl.load(tiles.rows + nth_row).to(tl.int64)
+        slot = tl.load(tiles.slots + nth_row)
+        place = tl.load(tiles.places + nth_row).to(tl.int32)  # of the query
         first = 0
         if scores.WINDOW > 0:
             first = tl.maximum(0, place + 1 - scores.WINDOW) // TOKENS * TOKENS

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from inference.model.gpu import flash_attention
-from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles, prompt_rows
+from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, prompt_rows
+from inference.model.gpu.attention_kernels import Tiles
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, token_places
 
@@ -45,9 +46,9 @@ def paged_attention(
     return PagedAttention(slots, places, cache, tiles, rules, prompts=prompts)
 
 
-def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[Tiles, ...]:
+def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[tuple[int, Tiles], ...]:
     """Return the tiles of each size, of which `parts` has slots, places, rows and counts."""
-    return tuple(Tiles(size, *parts[4 * nth : 4 * nth + 4]) for nth, size in enumerate(sizes))
+    return tuple((size, Tiles(*parts[4 * nth : 4 * nth + 4])) for nth, size in enumerate(sizes))
 
 
 def split(buffer: Any, lengths: Sequence[int]) -> list[Any]:
@@ -82,7 +83,7 @@ def single_tokens(
     runs.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
-    tiles = Tiles(tile_sizes(rules, cache.shape.size_per_head)[0], slots, places, rows, ones)
+    tiles = tile_sizes(rules, cache.shape.size_per_head)[0], Tiles(slots, places, rows, ones)
     return PagedAttention(slots, places, cache, (tiles,), rules, single=True)
 
 

@@ -116,7 +116,7 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         step = Step(
             ids=self._feed.ids(ids, slots),
             positions=positions,
-            output_rows=attention.tiles[0].rows,
+            output_rows=attention.tiles[0][1].rows,
             attention=attention,
             encoded=encoded,
             tasks=tasks,

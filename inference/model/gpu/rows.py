@@ -17,7 +17,7 @@ from inference.model.gpu.attention_kernels import (
     Cached,
     Inputs,
     Scores,
-    TileFields,
+    Tiles,
     flash_attend_prompts,
 )
 from inference.model.kv_cache import Array
@@ -61,18 +61,7 @@ def attend_rows(
     heads = head_sizes(H, H, D, _QUERIES)
     token_stride = query.stride(0)
     flash_attend_prompts[(tiles.shape[1], H)](
-        constants(
-            Inputs(
-                query_at=query,
-                key_at=None,
-                value_at=None,
-                token_stride=token_stride,
-                cos_at=None,
-                sin_at=None,
-                R=0,
-                INTERLEAVED=0,
-            )
-        ),
+        constants(Inputs(query, token_stride)),
         constants(
             Cached(
                 keys_at=key,
@@ -85,16 +74,14 @@ def attend_rows(
             )
         ),
         None,
-        TileFields(*tiles.unbind(0)),
+        Tiles(*tiles.unbind(0)),
         constants(
             Scores(
                 scale=scale,
                 bias_at=None if bias is None else bias.flip(1).contiguous(),  # by distance back
-                WINDOW=0,
-                SOFTCAP=0.0,
                 TABLE=0 if bias is None else bias.shape[1],
                 FIRST=0 if bias is None else -(bias.shape[1] // 2),
-                CAUSAL=0,
+                CAUSAL=False,
             )
         ),
         *(y, H * D, constants(heads)),
