@@ -27,38 +27,41 @@ def _norm(
     bias_at,
     y_at,
     scale_at,  # of rows that are rounded to 8 bits
+    stride,
+    number,
     size,
     eps,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROUNDS: tl.constexpr,
     CENTRED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Normalise HEADS of the `number` heads of a row, of some size each."""
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, WIDTH)
-    inside = place < size
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    inside = (head < number) & (d < size)
+    place = head * size + d
     weight = tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
     wait_for_earlier(EARLY)
-    x = tl.load(x_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(residual_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
+    at = row * stride + place
+    x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
+    if residual_at is not None:
+        x += tl.load(residual_at + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
-        x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
-    y = x / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+        x = tl.where(inside, x - tl.sum(x, 1)[:, None] / size, 0.0)
+    y = x / tl.sqrt(tl.sum(x * x, 1)[:, None] / size + eps)
     y *= weight
-    if HAS_BIAS:
+    if bias_at is not None:
         y += tl.load(bias_at + place, mask=inside, other=0.0).to(tl.float32)
-    y_at += row * size + place
-    if ROUNDS:
+    if scale_at is not None:
         y = tl.where(inside, y, 0.0)
-        largest = tl.max(tl.abs(y), 0)
-        store_scale(largest, tl.sum(y * 0.0, 0), scale_at + row)
-        store_rounded(y, largest, inside, y_at)
+        largest = tl.max(tl.max(tl.abs(y), 1), 0)
+        store_scale(largest, tl.sum(tl.sum(y * 0.0, 1), 0), scale_at + row)
+        store_rounded(y, largest, inside, y_at + at)
     else:
-        tl.store(y_at, y.to(y_at.dtype.element_ty), mask=inside)
+        tl.store(y_at + at, y.to(y_at.dtype.element_ty), mask=inside)
 
 
 def norm(
@@ -76,51 +79,22 @@ def norm(
     torch's take 6 us for 64 rows of 4096 on an H200, this one 2; for 8192 rows 54 and 35. Nothing
     depends on the number of rows: a row's result is the same to the bit among any others.
 
-    `weight` and `bias` are (E,). With `rounds`, many rows come as
-    `RoundedRows`.
+    `weight` and `bias` are (E,). With `rounds`, many rows come as `RoundedRows`.
     """
     x = x.contiguous()
     rounds = rounds and len(x) > FEW_ROWS
     rounded = empty_rounded(len(x), x.shape[1], x) if rounds else None
     y = torch.empty_like(x) if rounded is None else rounded.digits
-    _norm[(len(x),)](
-        *(x, x if residual is None else residual.contiguous()),
-        *(weight, weight if bias is None else bias, y),
-        *(x if rounded is None else rounded.scale, x.shape[1], eps),
-        ROUNDS=rounds,
+    _norm[(len(x), 1)](
+        *(x, None if residual is None else residual.contiguous(), weight, bias, y),
+        *(None if rounded is None else rounded.scale, x.shape[1], 1, x.shape[1], eps),
+        HEADS=1,
         WIDTH=triton.next_power_of_2(x.shape[1]),
         CENTRED=centred,
-        HAS_RESIDUAL=residual is not None,
-        HAS_BIAS=bias is not None,
         num_warps=4 if x.shape[1] <= 4096 else 8,
         **launch_options(x),
     )
     return y if rounded is None else rounded
-
-
-@triton.jit
-def _norm_heads(
-    heads_at,
-    stride,
-    weight_at,
-    number,
-    eps,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    let_next_begin(EARLY)
-    row = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, WIDTH)[None, :]
-    inside = (head < number) & (d < D)
-    weight = tl.load(weight_at + head * D + d, mask=inside, other=0.0)
-    wait_for_earlier(EARLY)
-    at = heads_at + row.to(tl.int64) * stride + head * D + d
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    y = x / tl.sqrt(tl.sum(x * x, 1)[:, None] / D + eps) * weight
-    tl.store(at, y.to(heads_at.dtype.element_ty), mask=inside)
 
 
 def norm_heads(heads: torch.Tensor, *, weight: torch.Tensor, eps: float) -> None:
@@ -129,11 +103,11 @@ def norm_heads(heads: torch.Tensor, *, weight: torch.Tensor, eps: float) -> None
     assert heads.stride()[1:] == (size, 1)
     width = triton.next_power_of_2(size)
     at_once = max(_NORMED_VALUES // width, 1)
-    _norm_heads[(count, triton.cdiv(number, at_once))](
-        *(heads, heads.stride(0), weight, number, eps),
-        D=size,
-        WIDTH=width,
+    _norm[(count, triton.cdiv(number, at_once))](
+        *(heads, None, weight, None, heads, None, heads.stride(0), number, size, eps),
         HEADS=at_once,
+        WIDTH=width,
+        CENTRED=False,
         num_warps=4,
         **launch_options(heads),
     )
