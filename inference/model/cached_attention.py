@@ -69,27 +69,13 @@ class GroupedAttention:
         dtype: torch.dtype,
     ) -> None:
         """Lay it out. Segments come in the order of their tokens, with ascending slots."""
-        self._segments, self._cache, self._rules, self._dtype = segments, cache, rules, dtype
+        self._cache, self._rules, self._dtype = cache, rules, dtype
         self.groups: list[AttentionGroup] = []
         first_row = 0
         for run in runs(segments, _may_join):
             self.groups.append(self._group(first_row, run))
             first_row += sum(segment.count for segment in run)
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
-
-    @cached_property
-    def direct_places(self) -> Sequence[torch.Tensor] | None:
-        """The views (N, 2, K, D) of each layer's cache that receive new keys and values.
-
-        None but for neighbours with one new token each at the same place.
-        """
-        if not self._segments or not self._cache.shape.is_whole:
-            return None
-        first, count = self._segments[0], len(self._segments)
-        for nth, each in enumerate(self._segments):
-            if (each.slot, each.start, each.count) != (first.slot + nth, first.start, 1):
-                return None
-        return self._cache.places(first.slot, count, first.start)
 
     @cached_property
     def _rows(self) -> torch.Tensor:
@@ -105,10 +91,7 @@ class GroupedAttention:
     ) -> torch.Tensor:
         """Return (N, H*D) as a `CachedAttention` does."""
         assert angles is None
-        if new is not None and self.direct_places is not None:
-            place = self.direct_places[layer]
-            place.copy_(new.view(place.shape))
-        elif new is not None:
+        if new is not None:
             self._cache.write(layer, self._rows, new)
         if len(self.groups) == 1:
             return self._attend(query, self.groups[0], layer)

@@ -162,14 +162,6 @@ class KVCache:
 
         return read
 
-    def places(self, slot: int, slot_count: int, place: int) -> Sequence[torch.Tensor]:
-        """Return, for every local layer, where slots in a row keep their token `place`.
-
-        Each is a view (slot_count, 2, H, D); slots must be one block each.
-        """
-        assert self.shape.is_whole
-        return self._data[:, slot : slot + slot_count, :, :, place].unbind(0)
-
     def update(self, moves: Sequence[Move], entries: Sequence[TableEntry] = ()) -> None:
         """Copy tokens among slots, and give slots their new blocks.
 

@@ -113,17 +113,16 @@ def test_biased_attention_equals_causal_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("segments", "direct"),
+    "segments",
     [
-        ([Segment(4, 7, 1), Segment(5, 7, 1)], True),
-        ([Segment(4, 7, 1), Segment(5, 8, 1)], False),  # other places
-        ([Segment(4, 7, 1), Segment(6, 7, 1)], False),  # a slot between them
-        ([Segment(4, 7, 2)], False),  # several tokens
+        [Segment(4, 7, 1), Segment(5, 7, 1)],
+        [Segment(4, 7, 1), Segment(5, 8, 1)],  # other places
+        [Segment(4, 7, 1), Segment(6, 7, 1)],  # a slot between them
+        [Segment(4, 7, 2)],  # several tokens
     ],
 )
-def test_keys_and_values_are_stored_at_their_tokens(segments: list[Segment], direct: bool) -> None:
+def test_keys_and_values_are_stored_at_their_tokens(segments: list[Segment]) -> None:
     attention = attention_of(segments)
-    assert (attention.direct_places is not None) == direct
     new = torch.randn(2, 4, 4)  # (N, 2 * heads, D)
     attention(torch.randn(2, 2, 4), layer=0, new=new)
     tokens = [(s.slot, place) for s in segments for place in range(s.start, s.stop)]
