@@ -20,11 +20,14 @@ from inference.model.step import (
     AttentionRules,
     Segment,
     attention_bias,
-    may_share_call,
-    runs,
     segment_numbers,
     token_places,
 )
+
+# The padded work stays below this multiple of the true work, or it adds fewer tokens than a
+# further call costs.
+_MOST_PADDED = 1.25
+_CALL_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class GroupedAttention:
         self._cache, self._rules, self._dtype = cache, rules, dtype
         self.groups: list[AttentionGroup] = []
         first_row = 0
-        for run in runs(segments, _may_join):
+        for run in _runs(segments):
             self.groups.append(self._group(first_row, run))
             first_row += sum(segment.count for segment in run)
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
@@ -156,10 +159,24 @@ class GroupedAttention:
         return mixed.flatten(1) if single else mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
+def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Return the segments in runs that share a call."""
+    found: list[list[Segment]] = []
+    for segment in segments:
+        if found and _may_join(found[-1], segment):
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return found
+
+
 def _may_join(run: list[Segment], segment: Segment) -> bool:
+    """Return whether single tokens of neighbouring slots are padded to the longest, in one call."""
     if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
         return False
-    return may_share_call([each.stop for each in (*run, segment)])
+    lengths = [each.stop for each in (*run, segment)]
+    padded, true = max(lengths) * len(lengths), sum(lengths)
+    return padded - true <= _CALL_TOKENS or padded <= _MOST_PADDED * true
 
 
 def _attend_capped(

@@ -8,17 +8,15 @@ distinguishes the sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from inference.model.kv_cache import Array
 from inference.model.rotary import Angles, AnglesOf
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -127,8 +125,7 @@ class Step(Tokens):
 
     `output_rows` are the tokens whose logits are wanted; the last layer may compute these alone
     where `narrows`. `kept`, of a layer's step, are the tokens whose output it computes, None for
-    all. `encoded`, if given, is attention over the
-    encoder's output, all of which a token sees.
+    all. `encoded`, if given, is attention over the encoder's output, all of which a token sees.
     """
 
     output_rows: torch.Tensor  # (n,)
@@ -138,30 +135,6 @@ class Step(Tokens):
     encoded: CachedAttention | None = None
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
     angles: AnglesOf = field(default_factory=dict)  # of the tokens
-
-
-def runs(items: Sequence[T], may_join: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Divide items into runs; each begins where an item may not join those before it."""
-    run: list[T] = []
-    for item in items:
-        if run and not may_join(run, item):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run
-
-
-# The padded work stays below this multiple of the true work, or it adds fewer tokens than a
-# further call costs.
-_MOST_PADDED = 1.25
-_CALL_TOKENS = 256
-
-
-def may_share_call(lengths: Sequence[int]) -> bool:
-    """Return whether sequences of these lengths are padded to the longest, for one call."""
-    padded, true = max(lengths) * len(lengths), sum(lengths)
-    return padded - true <= _CALL_TOKENS or padded <= _MOST_PADDED * true
 
 
 def attention_bias(

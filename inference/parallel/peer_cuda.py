@@ -45,8 +45,6 @@ def _sum_of_ranks(
     RANKS: tl.constexpr,
     REGION: tl.constexpr,
     DATA: tl.constexpr,  # bytes of a memory before its data
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
@@ -59,9 +57,9 @@ def _sum_of_ranks(
     turn = tl.load(turns_at + region) + 1
     half = (turn & 1) * RANKS * capacity
     x = tl.load(x_at + place, mask=inside, other=0.0)
-    if HAS_BIAS:  # read now, not after the peers' flags
+    if bias_at is not None:  # read now, not after the peers' flags
         bias = tl.load(bias_at + place % width, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual_at is not None:
         residual = tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
     for peer in tl.static_range(RANKS):
         data_at = tl.multiple_of((tl.load(memories_at + peer) + DATA).to(x_at.dtype), 16)
@@ -87,9 +85,9 @@ def _sum_of_ranks(
             data_at + peer * capacity + place, mask=inside, other=0.0, cache_modifier=".cg"
         )
         total += part.to(tl.float32)
-    if HAS_BIAS:
+    if bias_at is not None:
         total += bias
-    if HAS_RESIDUAL:
+    if residual_at is not None:
         total += residual
     tl.store(y_at + place, total.to(y_at.dtype.element_ty), mask=inside)
     tl.store(turns_at + region, turn)
@@ -148,16 +146,13 @@ class PeerSums:
         """
         y = torch.empty_like(x)
         item = x.element_size()
-        # Absent tensors are not read, but need some pointer in their place.
         _sum_of_ranks[(triton.cdiv(x.nbytes, _REGION_BYTES),)](
-            *(x, x if bias is None else bias, x if residual is None else residual.contiguous(), y),
+            *(x, bias, None if residual is None else residual.contiguous(), y),
             *(self._memories, self._turns, self._place),
             *(x.numel(), x.shape[-1], self._most_bytes // item, _MOST_POLLS),
             RANKS=self._ranks,
             REGION=_REGION_BYTES // item,
             DATA=_flag_bytes(self._ranks),
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
             num_warps=_WARPS,
             **launch_options(x),
         )

@@ -244,7 +244,7 @@ class _Launch:
             self._described(options["TOKENS"], width),
             *(tiles, count, self._scores()),
             torch.empty(programs, 2, at_once, width, device=device),
-            torch.empty(programs, 2, 2, at_once, device=device),
+            torch.empty(programs, 2, at_once, device=device),
             _tickets(device, triton.next_power_of_2(count * K)),
             *(self.y, self.y.stride(0), constants(heads)),
             COUNTED=max(triton.next_power_of_2(count), _LEAST_SEQUENCES),

@@ -159,6 +159,13 @@ def store_new_tokens(
 
 
 @triton.jit
+def _nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the online softmax of rows before their first token, see `_attend_keys`."""
+    largest = tl.full((ROWS,), -1e30, tl.float32)
+    return largest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
 def _loaded(at, inside, WHOLE: tl.constexpr):
     """Return what lies at pointers, zeros for those not `inside`; WHOLE if all are."""
     if WHOLE:
@@ -299,9 +306,7 @@ def flash_attend_prompts(
     if scores.WINDOW > 0:
         begin = tl.maximum(0, place + 1 - scores.WINDOW) // TOKENS * TOKENS
         all_seen = tl.maximum(0, stop - scores.WINDOW + TOKENS - 1) // TOKENS * TOKENS
-    largest = tl.full((heads.ROWS,), -1e30, tl.float32)
-    total = tl.zeros((heads.ROWS,), tl.float32)
-    mixed = tl.zeros((heads.ROWS, heads.WIDTH), tl.float32)
+    largest, total, mixed = _nothing_seen(heads.ROWS, heads.WIDTH)
     table_at = cached.tables_at + slot * cached.table_width
     for phase in tl.static_range(3):
         first, last = begin, tl.minimum(all_seen, stop)
@@ -376,8 +381,8 @@ def _leave_head(
 ):
     """Store the results of G query heads, or of this part of heads that are cut into parts.
 
-    The program that stores the last part of a head joins all its parts. The state is that of
-    `_attend_keys`.
+    The program that stores the last part of a head joins all its parts, by the logarithm of each
+    one's sum of weights. The state is that of `_attend_keys`.
     """
     largest, total, mixed = state
     WIDTH: tl.constexpr = heads.WIDTH
@@ -387,41 +392,38 @@ def _leave_head(
     inside = (g < heads.G)[:, None] & (d < heads.D)[None, :]
     first_program = head_begin // share
     parts = (head_end - 1) // share - first_program + 1
+    mixed = mixed / total[:, None]
     if parts == 1:
-        y = (mixed / total[:, None]).to(target_at.dtype.element_ty)
+        y = mixed.to(target_at.dtype.element_ty)
         tl.store(target_at + g[:, None] * heads.D + d[None, :], y, mask=inside)
     else:
         # A program has at most two heads that it shares: that of its first tile, and a later.
         mine = 2 * program + (tile == head_begin).to(tl.int32)
         cell = mine * (HEADS * WIDTH) + g[:, None] * WIDTH + d[None, :]
         tl.store(parts_at + cell, mixed, mask=inside)
-        tl.store(sums_at + mine * (2 * HEADS) + g, largest, mask=g < heads.G)
-        tl.store(sums_at + mine * (2 * HEADS) + HEADS + g, total, mask=g < heads.G)
+        tl.store(sums_at + mine * HEADS + g, largest + tl.log2(total), mask=g < heads.G)
         tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
         if tl.atomic_add(ticket_at, 1) == parts - 1:
             tl.debug_barrier()
             h = tl.arange(0, HEADS)
-            best = tl.full((HEADS,), -1e30, tl.float32)
-            all_total = tl.zeros((HEADS,), tl.float32)
-            all_mixed = tl.zeros((HEADS, WIDTH), tl.float32)
+            best, all_total, all_mixed = _nothing_seen(HEADS, WIDTH)
             for first_part in range(0, parts, JOINED):
                 nth = first_part + tl.arange(0, JOINED)
                 other = 2 * (first_program + nth) + (nth == 0).to(tl.int32)
                 known = (nth < parts)[:, None] & (h < heads.G)[None, :]
-                sum_at = sums_at + other[:, None] * (2 * HEADS) + h[None, :]
+                sum_at = sums_at + other[:, None] * HEADS + h[None, :]
                 place_at = other[:, None, None] * (HEADS * WIDTH) + h[None, :, None] * WIDTH
                 each = tl.load(
                     parts_at + place_at + d[None, None, :],
                     mask=known[:, :, None] & (d < heads.D)[None, None, :],
                     other=0.0,
                 )
-                bests = tl.load(sum_at, mask=known, other=-1e30)
-                totals = tl.load(sum_at + HEADS, mask=known, other=0.0)
-                new_best = tl.maximum(best, tl.max(bests, 0))
+                sums = tl.load(sum_at, mask=known, other=float("-inf"))
+                new_best = tl.maximum(best, tl.max(sums, 0))
                 shrink = tl.exp2(best - new_best)
-                grow = tl.exp2(bests - new_best[None, :])
-                all_total = all_total * shrink + tl.sum(totals * grow, 0)
-                all_mixed = all_mixed * shrink[:, None] + tl.sum(each * grow[:, :, None], 0)
+                weight = tl.exp2(sums - new_best[None, :])
+                all_total = all_total * shrink + tl.sum(weight, 0)
+                all_mixed = all_mixed * shrink[:, None] + tl.sum(each * weight[:, :, None], 0)
                 best = new_best
             y = (all_mixed / all_total[:, None]).to(target_at.dtype.element_ty)
             within = (h < heads.G)[:, None] & (d < heads.D)[None, :]
@@ -485,9 +487,7 @@ def flash_decode(
         inside = (g < heads.G)[:, None] & (d < heads.D)[None, :]
         at = inputs.query_at + row * inputs.token_stride + head[:, None] * heads.D
         query = _turned(at, inside, inputs, row * inputs.R, d[None, :])
-        largest = tl.full((heads.ROWS,), -1e30, tl.float32)
-        total = tl.zeros((heads.ROWS,), tl.float32)
-        mixed = tl.zeros((heads.ROWS, heads.WIDTH), tl.float32)
+        largest, total, mixed = _nothing_seen(heads.ROWS, heads.WIDTH)
         if NEW:  # noqa: SIM102 - known when the kernel is compiled
             if tile == head_begin:
                 own = row * inputs.token_stride + kv_head * heads.D
