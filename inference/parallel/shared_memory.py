@@ -28,7 +28,8 @@ from inference.system.control_groups import usable_cores
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "slipway-"
-_CHUNK = 256 * 1024  # bytes of one buffer
+_CHUNK = 256 * 1024  # bytes of a buffer for sums
+_MESSAGE = 64 * 1024  # and for messages, of which each pair of ranks has two in each direction
 _WORD_BYTES = 64  # words lie on cache lines of their own
 _SPINS = 2000  # about 0.1 ms before sleeping
 _SLICE_S = 0.1  # of sleep, between looks at the clock
@@ -116,17 +117,13 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         self.arrived = 0  # per rank: sums whose part it has written
-        self.met = size  # per rank: barriers
-        self.announced = 2 * size  # one: chunks rank 0 has broadcast
-        self.received = 2 * size + 1  # per rank: broadcast chunks it has read
-        self.sent = 3 * size + 1  # per rank: message chunks
-        self.read = 4 * size + 1  # per rank: of these, those the receiver has read
-        self.target = 5 * size + 1  # per rank, two: receivers of the chunks
-        words = 7 * size + 1
-        self.buffers = math.ceil(words * _WORD_BYTES / mmap.PAGESIZE) * mmap.PAGESIZE
-        # Two buffers per rank for sums, two per rank for messages, two for broadcasts.
-        self.sums, self.messages, self.broadcasts = 0, 2 * size, 4 * size
-        self.size_bytes = self.buffers + (4 * size + 2) * _CHUNK
+        self.sent = size  # per sender and receiver: message chunks
+        self.read = size + size * size  # likewise: those of them that the receiver has read
+        self.words = size + 2 * size * size
+        # Two buffers for a rank's sums, and for the messages of a sender to a receiver.
+        self.sums = math.ceil(self.words * _WORD_BYTES / mmap.PAGESIZE) * mmap.PAGESIZE
+        self.messages = self.sums + 2 * size * _CHUNK
+        self.size_bytes = self.messages + 2 * size * size * _MESSAGE
 
 
 class SharedMemoryGroup:
@@ -137,7 +134,7 @@ class SharedMemoryGroup:
         self._place, self._size = place, size
         self._timeout_s = timeout_s
         self._memory = memory
-        count = self._layout.buffers // 4
+        count = self._layout.sums // 4
         self._words = (ctypes.c_uint32 * count).from_buffer(memory)
         self._address = ctypes.addressof(self._words)
         # Spinning helps only while every rank has a core.
@@ -152,13 +149,18 @@ class SharedMemoryGroup:
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Work:
         """Sum a tensor over the ranks, in place; every rank gets the same bits."""
-        for part in self._chunks(tensors[0]):
-            number = self._get(self._layout.arrived + self._place) + 1
-            first = self._layout.sums + number % 2
-            self._buffer(first + 2 * self._place, part).copy_(part)
-            self._put(self._layout.arrived + self._place, number)
-            self._await_all(self._layout.arrived, number)
-            parts = [self._buffer(first + 2 * rank, part) for rank in range(self._size)]
+        arrived, me = self._layout.arrived, self._place
+        for part in _chunks(tensors[0], _CHUNK):
+            number = self._get(arrived + me) + 1
+            starts = [
+                self._layout.sums + (2 * rank + number % 2) * _CHUNK for rank in range(self._size)
+            ]
+            parts = [self._buffer(start, _CHUNK, part) for start in starts]
+            parts[me].copy_(part)
+            self._put(arrived + me, number)
+            for rank in range(self._size):
+                if rank != me:
+                    self._await(arrived + rank, number, rank)
             torch.add(parts[0], parts[1], out=part)
             for other in parts[2:]:
                 part.add_(other)
@@ -166,72 +168,46 @@ class SharedMemoryGroup:
 
     def barrier(self) -> Work:
         """Return once every rank has called this."""
-        number = self._get(self._layout.met + self._place) + 1
-        self._put(self._layout.met + self._place, number)
-        self._await_all(self._layout.met, number)
-        return self._done
+        return self.allreduce([torch.zeros(1)])
 
     def broadcast(self, tensors: list[torch.Tensor]) -> Work:
         """Broadcast the tensor of rank 0."""
-        for part in self._chunks(tensors[0]):
-            if self._place == 0:
-                number = self._get(self._layout.announced) + 1
-                # The buffer was last used two chunks ago.
-                self._await_all(self._layout.received, number - 2, first=1)
-                self._buffer(self._layout.broadcasts + number % 2, part).copy_(part)
-                self._put(self._layout.announced, number)
-            else:
-                number = self._get(self._layout.received + self._place) + 1
-                self._await(self._layout.announced, number, "rank 0")
-                part.copy_(self._buffer(self._layout.broadcasts + number % 2, part))
-                self._put(self._layout.received + self._place, number)
+        if self._place:
+            return self.recv(tensors, 0, 0)
+        for rank in range(1, self._size):
+            self.send(tensors, rank, 0)
         return self._done
 
     def send(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:
         """Send a tensor; returns when the last part is copied."""
-        me, layout = self._place, self._layout
-        for part in self._chunks(tensors[0]):
-            number = self._get(layout.sent + me) + 1
-            self._await(layout.read + me, number - 2, f"rank {rank}")
-            self._buffer(layout.messages + 2 * me + number % 2, part).copy_(part)
-            self._set(layout.target + 2 * me + number % 2, rank)
-            self._put(layout.sent + me, number)
+        pair = self._place * self._size + rank
+        for part in _chunks(tensors[0], _MESSAGE):
+            number = self._get(self._layout.sent + pair) + 1
+            # The buffer was last used two chunks ago.
+            self._await(self._layout.read + pair, number - 2, rank)
+            self._message(pair, number, part).copy_(part)
+            self._put(self._layout.sent + pair, number)
         return self._done
 
     def recv(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:
         """Receive a tensor from `rank`."""
-        layout = self._layout
-        for part in self._chunks(tensors[0]):
-            number = self._next_for_me(rank)
-            part.copy_(self._buffer(layout.messages + 2 * rank + number % 2, part))
-            self._put(layout.read + rank, number)
+        pair = rank * self._size + self._place
+        for part in _chunks(tensors[0], _MESSAGE):
+            number = self._get(self._layout.read + pair) + 1
+            self._await(self._layout.sent + pair, number, rank)
+            part.copy_(self._message(pair, number, part))
+            self._put(self._layout.read + pair, number)
         return self._done
 
-    def _next_for_me(self, rank: int) -> int:
-        """Return the number of the next unread chunk of `rank`, once it is one for this rank."""
-        layout = self._layout
-        while True:
-            number = self._get(layout.read + rank) + 1
-            self._await(layout.sent + rank, number, f"rank {rank}")
-            receiver = self._get(layout.target + 2 * rank + number % 2)
-            if self._get(layout.read + rank) + 1 != number:
-                continue  # another rank has read it meanwhile: its buffer may hold a later chunk
-            if receiver == self._place:
-                return number
-            # Another rank must read its chunk first.
-            self._await(layout.read + rank, number, f"a reader of rank {rank}")
+    def _message(self, pair: int, number: int, like: torch.Tensor) -> torch.Tensor:
+        start = self._layout.messages + (2 * pair + number % 2) * _MESSAGE
+        return self._buffer(start, _MESSAGE, like)
 
-    def _chunks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        flat = tensor.view(-1)
-        size = _CHUNK // tensor.element_size()
-        return (flat,) if len(flat) <= size else flat.split(size)  # type: ignore[no-untyped-call]
-
-    def _buffer(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        key = (number, like.dtype)
+    def _buffer(self, start: int, size: int, like: torch.Tensor) -> torch.Tensor:
+        key = (start, like.dtype)
         whole = self._buffers.get(key)
         if whole is None:
-            start = self._layout.buffers + number * _CHUNK
-            count = _CHUNK // like.dtype.itemsize
+            count = size // like.dtype.itemsize
             whole = torch.frombuffer(self._memory, dtype=like.dtype, count=count, offset=start)
             self._buffers[key] = whole
         return whole[: len(like)]
@@ -239,22 +215,14 @@ class SharedMemoryGroup:
     def _get(self, word: int) -> int:
         return self._words[word * (_WORD_BYTES // 4)]
 
-    def _set(self, word: int, value: int) -> None:
-        self._words[word * (_WORD_BYTES // 4)] = value & _MASK
-
     def _put(self, word: int, value: int) -> None:
         """Set a word and wake its waiters."""
-        self._set(word, value)
+        self._words[word * (_WORD_BYTES // 4)] = value & _MASK
         address = ctypes.c_void_p(self._address + word * _WORD_BYTES)
         _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 2**30, None, None, 0)
 
-    def _await_all(self, words: int, number: int, *, first: int = 0) -> None:
-        for rank in range(first, self._size):
-            if rank != self._place:
-                self._await(words + rank, number, f"rank {rank}")
-
-    def _await(self, word: int, number: int, who: str) -> None:
-        """Wait until a counting word has reached `number`, which may have wrapped around."""
+    def _await(self, word: int, number: int, rank: int) -> None:
+        """Wait until a word of `rank` has reached `number`, which may have wrapped around."""
         place, words = word * (_WORD_BYTES // 4), self._words
         for _ in range(self._spins + 1):
             if ((words[place] - number) & _MASK) < 2**31:
@@ -266,6 +234,12 @@ class SharedMemoryGroup:
             if self._aborted:
                 raise RuntimeError("the ranks were ended")
             if monotonic() > deadline:
-                raise RuntimeError(f"{who} has not answered for {self._timeout_s:g} s")
+                raise RuntimeError(f"rank {rank} has not answered for {self._timeout_s:g} s")
             value = ctypes.c_uint32(seen)
             _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(pause), None, 0)
+
+
+def _chunks(tensor: torch.Tensor, size_bytes: int) -> Sequence[torch.Tensor]:
+    flat = tensor.view(-1)
+    size = size_bytes // tensor.element_size()
+    return (flat,) if len(flat) <= size else flat.split(size)  # type: ignore[no-untyped-call]

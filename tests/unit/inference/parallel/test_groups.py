@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -136,28 +135,6 @@ def test_no_file_is_left_in_memory_where_a_rank_does_not_join() -> None:
     assert list(Path("/dev/shm").glob(f"slipway-{os.getpid()}-*")) == []
 
 
-def test_a_rank_that_waits_while_others_are_served_receives_its_chunks_in_order() -> None:
-    def group(place: int) -> shared_memory.SharedMemoryGroup:
-        return shared_memory.SharedMemoryGroup(memory, place, 3, timeout_s=20)
-
-    memory = mmap.mmap(-1, shared_memory._Layout(3).size_bytes)
-    sender, other, waiting = (group(place) for place in range(3))
-    sender.send([torch.tensor([1.0])], 1, 0)
-    wait = waiting._await
-
-    def wait_and_fall_behind(word: int, number: int, who: str) -> None:
-        wait(word, number, who)
-        waiting._await = wait  # type: ignore[method-assign]
-        # The other rank reads its chunk, and the sender uses its buffer again for this rank.
-        other.recv([torch.empty(1)], 0, 0)
-        sender.send([torch.tensor([2.0])], 2, 0)
-        sender.send([torch.tensor([3.0])], 2, 0)
-
-    waiting._await = wait_and_fall_behind  # type: ignore[method-assign]
-    x = torch.empty(1)
-    assert [waiting.recv([x], 0, 0) and x.item() for _ in range(2)] == [2.0, 3.0]
-
-
 def test_ranks_without_common_memory_use_gloo(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -174,7 +151,7 @@ def test_counting_words_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
         assert path is not None
         layout = shared_memory._Layout(size)
         with path.open("r+b") as file:
-            for word in range(layout.target):
+            for word in range(layout.words):
                 file.seek(word * shared_memory._WORD_BYTES)
                 file.write((2**32 - 3).to_bytes(4, "little"))
         return path
