@@ -31,24 +31,7 @@ def make_gemm(
     where the device has a better form. On CPU rows and results are fp32 for a weight of fp16;
     otherwise they have the weight's type. With `rounds` another product takes them, see `Epilogue`.
     """
-    epilogue = Epilogue(bias, activation, rounds=rounds)
-    kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
-    if weight.device.type != "cpu":
-        if weight.numel() and weight.dtype.itemsize == 2:
-            from inference.parallel.gemm_cuda import CudaGemm
-
-            return CudaGemm(weight, epilogue, options)
-        assert not options.fp8, "FP8 needs 16 bits"
-        assert not options.batch_invariant, "batch invariance needs 16 bits"
-        kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
-        return kind(weight, epilogue)
-    if weight.numel() and options.int8:
-        kind = gemm_cpu.FbgemmInt8Gemm if gemm_cpu.has_fbgemm_int8() else Int8Gemm
-    elif weight.numel() and weight.dtype == torch.float16:
-        kind = gemm_cpu.HalfGemm
-    elif weight.numel() and gemm_cpu.has_onednn(weight.dtype):
-        kind = gemm_cpu.OneDnnGemm
-    return kind(weight, epilogue)
+    return _made(weight, Epilogue(bias, activation, rounds=rounds), options)
 
 
 def make_gated_gemm(
@@ -65,15 +48,34 @@ def make_gated_gemm(
     """
     gate, linear = weights
     if gate.device.type != "cpu" and gate.dtype.itemsize == 2:
-        from inference.parallel.gemm_cuda import CudaGemm
-
         given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
         bias = None if biases == (None, None) else torch.stack(given, dim=1).flatten()
         weight = torch.stack(weights, dim=2).flatten(1)
-        return CudaGemm(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
+        return _made(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
     up = make_gemm(gate, biases[0], activation=activation, options=options)
     other = make_gemm(linear, biases[1], options=options)
     return lambda x: up(x).mul_(other(x))
+
+
+def _made(weight: torch.Tensor, epilogue: Epilogue, options: GemmOptions) -> Gemm:
+    is_cpu = weight.device.type == "cpu"
+    if not weight.numel():
+        return _PlainGemm(weight, epilogue)
+    if not is_cpu and weight.dtype.itemsize == 2:
+        from inference.parallel.gemm_cuda import CudaGemm
+
+        return CudaGemm(weight, epilogue, options)
+    assert not options.fp8, "FP8 needs a GPU and 16 bits"
+    assert not options.batch_invariant, "batch invariance needs a GPU and 16 bits"
+    kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
+    if options.int8:
+        is_fast = is_cpu and gemm_cpu.has_fbgemm_int8()
+        kind = gemm_cpu.FbgemmInt8Gemm if is_fast else Int8Gemm
+    elif is_cpu and weight.dtype == torch.float16:
+        kind = gemm_cpu.HalfGemm
+    elif is_cpu and gemm_cpu.has_onednn(weight.dtype):
+        kind = gemm_cpu.OneDnnGemm
+    return kind(weight, epilogue)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from inference.parallel.rounding_cuda import (
     RoundedRows,
     activated,
     finished_values,
-    quantise_fp8,
     round_rows,
     widen,
     widened,
@@ -341,10 +340,8 @@ class CudaGemm:
     def __init__(self, weight: torch.Tensor, epilogue: Epilogue, options: GemmOptions) -> None:
         """Keep `weight` (I, O), or its 8-bit copy, as (O, I), which cuBLAS reads as fast."""
         self.scale: torch.Tensor | None = None
-        if options.int8:
-            self.weight, self.scale = quantise(weight)
-        elif options.fp8:
-            self.weight, self.scale = quantise_fp8(weight)
+        if options.int8 or options.fp8:
+            self.weight, self.scale = quantise(weight, torch.int8 if options.int8 else FP8)
         else:
             self.weight = weight.t().contiguous()
         self.epilogue = epilogue

@@ -7,17 +7,22 @@ import torch
 from inference.parallel.epilogue import Epilogue
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (O, I) int8 and the scale of each output (O,) fp32 for a weight (I, O).
+def quantise(
+    weight: torch.Tensor, dtype: torch.dtype = torch.int8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (O, I) of 8 bits and the scale of each output (O,) fp32 for a weight (I, O).
 
-    Formula: FasterTransformer, weight-only quantisation: scale = max|w| / 128 of each output
-    column, values rounded and kept within [-128, 127].
+    Formula of whole numbers: FasterTransformer, weight-only quantisation: scale = max|w| / 128 of
+    each output column, values rounded and kept within [-128, 127]. Of others the largest becomes
+    the largest of the type.
     """
     columns = weight.t().float()  # (O, I)
-    scale = columns.abs().amax(dim=1) / 128
-    divisor = torch.where(scale > 0, scale, 1).unsqueeze(1)
-    rounded = (columns / divisor).round_().clamp_(-128, 127)
-    return rounded.to(torch.int8).contiguous(), scale
+    is_whole = dtype == torch.int8
+    scale = columns.abs().amax(dim=1) / (128 if is_whole else torch.finfo(dtype).max)
+    columns = columns / torch.where(scale > 0, scale, 1).unsqueeze(1)
+    if is_whole:
+        columns = columns.round_().clamp_(-128, 127)
+    return columns.to(dtype).contiguous(), scale
 
 
 class Int8Gemm:

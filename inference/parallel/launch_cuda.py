@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @cache
@@ -27,21 +26,6 @@ def launch_options(x: torch.Tensor) -> dict[str, Any]:
     if x.is_cuda and torch.version.cuda is not None and _starts_early(x.device.index):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
-
-
-def has_tma(x: torch.Tensor) -> bool:
-    """Return whether kernels on the device of `x` can copy tiles by TMA, from compute capability 9.
-
-    The tensor memory accelerator copies a tile by one instruction: attention of prompts then does
-    472 TFLOP/s on an H200, 388 with an address for each 16 bytes.
-    """
-    early: bool = launch_options(x)["EARLY"]  # on the same GPUs
-    return early and x.element_size() == 2
-
-
-def tile_descriptor(rows: torch.Tensor, tokens: int, width: int) -> Any:
-    """Return the descriptor by which a kernel copies tiles (tokens, width) of `rows` by TMA."""
-    return TensorDescriptor.from_tensor(rows, [tokens, width])
 
 
 @cache

@@ -209,11 +209,3 @@ def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     grid = (outputs, triton.cdiv(inputs, _WIDENED["INPUTS"]))
     _widen[grid](weight, scale, wide, inputs, NATIVE=native, **_WIDENED)
     return wide
-
-
-def quantise_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (O, I) float8_e4m3fn and the scale of each output (O,) fp32 for a weight (I, O)."""
-    columns = weight.t().float()  # (O, I)
-    scale = columns.abs().amax(dim=1) / _LARGEST.value
-    divisor = torch.where(scale > 0, scale, 1).unsqueeze(1)
-    return (columns / divisor).to(FP8).contiguous(), scale
