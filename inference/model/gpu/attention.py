@@ -45,17 +45,11 @@ RecordT = TypeVar("RecordT", Cached, Heads, Inputs, Scores)
 
 # Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least.
 LEAST_ROWS = 16
-# Ways of reading the cache for prompts, by the width of heads and the query rows of a tile. Causal
-# attention of 8000 tokens on an H200 does 464 TFLOP/s with 32 query and 8 key heads of 128, and 496
-# with 16 and 8 of 256 (tiles of 64 rows 442 and 364). 16 prompts of 512 tokens do 225 and 234 with
-# heads of 128: large tiles are for long prompts.
-_PROMPT_TILES: dict[tuple[int, int], dict[str, int]] = {
-    (64, 64): {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
-    (128, 64): {"TOKENS": 64, "num_stages": 3, "num_warps": 4},
-    (128, 128): {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
-    (256, 128): {"TOKENS": 64, "num_stages": 2, "num_warps": 8},
-}
-_LONG_PROMPT = 2048  # new tokens
+# New tokens from which on tiles of prompts have 128 rows, for heads of 65 to 128. Causal attention
+# of 8000 tokens on an H200 does 464 TFLOP/s with 32 query and 8 key heads of 128, and 496 with 16
+# and 8 of 256 (tiles of 64 rows 442 and 364). 16 prompts of 512 tokens do 225 and 234 with heads of
+# 128.
+_LONG_PROMPT = 2048
 # Ways of reading it for single tokens, programs of a multiprocessor, and about the most parts of a
 # head. 48 sequences of 4000 tokens with 12 query and 2 key heads of 128 take 59 us of a layer (one
 # program for each head: 428), 48 of 2000 to 6000 with 32 and 8 heads 190; reading takes 45 and 179.
@@ -88,12 +82,7 @@ def constants(record: RecordT) -> RecordT:
 
 def prompt_rows(size: int, longest: int = 0) -> int:
     """Return the query rows of a tile for prompts of at most `longest` tokens; 0 for any."""
-    width = _width_class(size)
-    return 128 if width == 256 or (width == 128 and longest >= _LONG_PROMPT) else 64
-
-
-def _width_class(size: int) -> int:
-    return min(max(int(triton.next_power_of_2(size)), 64), 256)
+    return 128 if size > 128 or (size > 64 and longest >= _LONG_PROMPT) else 64
 
 
 @dataclass(frozen=True)
@@ -287,8 +276,8 @@ def prompt_options(query: torch.Tensor, heads: Heads) -> dict[str, int]:
     elif rows < 64 or width > 256:  # those of batch-invariant steps, or too wide for large tiles
         options = {"TOKENS": 32 if width > 128 else 64, "num_stages": 3, "num_warps": 4}
     else:
-        wide = width == 256 or (width == 128 and rows > 64)
-        options = _PROMPT_TILES[_width_class(width), 128 if wide else 64]
+        stages = 3 if (width, rows) == (128, 64) else 2
+        options = {"TOKENS": 64, "num_stages": stages, "num_warps": 8 if width > 128 else 4}
     if query.is_cuda:
         room = shared_bytes(query.device) - rows * width * item_bytes
         options = fitting(options, room, row_bytes=2 * width * item_bytes)
