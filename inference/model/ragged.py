@@ -1,7 +1,7 @@
 """Rows of different lengths laid end to end, and attention within each of them.
 
-Linears run over the true tokens only. On CPU neighbouring rows of one length attend together; there
-is no padding on which a result could depend.
+Linears run over the true tokens only, and on CPU neighbouring rows of one length attend together:
+no result depends on padding.
 """
 
 # Shapes: N tokens of all rows, H heads, D head size, S longest row
