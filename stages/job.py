@@ -18,7 +18,6 @@ from submitit.helpers import Checkpointable
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.lock import folder_lock
 from inference.server.log import ServerStartError
-from inference.system.launch_environment import LaunchEnvironment, read_launch_environment
 from inference.system.parent_process import stop_signals
 from stages import record
 from stages.base import Stage, StageError, Summary
@@ -26,7 +25,6 @@ from stages.job_process import (
     JOB_ID_VARIABLE,
     LOG_TIME,
     STOP_SIGNALS,
-    assist,
     begin_log,
     cause_of,
     close_to_others,
@@ -36,14 +34,11 @@ from stages.job_process import (
     node_name,
     watching_owner,
 )
-from stages.preflight import check_place
 from stages.step import JobStep, run_in_step
 
 # A job holds it, in its folder, for as long as it lives: commands on other machines can see that.
 LOCK_NAME = ".alive-{job}.lock"
 LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
-# submitit's executor -> the cluster of the record.
-_CLUSTERS = {"slurm": "bcm", "local": "local", "bcp": "bcp"}
 # Errors whose message says everything; others are logged with their traceback.
 _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
@@ -53,6 +48,7 @@ class StageJob(Checkpointable):
     """Runs a stage and keeps its record up to date; all progress is on disk.
 
     Attributes:
+        cluster: kind of the cluster, for the record.
         step: how to run the stage in a process of its own; None to run it right here.
         around: runs the stage and looks after other jobs meanwhile, such as the successor of a
             server that outlives its time limit; the event is set by a signal that ends the job.
@@ -60,6 +56,7 @@ class StageJob(Checkpointable):
 
     stage: Stage
     record_path: Path
+    cluster: str
     step: JobStep | None = None
     around: Callable[[Callable[[], Summary], threading.Event], Summary] | None = None
 
@@ -69,11 +66,6 @@ class StageJob(Checkpointable):
         Raises:
             StageError: the job was asked to stop, or the stage says why it failed.
         """
-        is_bcp = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"  # all tasks of bcprun run this
-        place = read_launch_environment(os.environ) if is_bcp else LaunchEnvironment()
-        if place.rank > 0:
-            self._check(place)
-            return assist(self.stage, place)
         started = time.monotonic()
         close_to_others()
         begin_log()
@@ -88,7 +80,6 @@ class StageJob(Checkpointable):
         )
         try:
             with stop_signals(*STOP_SIGNALS) as stopped, watching_owner(), self._lock():
-                self._check(place)
                 summary = self.around(self._run, stopped) if self.around else self._run()
         except KeyboardInterrupt as error:
             stop = StageError("stopped by a signal")
@@ -117,13 +108,6 @@ class StageJob(Checkpointable):
                 held.enter_context(folder_lock(path, "the job runs already"))
             yield
 
-    def _check(self, place: LaunchEnvironment) -> None:
-        """Raise StageError unless as many tasks as expected were started, where several can be."""
-        resources = self.stage.job.resources
-        ranks = resources.nodes * resources.tasks_per_node
-        if place.launcher != "none" and ranks > 1:
-            check_place(place, ranks=ranks, mpi="none")
-
     def _run(self) -> Summary:
         if self.step is None:
             return self.stage()
@@ -140,7 +124,7 @@ class StageJob(Checkpointable):
         stopped: bool = False,
     ) -> None:
         details = error if isinstance(error, StageError) else StageError("")
-        if stopped and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        if stopped and self.cluster == "bcm":
             # The signal may announce a cancellation or a requeue; only Slurm knows.
             state = record.RUNNING
         self._note(
@@ -157,9 +141,10 @@ class StageJob(Checkpointable):
         noted = record.update_record(self.record_path, job_id, **changes)
         if noted is None and not self.record_path.exists():  # a user has deleted it
             stage = self.stage
-            fresh = record.JobRecord(job_id, stage.name, stage.job.name, record.RUNNING)
-            cluster = _CLUSTERS.get(os.environ.get("SUBMITIT_EXECUTOR", ""), "")
-            record.write_record(self.record_path, replace(fresh, cluster=cluster, **changes))
+            fresh = record.JobRecord(
+                job_id, stage.name, stage.job.name, record.RUNNING, self.cluster
+            )
+            record.write_record(self.record_path, replace(fresh, **changes))
 
 
 def _print_cause(

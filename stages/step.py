@@ -16,10 +16,12 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from export_scripts.files.replace import read_file, replace_file
 from inference.system.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from inference.system.parent_process import end_process, stop_signals
 from stages.base import Stage, StageError, Summary
@@ -34,6 +36,7 @@ from stages.job_process import (
 from stages.preflight import check_mpi, check_place
 from stages.progress import read_json, write_json
 
+_RANK_FAILURE = "rank-{rank}.txt"  # the reason, next to the result
 _STOP_WAIT_S = 10.0
 _WAKE_UP_S = 1.0
 _TAIL_LINES = 12
@@ -53,19 +56,41 @@ class JobStep:
         prefix: command in front of the interpreter, such as `srun` with a container.
         python: interpreter inside the step.
         ranks: processes that the prefix starts.
+        launcher: that starts them, as `read_launch_environment` names it; empty to find out.
+        handed_on: variables that the processes do not inherit.
+        hand_on: words of the prefix for each of these, with the fields `{name}` and `{value}`.
+        line_option: option of the prefix that takes the program as one line of a shell.
     """
 
     prefix: tuple[str, ...]
     python: str = "python3"
     ranks: int = 1
     mpi: str | None = None
+    launcher: str = "slurm"
+    handed_on: tuple[str, ...] = ()
+    hand_on: tuple[str, ...] = ()
+    line_option: str | None = None
 
-    def command(self, stage: str, result: str) -> list[str]:
-        """Return the whole command that runs this module for the files of stage and result."""
+    def command(
+        self, stage: str, result: str, environment: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Return the command that runs this module for the files of stage and result.
+
+        Without an environment it can be shown: the values of variables are left out.
+        """
         program = [self.python, "-u", "-m", "stages.step", stage, result, str(self.ranks)]
-        if self.ranks == 1:
-            return [*self.prefix, *program]
-        return [*self.prefix, "--label", *program, self.mpi or "none"]
+        if self.ranks > 1:
+            program += [self.mpi or "none", self.launcher]
+        if self.line_option is not None:
+            program = [self.line_option, shlex.join(program)]
+        values = dict.fromkeys(self.handed_on, "...") if environment is None else environment
+        given = [
+            word.format(name=name, value=values[name])
+            for name in self.handed_on
+            if values.get(name)
+            for word in self.hand_on
+        ]
+        return [*self.prefix, *given, *program]
 
 
 def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
@@ -76,13 +101,18 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     """
     folder.mkdir(parents=True, exist_ok=True)
     stage_path, result_path = folder / "stage.pkl", folder / "result.json"
-    result_path.unlink(missing_ok=True)
+    for stale in (result_path, *folder.glob(_RANK_FAILURE.format(rank="*"))):
+        stale.unlink(missing_ok=True)
     stage_path.write_bytes(pickle.dumps(stage))
     if step.ranks > 1:
         check_mpi(step.mpi)
-    command = step.command(str(stage_path), str(result_path))
+    files = str(stage_path), str(result_path)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        step.command(*files, os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     assert process.stdout is not None
     was_asked = False
@@ -95,22 +125,23 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
         except KeyboardInterrupt:
             was_asked = True
             status = _end(process, stage)
-            if not result_path.exists():
-                raise
         except BaseException:  # also the SystemExit by which submitit leaves for a requeue
             _end(process, stage)
             raise
     result: Any = read_json(result_path)
     failed = result is None or "error" in result
+    if failed and was_asked:
+        raise KeyboardInterrupt
     # srun stops the first rank after the loss of another, and it may have ended in order.
     if (failed or result.get("was_stopped", False)) and not was_asked and (loss := listener.loss()):
         raise StageError(loss)
-    if failed and (failure := listener.failure()):
+    reported = (read_file(each).decode() for each in folder.glob(_RANK_FAILURE.format(rank="*")))
+    if failed and (failure := listener.failure() or next(reported, None)):
         raise StageError(failure)
     if result is None:
         raise StageError(
             f"the step ended with status {status} and without a result; its output is in the log. "
-            f"Command: {shlex.join(command)}"
+            f"Command: {shlex.join(step.command(*files))}"
         )
     if "error" in result:
         raise StageError(
@@ -188,14 +219,16 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
     return end_process(process, grace_s=_STOP_WAIT_S)
 
 
-def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> int:
+def main(
+    stage_path: Path, result_path: Path, ranks: int, mpi: str = "none", launcher: str = ""
+) -> int:
     """Run the stage of a pickle; the first rank writes the result, the others assist."""
     close_to_others()
     begin_log()
     stage: Stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
-        # Started by srun; variables of an outer launcher do not count.
-        os.environ[LAUNCHER_VARIABLE] = "slurm"
+        if launcher:  # variables of an outer one do not count
+            os.environ[LAUNCHER_VARIABLE] = launcher
         place = read_launch_environment(os.environ)
         if place.rank > 0:
             try:
@@ -203,6 +236,8 @@ def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> 
                 assist(stage, place)
             except StageError as error:
                 log_line(str(error))
+                path = result_path.with_name(_RANK_FAILURE.format(rank=place.rank))
+                replace_file(path, f"rank {place.rank} failed: {error}")
                 return error.exit_code
             return 0
     try:

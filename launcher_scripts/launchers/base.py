@@ -1,6 +1,7 @@
 """The interfaces to a cluster: jobs, their handles, launchers and queues."""
 
 import shlex
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any, ClassVar
 import jinja2
 
 from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import CHECKOUT
 from stages.base import Stage
 from stages.record import RECORD_NAME
+from stages.step import JobStep
 
 # Folder of pickles and batch scripts, within that of a job or of an array.
 SUBMITIT_NAME = "submitit"
@@ -165,6 +168,37 @@ def fill(template: str, **values: Any) -> str:
     made.filters |= {"quote": shlex.quote, "words": shlex.join}
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
     return made.from_string(text).render(values)
+
+
+def job_script(
+    job: Job,
+    step: JobStep | None,
+    folder: Path,
+    *,
+    flags: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Return the script of a job: variables, setup, and the job's Python in place of bash.
+
+    Args:
+        job: The job, or any one of an array.
+        step: What it will start.
+        folder: With its pickle.
+        flags: Options of sbatch.
+        variables: Values in the shell's own notation.
+    """
+    shown = "" if step is None else shlex.join(step.command("STAGE", "RESULT"))
+    return fill(
+        "job.sh.j2",
+        flags=flags,
+        environment=job.environment,
+        variables=variables or {},
+        folder=str(folder),
+        checkout=str(CHECKOUT),
+        setup=job.config.cluster.setup,
+        step=shown.replace("\n", "\\n"),
+        python=sys.executable,
+    )
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,29 +1,34 @@
 """Jobs inside a Base Command Platform job, started at once in the foreground through bcprun.
 
-Base Command has no queue and no job id: the command on the first replica starts each stage.
+Base Command has no queue and no job id: the command on the first replica starts each stage as a job
+on this machine, whose step runs on the replicas.
 """
 
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from submitit.core.utils import pickle_load
-
-from launcher_scripts.launchers.base import Job, clean_environment
-from launcher_scripts.launchers.bcp_executor import (
-    MPIRUN,
-    TIMED_OUT,
-    BcpExecutor,
-    BcpJob,
-    runner,
-)
-from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
-from stages import record
+from inference.system.launch_environment import VISIBLE_VARIABLE
+from launcher_scripts.configuration.settings import CHECKOUT
+from launcher_scripts.launchers.base import Job, job_script
+from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from stages.base import Stage
-from stages.job import LOG_LEVEL_VARIABLE, StageJob
+from stages.job import LOG_LEVEL_VARIABLE
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
+from stages.step import JobStep
 
+_MPIRUN = "mpirun"
+_AS_ROOT = "--allow-run-as-root"
+# Variables that a process of bcprun does not inherit. Secrets are listed by name only: no file
+# contains their values.
+_HANDED_ON = (
+    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", VISIBLE_VARIABLE, LOG_LEVEL_VARIABLE, JOB_ID_VARIABLE,
+    MARK_VARIABLE, "HF_TOKEN", "NGC_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
+)  # fmt: skip
 # Folders that each replica has to itself.
 _PRIVATE_RESULTS = "/results"
 # Folders that all replicas need.
@@ -47,20 +52,6 @@ class BcpHandle(LocalHandle):
                 sys.stdout.write(log.read())
                 self._shown = log.tell()
             sys.stdout.flush()
-        return state
-
-    def _settle(self) -> str:
-        """Return the state; the cause of a failure may be the time limit or another task."""
-        state = super()._settle()
-        if self.process.poll() == TIMED_OUT:
-            limit = self.job.stage.job.resources.time_limit
-            return self._end(record.FAILED, f"the time limit of {limit} has passed")
-        for number in range(1, self.submitted.num_tasks):
-            path = self.submitted.task(number).paths.result_pickle
-            outcome, value = pickle_load(path) if path.exists() else ("", "")
-            if outcome == "error":
-                cause = value.strip().splitlines()[-1]
-                return self._end(record.FAILED, f"rank {number} failed: {cause}")
         return state
 
 
@@ -91,9 +82,9 @@ class BcpLauncher(LocalLauncher):
             for stage in stages
             if (nodes := stage.job.resources.nodes) > count
         ]
-        if runner(self.config.cluster.bcprun) is None:
+        if self._runner() is None:
             problems.append(
-                f"cluster_type=bcp needs {self.config.cluster.bcprun} or {MPIRUN}, and neither is "
+                f"cluster_type=bcp needs {self.config.cluster.bcprun} or {_MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
             )
         return problems
@@ -101,33 +92,40 @@ class BcpLauncher(LocalLauncher):
     def render(self, job: Job, after: str) -> str:
         """Return the script, with JOB_ID in place of the start time."""
         del after
-        executor = self._executor(job, "JOB_ID", "JOB_ID")
-        return executor._make_submission_file_text(executor._submitit_command_str, "JOB_ID")
+        return job_script(job, self.step(job), job.submitit_folder / "JOB_ID")
 
-    def _start(self, job: Job, job_id: str, mark: str) -> BcpJob:
-        started = self._executor(job, job_id, mark).submit(StageJob(job.stage, job.record_path))
-        assert isinstance(started, BcpJob)
-        return started
+    def command(self, job: Job, folder: Path) -> list[str]:
+        """Return the command of the job's first process: the script, whose setup comes first."""
+        script = folder / self.script_name
+        script.write_text(job_script(job, self.step(job), folder), encoding="utf-8")
+        return ["bash", str(script)]
 
-    def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
-        config, resources = self.config, job.stage.job.resources
-        executor = BcpExecutor(
-            job.submitit_folder / job_id,
-            bcprun=config.cluster.bcprun,
-            environment=clean_environment(os.environ),
+    def step(self, job: Job) -> JobStep:
+        """Return bcprun, or mpirun where that is missing, with the ranks of a stage."""
+        cluster, resources = self.config.cluster, job.stage.job.resources
+        program, per_node = self._runner() or cluster.bcprun, str(resources.tasks_per_node)
+        ranks, by_mpirun = resources.nodes * resources.tasks_per_node, program == _MPIRUN
+        if by_mpirun:
+            prefix = [_MPIRUN, _AS_ROOT, "-np", str(ranks), "-npernode", per_node]
+            hand_on, line_option = ("-x", "{name}"), None
+        else:
+            prefix = [program, "--nnodes", str(resources.nodes), "--npernode", per_node]
+            if os.environ.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI"):
+                prefix += ["--launcher", shlex.join([_MPIRUN, _AS_ROOT])]
+            prefix += ["-no_redirect"] * self.config.bcp_no_redirect
+            prefix += ["--workdir", str(CHECKOUT), *cluster.bcprun_args]
+            hand_on, line_option = ("--env", "{name}={value}"), "--cmd"
+        return JobStep(
+            tuple(prefix),
+            sys.executable,
+            ranks,
+            launcher=_MPIRUN if by_mpirun else "",
+            handed_on=tuple(dict.fromkeys([*_HANDED_ON, *job.environment])),
+            hand_on=hand_on,
+            line_option=line_option,
         )
-        exports = {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark}
-        if (level := os.environ.get(LOG_LEVEL_VARIABLE)) is not None:
-            exports[LOG_LEVEL_VARIABLE] = level
-        executor.update_parameters(
-            nodes=resources.nodes,
-            tasks_per_node=resources.tasks_per_node,
-            timeout_min=resources.time_limit_min,
-            job_id=job_id,
-            log_path=str(log_of(job, job_id)),
-            exports=exports,
-            setup=config.cluster.setup,
-            no_redirect=config.bcp_no_redirect,
-            arguments=config.cluster.bcprun_args,
-        )
-        return executor
+
+    def _runner(self) -> str | None:
+        """Return the program that starts processes on the replicas, or None."""
+        programs = (self.config.cluster.bcprun, _MPIRUN)
+        return next((each for each in programs if shutil.which(each)), None)

@@ -29,6 +29,7 @@ from stages import record
 from stages.base import Stage
 from stages.job import StageJob
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, end_processes_of_job, owner_variables
+from stages.step import JobStep
 
 _SIGNAL_DELAY_S = 30
 _ASK_AGAIN_S = 1.0
@@ -144,7 +145,7 @@ class LocalLauncher(Launcher):
         names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
         job_id = next(each for each in names if not (folder / each).exists())
         mark = uuid.uuid4().hex
-        log_path = log_of(job, job_id)
+        log_path = job.folder / f"log-{job.name}_{job_id}.out"
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
         submitted = self._start(job, job_id, mark)
         assert submitted._process is not None
@@ -153,27 +154,37 @@ class LocalLauncher(Launcher):
         record.update_record(job.record_path, job_id, process=submitted._process.pid)
         return self.handle_class(job, job_id, log_path, submitted, submitted._process, mark)
 
+    def command(self, job: Job, folder: Path) -> list[str]:
+        """Return the command of the job's first process, whose pickle is in `folder`."""
+        del job
+        return [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
+
+    def step(self, job: Job) -> JobStep | None:
+        """Return what starts the processes of the stage; None for the job's first process."""
+        del job
+        return None
+
     def _start(self, job: Job, job_id: str, mark: str) -> LocalJob[Any]:
-        """Start the program of submitit that runs a local job, in a session of its own.
+        """Start the program of submitit that runs a job here, in a session of its own.
 
         The terminal's Ctrl-C therefore reaches only the launcher, which stops the job gracefully.
         CUDA_VISIBLE_DEVICES is left as it is; submitit empties it for a job that requests no GPU.
         """
         folder, limit_min = job.submitit_folder / job_id, job.stage.job.resources.time_limit_min
         folder.mkdir(parents=True)
-        payload, pickled = DelayedSubmission(StageJob(job.stage, job.record_path)), folder / "job"
+        stage_job = StageJob(job.stage, job.record_path, self.name, self.step(job))
+        payload, pickled = DelayedSubmission(stage_job), folder / "job"
         payload.set_timeout(limit_min, 0)  # the time limit is the end
         payload.dump(pickled)
         environment = clean_environment(os.environ) | job.environment | owner_variables()
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
-        command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
         environment |= {
             JOB_ID_VARIABLE: job_id,
             MARK_VARIABLE: mark,
             "PYTHONPATH": os.pathsep.join(paths),
             "TZ": "UTC",  # of its log, in which submitit writes first
             "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_COMMAND": shlex.join(command),
+            "SUBMITIT_LOCAL_COMMAND": shlex.join(self.command(job, folder)),
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_NTASKS": "1",
@@ -195,8 +206,3 @@ class LocalLauncher(Launcher):
         started: LocalJob[Any] = LocalJob(folder, str(process.pid), tasks=[0], process=process)
         pickled.rename(started.paths.submitted_pickle)
         return started
-
-
-def log_of(job: Job, job_id: str) -> Path:
-    """Return the log of a job."""
-    return job.folder / f"log-{job.name}_{job_id}.out"

@@ -146,7 +146,7 @@ class SlurmLauncher(Launcher):
             around = partial(serve_in_chain, self, job)
         elif any(each.startswith(f"{AFTER_START}:") for each in after.split(",")):
             around = partial(follow_server, job.folder.with_name("deploy") / RECORD_NAME)
-        return StageJob(job.stage, job.record_path, step_of(job), around)
+        return StageJob(job.stage, job.record_path, self.name, step_of(job), around)
 
 
 def _queue(script: Path, *, patience_s: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import SUBMITIT_NAME, Job, fill
+from launcher_scripts.launchers.base import SUBMITIT_NAME, Job, job_script
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -45,20 +45,13 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
     flags = [flag(name, value) for name, value in sorted(options.items())]
-    step = step_of(job)
-    return fill(
-        "slurm.sh.j2",
-        flags=[each for each in flags if each is not None],
-        environment=job.environment,
-        id_variable=JOB_ID_VARIABLE,
-        mark_variable=MARK_VARIABLE,
-        job_id=job_id,
-        folder=str(folder),
-        checkout=str(CHECKOUT),
-        setup=job.config.cluster.setup,
-        step=shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n") if step else "",
-        python=sys.executable,
-    )
+    variables = {
+        JOB_ID_VARIABLE: job_id,
+        # Another cluster with nodes of this machine may count to the same id.
+        MARK_VARIABLE: f"slurm-{job_id}:{shlex.quote(str(folder))}",
+        "SUBMITIT_EXECUTOR": "slurm",
+    }
+    return job_script(job, step_of(job), folder, flags=[*filter(None, flags)], variables=variables)
 
 
 def _needs_gpus(job: Job) -> bool:
@@ -178,6 +171,7 @@ def step_of(job: Job) -> JobStep | None:
     if not (is_inside or arguments or needs_mpi):
         return None
     command = ["srun", f"--nodes={resources.nodes}", f"--ntasks={ranks}"]
+    command += ["--label"] * (ranks > 1)
     command += ["--wait=60", "--kill-on-bad-exit=1"]
     if resources.cpus_per_task is not None:
         command.append(f"--cpus-per-task={resources.cpus_per_task}")  # not inherited since 22.05

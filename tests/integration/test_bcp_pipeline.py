@@ -51,7 +51,7 @@ def test_command_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert {record(results, name).state for name in ("convert", "export")} == {"completed"}
     assert (results / "model_repo/gpt3_126m/1/2-gpu/config.ini").is_file()
     assert "Job completed successfully" in log.read_text()
-    (script,) = (results / "export" / "submitit").rglob("*_submission.sh")
+    (script,) = (results / "export" / "submitit").rglob("submission.sh")
     assert "bcprun --nnodes 1 --npernode 1 -no_redirect" in script.read_text()
 
 
@@ -69,5 +69,5 @@ def test_a_model_over_two_replicas_is_served_and_measured(tmp_path: Path) -> Non
     (results,) = (tmp_path / "r" / "gpt_books_5m").iterdir()
     names = ("convert", "export", "deploy", "evaluate")
     assert {record(results, name).state for name in names} == {"completed"}
-    (script,) = (results / "deploy" / "submitit").rglob("*_submission.sh")
+    (script,) = (results / "deploy" / "submitit").rglob("submission.sh")
     assert "bcprun --nnodes 2 --npernode 1" in script.read_text()

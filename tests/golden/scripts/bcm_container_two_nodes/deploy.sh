@@ -28,7 +28,7 @@ export SUBMITIT_EXECUTOR=slurm
 export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
 
 # The command stays outside and starts this step:
-#   srun --nodes=2 --ntasks=4 --wait=60 --kill-on-bad-exit=1 --mpi=pmix '--container-image=nvcr.io#nvidia/pytorch:24.01' --container-mounts=<checkout>:<checkout>,<results>:<results> --no-container-mount-home --label python3 -u -m stages.step STAGE RESULT 4 pmix
+#   srun --nodes=2 --ntasks=4 --label --wait=60 --kill-on-bad-exit=1 --mpi=pmix '--container-image=nvcr.io#nvidia/pytorch:24.01' --container-mounts=<checkout>:<checkout>,<results>:<results> --no-container-mount-home python3 -u -m stages.step STAGE RESULT 4 pmix slurm
 
 # command
 exec <python> -u -m submitit.core._submit <results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/deploy/submitit
