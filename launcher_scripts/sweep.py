@@ -3,17 +3,15 @@
 All combinations are composed and checked before the first starts.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.types import ValueType
 
@@ -23,13 +21,9 @@ from launcher_scripts.configuration.diagnosis import hydra_text, read_override
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
-from launcher_scripts.run import Run
+from launcher_scripts.run import Run, submit_jobs
 from stages import record
 from stages.progress import write_json
-
-if TYPE_CHECKING:
-    from launcher_scripts.launchers.slurm import SlurmLauncher
-    from launcher_scripts.launchers.slurm_limits import Room
 
 SUMMARY_NAME = "sweep.json"
 _ROOM_WAIT_S, _ROOM_POLL_S = 60.0, 2.0
@@ -153,127 +147,89 @@ def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
 
 def problems_of_room(outcomes: Sequence[Outcome]) -> list[str]:
     """Return why the cluster would not take all jobs at once, unless they may follow in waves."""
-    room = _room(outcomes)
+    run = outcomes[0].run
+    room = run.launcher.room()
     count = sum(len(each.run.jobs) for each in outcomes)
-    if room is None or count <= room.free or outcomes[0].run.config.wait:
+    if room is None or count <= room.free or run.config.wait:
         return []
     return [f"the run has {count} jobs, {room}; wait=true submits them in waves."]
-
-
-def _room(outcomes: Sequence[Outcome]) -> Room | None:
-    from launcher_scripts.launchers.slurm import SlurmLauncher
-
-    launcher = outcomes[0].run.launcher
-    return launcher.room() if isinstance(launcher, SlurmLauncher) else None
-
-
-def _waves(outcomes: Sequence[Outcome]) -> Iterator[Sequence[Outcome]]:
-    """Yield as many combinations as the queue takes at a time, until there are none left."""
-    while outcomes:
-        size, needed = len(outcomes), max(len(each.run.jobs) or 1 for each in outcomes)
-        deadline = time.monotonic() + _ROOM_WAIT_S  # a job that has ended leaves the queue later
-        while (room := _room(outcomes)) is not None:
-            size = room.free // needed
-            if size > 0 or time.monotonic() > deadline:
-                break
-            time.sleep(_ROOM_POLL_S)
-        size = max(size, 1)
-        yield outcomes[:size]
-        outcomes = outcomes[size:]
 
 
 def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> int:
     """Run the combinations, or put them into the queue; return the first bad exit status.
 
-    In the foreground they run one after another. A queue gets all of them at once, and with `wait`
-    they are followed one after another, in waves where it takes no more. A combination that fails
-    does not stop the others. `folder` receives the files that the combinations share.
+    In the foreground they run one after another. A queue gets all of them, with `wait` as soon as
+    it has room, and then they are followed one after another. A combination that fails does not
+    stop the others. `folder` receives the files that the combinations share.
     """
-    done = 0
     try:
-        for number, wave in enumerate(_waves(outcomes) if wait else [outcomes], start=1):
-            own = folder if len(wave) == len(outcomes) else folder / f"wave_{number}"
-            _run_wave(wave, done, len(outcomes), wait=wait, console=console, folder=own)
-            done += len(wave)
-            if any(each.status == EXIT_INTERRUPTED for each in wave):
+        if not outcomes[0].run.launcher.in_foreground:
+            _submit_all(outcomes, wait=wait, console=console, folder=folder)
+        for number, each in enumerate(outcomes, start=1):
+            if each.status is None or (each.status == EXIT_OK and wait):
+                console.say(f"\n[{number}/{len(outcomes)}] {each.combination.label}")
+                each.status = each.run.run_all(wait=wait)
+            if each.status == EXIT_INTERRUPTED:
                 break
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return next((each.status for each in outcomes if each.status), EXIT_OK)
 
 
-def _run_wave(
-    wave: Sequence[Outcome], done: int, total: int, *, wait: bool, console: Console, folder: Path
-) -> None:
-    """Run combinations that the queue takes together; `done` of `total` came before."""
-    queued = [each for each in wave if not each.run.launcher.in_foreground]
-    if _submit_as_arrays(queued, folder, console):
-        console.say(f"submitted as job arrays; their logs are in {folder}")
-    for number, each in enumerate(queued, start=done + 1):
-        if each.status is None:
-            console.say(f"\n[{number}/{total}] {each.combination.label}")
-            each.status = each.run.submit_all()
-    for number, each in enumerate(wave, start=done + 1):
-        if each.status not in (None, EXIT_OK) or (each in queued and not wait):
-            continue
-        console.say(f"\n[{number}/{total}] {each.combination.label}")
-        each.status = each.run.run_all(wait=wait)
-        if each.status == EXIT_INTERRUPTED:
-            return
+def _submit_all(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> None:
+    """Put combinations into the queue, as many at a time as one array holds and there is room for.
+
+    Those that fit no array are submitted one by one.
+    """
+    done = 0
+    while done < len(outcomes):
+        part = outcomes[done : done + _size(outcomes, done, wait=wait)]
+        place = folder if len(part) == len(outcomes) else folder / f"from_{done + 1}"
+        if _submit_as_arrays(part, place, console):
+            console.say(f"submitted as job arrays; their logs are in {place}")
+        for number, each in enumerate(part, start=done + 1):
+            if each.status is None:
+                console.say(f"\n[{number}/{len(outcomes)}] {each.combination.label}")
+                each.status = each.run.submit_all()
+        done += len(part)
+
+
+def _size(outcomes: Sequence[Outcome], done: int, *, wait: bool) -> int:
+    """Return how many of the combinations after the first `done` the queue takes together."""
+    launcher = outcomes[0].run.launcher
+    needed = max(len(each.run.jobs) or 1 for each in outcomes[done:])
+    deadline = time.monotonic() + _ROOM_WAIT_S  # a job that has ended leaves the queue later
+    while wait and (room := launcher.room()) is not None:
+        if room.free >= needed or time.monotonic() > deadline:
+            return max(min(room.free // needed, launcher.largest_array()), 1)
+        if not all(each.run.has_ended() for each in outcomes[:done]):
+            deadline = time.monotonic() + _ROOM_WAIT_S
+        time.sleep(_ROOM_POLL_S)
+    return launcher.largest_array()
 
 
 def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
     """Submit each stage of all combinations as one job array; False where they differ too much.
 
-    Where Slurm takes no array of so many, there are several.
+    Each job waits for its own of the stage before.
     """
-    from launcher_scripts.launchers.slurm import SlurmLauncher
-
-    runs = [each.run for each in outcomes]
-    names = [tuple(run.jobs) for run in runs]
-    launcher = runs[0].launcher if runs else None
-    if not isinstance(launcher, SlurmLauncher) or len(set(names)) != 1 or not names[0]:
+    runs, after, status = [each.run for each in outcomes], "", EXIT_OK
+    names, launcher = list(runs[0].jobs), runs[0].launcher
+    is_alike = names and all(list(run.jobs) == names for run in runs)
+    if not is_alike or not all(launcher.fits_array([run.jobs[n] for run in runs]) for n in names):
         return False
-    if not all(launcher.fits_array([run.jobs[name] for run in runs]) for name in names[0]):
-        return False
-    size = launcher.largest_array()
-    parts = [outcomes[first : first + size] for first in range(0, len(outcomes), size)]
-    for number, part in enumerate(parts, start=1):
-        place = folder if len(parts) == 1 else folder / f"part_{number}"
-        _submit_array(launcher, part, names[0], place, console)
-    return True
-
-
-def _submit_array(
-    launcher: SlurmLauncher,
-    outcomes: Sequence[Outcome],
-    names: Sequence[str],
-    folder: Path,
-    console: Console,
-) -> None:
-    """Submit an array for each stage; each job waits for its own of the stage before."""
-    runs, after = [each.run for each in outcomes], ""
-    status = EXIT_OK
-    for name in names:
-        announced = []
-        try:
-            for run in runs:
-                run.announce(name, after)
-                announced.append(run)
-            handles = launcher.submit_array([run.jobs[name] for run in runs], after, folder / name)
-        except SubmissionError as error:
-            console.say(f"a job array was refused: {error}")
-            for run in announced:
-                run.note_refusal(name, error)
-            for run in runs:
-                run.stop_all()
-            status = EXIT_FAILED
-            break
-        for run, handle in zip(runs, handles, strict=True):
-            run.note_submission(name, handle)
-        after = f"{AFTER_TWIN}:{handles[0].job_id.partition('_')[0]}"
+    try:
+        for name in names:
+            first, *_ = submit_jobs(runs, name, after, folder / name)
+            after = f"{AFTER_TWIN}:{first.job_id.partition('_')[0]}"
+    except SubmissionError as error:
+        console.say(f"a job array was refused: {error}")
+        for run in runs:
+            run.stop_all()
+        status = EXIT_FAILED
     for outcome in outcomes:
         outcome.status = status
+    return True
 
 
 def comparison(results: Sequence[Mapping[str, Any]], console: Console) -> str:

@@ -126,6 +126,21 @@ def dependency(before: Sequence[tuple[Job, str]]) -> str:
     return ",".join(words)
 
 
+@dataclass(frozen=True)
+class Room:
+    """The jobs that `owner`, an account or a QOS, still takes into the queue, of `most`."""
+
+    free: int
+    most: int
+    owner: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.most - self.free} of your jobs are in the queue, and {self.owner} lets you "
+            f"have {self.most} there"
+        )
+
+
 class Launcher(ABC):
     """Submits jobs to one kind of cluster, of one configuration."""
 
@@ -160,6 +175,23 @@ class Launcher(ABC):
             SubmissionError: the cluster refuses it, or does not answer for so long.
         """
         raise NotImplementedError  # where only files are made
+
+    def room(self) -> Room | None:
+        """Return how many jobs more the user may have in the queue; None for any number."""
+        return None
+
+    def fits_array(self, jobs: Sequence[Job]) -> bool:
+        """Return whether jobs of several configurations can be an array."""
+        del jobs
+        return False
+
+    def largest_array(self) -> int:
+        """Return how many jobs an array can have."""
+        return sys.maxsize
+
+    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> Sequence[JobHandle]:
+        """Queue jobs as an array, whose files are in `folder`, as `submit` does one."""
+        raise NotImplementedError  # where nothing fits one
 
 
 def fill(template: str, **values: Any) -> str:

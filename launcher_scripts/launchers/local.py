@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from submitit.core.core import Job as SubmittedJob
-from submitit.core.utils import DelayedSubmission, pickle_load
-from submitit.local.local import LocalJob
+from submitit.core.utils import DelayedSubmission, JobPaths, pickle_load
 
 from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.launchers.base import (
@@ -31,6 +29,7 @@ from stages.job import StageJob
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, end_processes_of_job, owner_variables
 from stages.step import JobStep
 
+_PICKLE = "job"  # until the id of its process names it
 _SIGNAL_DELAY_S = 30
 _ASK_AGAIN_S = 1.0
 _RESULT_WAIT_S = 2.0
@@ -40,8 +39,8 @@ _RESULT_WAIT_S = 2.0
 class LocalHandle(JobHandle):
     """A job on this machine, whose processes have `mark` in their environment."""
 
-    submitted: SubmittedJob[Any]
     process: subprocess.Popen[bytes]
+    result_path: Path  # submitit's
     mark: str
     _state: str | None = None
     _was_stopped: bool = False
@@ -73,7 +72,7 @@ class LocalHandle(JobHandle):
 
         Popen.poll cannot say so any more once Ctrl-C came while it held its lock, which stays held.
         """
-        if self.submitted.done():
+        if self.process.poll() is not None:
             return True
         try:
             ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -105,7 +104,7 @@ class LocalHandle(JobHandle):
 
     def _result(self) -> str | None:
         """Return `success` or `error`, or None when the job left no result."""
-        path = self.submitted.paths.result_pickle
+        path = self.result_path
         deadline = time.monotonic() + _RESULT_WAIT_S
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -147,12 +146,13 @@ class LocalLauncher(Launcher):
         mark = uuid.uuid4().hex
         log_path = job.folder / f"log-{job.name}_{job_id}.out"
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
-        submitted = self._start(job, job_id, mark)
-        assert submitted._process is not None
+        process = self._start(job, job_id, mark)
+        paths = JobPaths(folder / job_id, str(process.pid))
+        (folder / job_id / _PICKLE).rename(paths.submitted_pickle)
         if not log_path.exists():
-            log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
-        record.update_record(job.record_path, job_id, process=submitted._process.pid)
-        return self.handle_class(job, job_id, log_path, submitted, submitted._process, mark)
+            log_path.symlink_to(os.path.relpath(paths.stdout, log_path.parent))
+        record.update_record(job.record_path, job_id, process=process.pid)
+        return self.handle_class(job, job_id, log_path, process, paths.result_pickle, mark)
 
     def command(self, job: Job, folder: Path) -> list[str]:
         """Return the command of the job's first process, whose pickle is in `folder`."""
@@ -164,7 +164,7 @@ class LocalLauncher(Launcher):
         del job
         return None
 
-    def _start(self, job: Job, job_id: str, mark: str) -> LocalJob[Any]:
+    def _start(self, job: Job, job_id: str, mark: str) -> subprocess.Popen[bytes]:
         """Start the program of submitit that runs a job here, in a session of its own.
 
         The terminal's Ctrl-C therefore reaches only the launcher, which stops the job gracefully.
@@ -173,9 +173,9 @@ class LocalLauncher(Launcher):
         folder, limit_min = job.submitit_folder / job_id, job.stage.job.resources.time_limit_min
         folder.mkdir(parents=True)
         stage_job = StageJob(job.stage, job.record_path, self.name, self.step(job))
-        payload, pickled = DelayedSubmission(stage_job), folder / "job"
+        payload = DelayedSubmission(stage_job)
         payload.set_timeout(limit_min, 0)  # the time limit is the end
-        payload.dump(pickled)
+        payload.dump(folder / _PICKLE)
         environment = clean_environment(os.environ) | job.environment | owner_variables()
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
         environment |= {
@@ -194,7 +194,7 @@ class LocalLauncher(Launcher):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
         }
         with (folder / "controller.log").open("ab") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "submitit.local._local", str(folder)],
                 cwd=CHECKOUT,
                 env=environment,
@@ -203,6 +203,3 @@ class LocalLauncher(Launcher):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        started: LocalJob[Any] = LocalJob(folder, str(process.pid), tasks=[0], process=process)
-        pickled.rename(started.paths.submitted_pickle)
-        return started

@@ -22,12 +22,13 @@ from launcher_scripts.launchers.base import (
     Job,
     JobHandle,
     Launcher,
+    Room,
     SubmissionError,
     clean_environment,
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
-from launcher_scripts.launchers.slurm_limits import Room, largest_array, room_in_queue
+from launcher_scripts.launchers.slurm_limits import largest_array, room_in_queue
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
     log_path,
@@ -93,7 +94,7 @@ class SlurmLauncher(Launcher):
 
     def submit(self, job: Job, after: str, *, patience_s: float = PATIENCE_S) -> SlurmHandle:
         """Queue the job. Raises SubmissionError with sbatch's message."""
-        return self.submit_array([job], after, None, patience_s=patience_s)[0]
+        return self._submit([job], after, None, patience_s)[0]
 
     def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
@@ -104,20 +105,14 @@ class SlurmLauncher(Launcher):
         """Return how many jobs an array can have on this cluster."""
         return largest_array()
 
-    def submit_array(
-        self,
-        jobs: Sequence[Job],
-        after: str,
-        folder: Path | None,
-        *,
-        patience_s: float = PATIENCE_S,
-    ) -> list[SlurmHandle]:
-        """Queue jobs of one shape as an array with this folder, or a job alone without one.
+    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> list[SlurmHandle]:
+        """Queue jobs of one shape. Raises SubmissionError with sbatch's message."""
+        return self._submit(jobs, after, folder, PATIENCE_S)
 
-        Raises:
-            SubmissionError: sbatch refuses them, or does not answer for `patience_s`; the message
-                is its own.
-        """
+    def _submit(
+        self, jobs: Sequence[Job], after: str, folder: Path | None, patience_s: float
+    ) -> list[SlurmHandle]:
+        """Queue jobs as an array with this folder, or a job alone without one."""
         first, place = jobs[0], (folder or jobs[0].folder).resolve() / SUBMITIT_NAME
         place.mkdir(parents=True, exist_ok=True)
         script = place / f"{uuid.uuid4().hex}.sh"

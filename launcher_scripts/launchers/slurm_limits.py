@@ -8,11 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.time_limit import minutes, slurm_notation
-from launcher_scripts.launchers.base import settings_section
+from launcher_scripts.launchers.base import Room, settings_section
 from launcher_scripts.launchers.slurm_script import further_options, memory
 from launcher_scripts.launchers.slurm_state import ask_slurm
 from stages.base import Stage
@@ -131,21 +130,6 @@ def problems_of_accounting(config: Config, stages: Sequence[Stage]) -> Iterator[
         for stage in stages:
             if limits and all(reasons := [_too_long(stage, names, row[1]) for row in limits]):
                 yield reasons[0]
-
-
-@dataclass(frozen=True)
-class Room:
-    """The jobs that `owner`, an account or a QOS, still takes into the queue, of `most`."""
-
-    free: int
-    most: int
-    owner: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.most - self.free} of your jobs are in the queue, and {self.owner} lets you "
-            f"have {self.most} there"
-        )
 
 
 def room_in_queue(config: Config) -> Room | None:

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from launcher_scripts.actions import jobs_in
-from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.base import Job, Room
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.launchers.slurm_limits import Room
 from launcher_scripts.launchers.slurm_state import queue_now
 from launcher_scripts.main import main
 from launcher_scripts.sweep import Combination, Outcome, problems_of_room, run_sweep
@@ -162,15 +161,15 @@ def test_chain_is_submitted_although_the_controller_restarts(
         time.sleep(12)  # clients give up after some 9 s
         slurm_cluster.run("slurmctld", "-f", str(slurm_cluster.folder / "slurm.conf"))
 
-    original = SlurmLauncher.submit_array
+    original = SlurmLauncher.submit
 
-    def submit_array(self: SlurmLauncher, jobs: list[Job], *arguments: Any, **more: Any) -> Any:
-        if jobs[0].stage.name == "export":
+    def submit_one(self: SlurmLauncher, job: Job, *arguments: Any, **more: Any) -> Any:
+        if job.stage.name == "export":
             stop()
             threading.Thread(target=start).start()
-        return original(self, jobs, *arguments, **more)
+        return original(self, job, *arguments, **more)
 
-    monkeypatch.setattr(SlurmLauncher, "submit_array", submit_array)
+    monkeypatch.setattr(SlurmLauncher, "submit", submit_one)
     assert submit(tmp_path, "convert", "export", "deploy") == 0
     assert len(queued(slurm_cluster)) == 3
     stop()
@@ -198,7 +197,7 @@ def test_jobs_of_arrays_are_found_without_their_records(
     sweep = tmp_path / "sweep"
     assert run_sweep(outcomes, wait=False, console=outcomes[0].run.console, folder=sweep) == 0
     first, second, third = queued(slurm_cluster)
-    assert (first[-2:], second[-2:], third[-2:]) == ("_0", "_1", "_0")
+    assert (first[-2:], second[-2:], "_" in third) == ("_0", "_1", False)
     for folder in folders:
         (folder / "convert" / "job.json").unlink()
     assert [each.job_id for each in jobs_in(folders[1])] == [second]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.launchers.slurm_limits import Room, generic_resources, largest_array
+from launcher_scripts.launchers.base import Room
+from launcher_scripts.launchers.slurm_limits import generic_resources, largest_array
 from stages.base import Resources
 from tests.unit.launcher_scripts.test_slurm_checks import (
     launcher,
