@@ -8,9 +8,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 from export_scripts.files.lock import folder_lock
 from launcher_scripts.configuration.schema import Config
@@ -20,7 +20,7 @@ from launcher_scripts.launchers import slurm_state
 from stages import STAGES, record
 from stages.endpoint import ENDPOINT_NAME, forwarding_hint, published_by
 from stages.job import LOCK_NAME
-from stages.progress import PROGRESS_NAME, DamagedFileError, read_json, read_progress, write_json
+from stages.progress import PROGRESS_NAME, DamagedFileError, read_as, read_progress, write_json
 
 LAST_RUN = "last_run.json"
 _POLL_S = 0.5
@@ -33,12 +33,19 @@ _SUBMISSION_S = 900.0
 _QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
 
+@dataclass(frozen=True)
+class _LastRun:
+    """The results folders of a run, or of a sweep, whose last is `results_dir`."""
+
+    results_dir: str
+    at: str = ""
+    results_dirs: tuple[str, ...] = ()
+
+
 def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
     """Remember the results folders of the run, or of the sweep, that starts now."""
-    values: dict[str, Any] = {"results_dir": str(results_dirs[-1]), "at": record.now()}
-    if len(results_dirs) > 1:
-        values["results_dirs"] = [str(each) for each in results_dirs]
-    write_json(base_results_dir / LAST_RUN, values)
+    folders = tuple(map(str, results_dirs))
+    write_json(base_results_dir / LAST_RUN, asdict(_LastRun(folders[-1], record.now(), folders)))
 
 
 def look_after(config: Config, console: Console) -> int:
@@ -88,13 +95,8 @@ def _run_dirs(config: Config) -> list[Path]:
     if config.run_dir is not None:
         return [Path(config.run_dir)]
     path = Path(config.base_results_dir) / LAST_RUN
-    last = read_json(path)
-    if last is None:
-        return []
-    try:
-        return [Path(each) for each in last.get("results_dirs", [last["results_dir"]])]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DamagedFileError(path, "it names no results folder") from error
+    last = read_as(path, _LastRun, "the folder of the last run")
+    return [] if last is None else [Path(each) for each in last.results_dirs or [last.results_dir]]
 
 
 def read_job(

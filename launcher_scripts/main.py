@@ -200,6 +200,7 @@ def _run_combinations(
     from launcher_scripts.sweep import Outcome, compose_all, problems_of_room
 
     outcomes: list[Outcome] = []
+    said: dict[str, list[str]] = {}
     queue = functools.cache(queue_now)
     composed = compose_all(wanted, functools.partial(compose_config, place=arguments.root))
     for each, composition in zip(wanted, composed, strict=True):
@@ -213,8 +214,10 @@ def _run_combinations(
                 composition, words, console, found, label=each.label, queue=queue
             ):
                 outcomes.append(Outcome(each, run))
-        label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
-        problems += [f"{label}{text}" for text in found]
+        for text in found:
+            said.setdefault(text, []).append(each.label)
+    for text, labels in said.items():  # of all combinations, or of some
+        problems += [text] if len(labels) == len(wanted) else [f"{each}: {text}" for each in labels]
     if outcomes and not problems and not outcomes[0].run.only_renders:
         problems += problems_of_room(outcomes)
     if problems:

@@ -6,7 +6,7 @@ against the first together. A row that has finished is not run again.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
+from stages.deploy_config import OPENAI, VLLM
 
 # Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
 _OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
@@ -104,17 +105,28 @@ def _may_differ(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "evaluate":
         return rest in _OWN_OF_EVALUATE
-    return not any(f"{key}.".startswith(f"{each}.") for each in _OF_ALL)
+    return not _is_below(key, _OF_ALL)
+
+
+def _is_below(word: str, names: Iterable[str]) -> bool:
+    """Return whether a key, or an override of it, is one of these or lies in such a section."""
+    return any(f"{word.partition('=')[0]}.".startswith(f"{each}.") for each in names)
 
 
 def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combination]:
     """Return the command line of each row, with a results folder of its own."""
-    words = [each for each in overrides if each.lstrip("+").partition("=")[0] != "action"]
     found = []
     for name, keys in config.upgrade.rows.items():
         results = hydra_text(str(Path(config.upgrade.output_dir) / name))
-        own = [f"{key}={_value(value)}" for key, value in _flat(keys)]
-        whole = (*words, *own, f"export.run.results_dir={results}")
+        own = dict(_flat(keys))
+        engine = own.get("deploy.engine", config.deploy.engine)
+        is_on = own.get("deploy.openai.enabled", config.deploy.openai.enabled)
+        left_out = ["action"]
+        if engine in (VLLM, OPENAI) or not is_on:
+            left_out.append("deploy.openai")  # how the other rows speak that protocol
+        words = [each for each in overrides if not _is_below(each.lstrip("+"), left_out)]
+        given = [f"{key}={_value(value)}" for key, value in own.items()]
+        whole = (*words, *given, f"export.run.results_dir={results}")
         found.append(Combination({"row": name}, whole))
     return found
 

@@ -6,15 +6,14 @@ They are kept in a file that a watch started later continues from; a table and a
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from inference.evaluation.task import Metric
 from launcher_scripts.configuration.schema import WatchSection
 from launcher_scripts.console import Console
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint
-from stages.progress import DamagedFileError, read_json, write_json
+from stages.progress import read_as, write_json
 
 STATE_NAME, BEST_NAME, PAGE_NAME = "watch.json", "best.json", "watch.html"
 _RELOAD_S = 60
@@ -67,6 +66,15 @@ class Watched:
 
 
 @dataclass
+class _Saved:
+    """The state of a watch, as it is kept in a file."""
+
+    run: str
+    best: int | None
+    watched: list[Watched]
+
+
+@dataclass
 class WatchState:
     """All checkpoints that a watch has seen, by step, and the best of them.
 
@@ -110,27 +118,20 @@ class WatchState:
             DamagedFileError: the file does not hold a state.
             ValueError: another training run was watched there.
         """
-        path = self.folder / STATE_NAME
-        values = read_json(path)
-        if values is None:
+        found = read_as(self.folder / STATE_NAME, _Saved, "the state of a watch")
+        if found is None:
             return
-        try:
-            run = str(values["run"])
-            self.watched = {int(each["step"]): _watched(each) for each in values["watched"]}
-            self.best = values["best"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedFileError(path, "it does not hold the state of a watch") from error
-        if run != str(self.run):
+        self.watched, self.best = {each.step: each for each in found.watched}, found.best
+        if found.run != str(self.run):
             raise ValueError(
-                f"watch.output_dir={self.folder} holds the watch of {run}, not of {self.run}; "
-                "choose another folder."
+                f"watch.output_dir={self.folder} holds the watch of {found.run}, not of "
+                f"{self.run}; choose another folder."
             )
 
     def write(self) -> None:
         """Replace the state in the folder."""
-        watched = [asdict(each) for each in self.in_order]
-        values = {"run": str(self.run), "best": self.best, "watched": watched}
-        write_json(self.folder / STATE_NAME, values)
+        saved = _Saved(str(self.run), self.best, self.in_order)
+        write_json(self.folder / STATE_NAME, asdict(saved))
 
     def judge(self, each: Watched, *, is_sound: bool) -> None:
         """Compare a checkpoint with the best before it; a sound one can become the best."""
@@ -241,12 +242,6 @@ class WatchState:
     def _value(self, each: Watched) -> str:
         found = each.metrics.get(str(self._metric(self.in_order)))
         return f"{found.value + 0.0:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
-
-
-def _watched(values: dict[str, Any]) -> Watched:
-    known = {each.name: values[each.name] for each in fields(Watched) if each.name in values}
-    known["metrics"] = {name: Metric(**each) for name, each in values["metrics"].items()}
-    return Watched(**known)
 
 
 def _rank(each: Watched, names: Sequence[str]) -> tuple[float, ...]:

@@ -172,15 +172,13 @@ class DeployStage(Stage):
         """
         folder, job_id = self.job.folder, job_id_here()
         environment = server_environment(self.config)
-        if self.config.is_other_engine:
-            command = [
-                str(self.config.folder) if word == MODEL_FIELD else word
-                for word in self.config.command_on(place.rank)
-            ]
-            take_part(folder, job_id, command=command, environment=environment)
-            return
         if self.config.engine != FASTERTRANSFORMER:
             command = [sys.executable, "-u", "-m", "inference.ranks.launched_rank"]
+            if self.config.is_other_engine:
+                command = [
+                    str(self.config.folder) if word == MODEL_FIELD else word
+                    for word in self.config.command_on(place.rank)
+                ]
             take_part(folder, job_id, command=command, environment=environment)
             return
         from inference.server.installation import find_triton

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -292,83 +292,58 @@ def is_store_url(text: str | None) -> bool:
     return text is not None and text.startswith("s3://")
 
 
-@dataclass(frozen=True)
-class ServerKind:
-    """One kind of server, and what it cannot do, by the names of `_settings`."""
-
-    words: str  # how the configuration asks for it
-    lacks: tuple[str, ...] = ()
-    servers: tuple[str, ...] = (AUTO,)  # values of deploy.server that go with it
-
-
-_LIMITS = ("deploy.max_request_mb", "deploy.otlp_collector")
-_CREDENTIALS = ("deploy.tls_cert", "deploy.token_file")
+_OWN_SERVERS = (SLIPWAY, TRITONSERVER, AUTO)
+# Servers of a repository, whose clients a process of ours answers.
+_FRONTS = (*_OWN_SERVERS, FASTERTRANSFORMER, PYTRITON)
 _SEVERAL_NODES, _STORE = "a model over several nodes", "deploy.repository=s3://..."
 _INSTANCES = "export.triton_deployment.instance_count"
-_COMMAND, _VLLM_OPTIONS = ("deploy.command",), ("deploy.vllm", "deploy.executable")
-_OF_OTHERS = (*_COMMAND, *_VLLM_OPTIONS)
-# Keys without effect on another engine's server, which listens itself. Only ours knows its clients.
-_FRONT = (*_LIMITS, "deploy.openai", "deploy.uptime", _STORE, _INSTANCES)
-ENGINE_KINDS = {
-    FASTERTRANSFORMER: ServerKind(
-        "deploy.engine=fastertransformer",
-        ("deploy.openai", "deploy.uptime", *_OF_OTHERS),
-        (AUTO, TRITONSERVER),
-    ),
-    VLLM: ServerKind("deploy.engine=vllm", (*_FRONT, *_COMMAND)),
-    OPENAI: ServerKind(
-        "deploy.engine=openai",
-        (*_FRONT, *_CREDENTIALS, *_VLLM_OPTIONS, _SEVERAL_NODES),
-    ),
-}
-SERVER_KINDS = {
-    AUTO: ServerKind("deploy.server=auto", _OF_OTHERS),
-    TRITONSERVER: ServerKind("deploy.server=tritonserver", _OF_OTHERS),
-    SLIPWAY: ServerKind("deploy.server=slipway", (_STORE, *_OF_OTHERS)),
-    PYTRITON: ServerKind(
-        "deploy.server=pytriton",
-        (
-            "deploy.openai",
-            "deploy.uptime",
-            "deploy.repository",
-            _SEVERAL_NODES,
-            _INSTANCES,
-            *_OF_OTHERS,
-        ),
-    ),
+# Setting that not every server has -> the engines, and with deploy.engine=pytorch the values of
+# deploy.server, that have it.
+_TAKEN_BY: Mapping[str, tuple[str, ...]] = {
+    "deploy.command": (OPENAI,),
+    "deploy.executable": (VLLM,),
+    "deploy.max_request_mb": _FRONTS,
+    "deploy.openai": _OWN_SERVERS,
+    "deploy.otlp_collector": _FRONTS,
+    "deploy.repository": (*_OWN_SERVERS, FASTERTRANSFORMER, VLLM, OPENAI),
+    "deploy.tls_cert": (*_FRONTS, VLLM),
+    "deploy.token_file": (*_FRONTS, VLLM),
+    "deploy.uptime": _OWN_SERVERS,
+    "deploy.vllm": (VLLM,),
+    _INSTANCES: (*_OWN_SERVERS, FASTERTRANSFORMER),
+    _SEVERAL_NODES: (*_OWN_SERVERS, FASTERTRANSFORMER, VLLM),
+    _STORE: (TRITONSERVER, AUTO, FASTERTRANSFORMER),
 }
 
 
-def _settings(config: DeployConfig) -> dict[str, bool]:
-    """Return whether settings that not every server has are given."""
-    plain = DeploySection()
-    names = ("repository", "uptime", "openai", *(each.name for each in fields(Access)))
-    others = (each.removeprefix("deploy.") for each in _OF_OTHERS)
-    return {
-        **{
-            f"deploy.{name}": getattr(config, name) != getattr(plain, name)
-            for name in (*names, *others)
-        },
-        _STORE: config.store is not None,
+def _is_given(config: DeployConfig, setting: str) -> bool:
+    others = {
         _INSTANCES: config.instance_count > 1,
         _SEVERAL_NODES: config.nodes > 1,
+        _STORE: config.store is not None,
     }
+    if setting in others:
+        return others[setting]
+    name = setting.removeprefix("deploy.")
+    return bool(getattr(config, name) != getattr(DeploySection(), name))
 
 
 def _without_effect(config: DeployConfig) -> Iterator[str]:
     """Yield what the chosen server would not do, and which does."""
-    engine = ENGINE_KINDS.get(config.engine)
-    kind = engine or SERVER_KINDS[config.server]
-    if engine is not None and config.server not in engine.servers:
-        yield f"deploy.server={config.server} has no effect with {kind.words}; leave it out."
-    kinds = [SERVER_KINDS[SLIPWAY], SERVER_KINDS[TRITONSERVER]]
-    others = [ENGINE_KINDS[VLLM], ENGINE_KINDS[OPENAI]]
-    for name, is_given in _settings(config).items():
-        if is_given and name in kind.lacks:
-            tried = others if name in _OF_OTHERS else kinds
-            able = " or ".join(each.words for each in tried if name not in each.lacks)
-            ours = "deploy.engine=pytorch with " * (tried is kinds)
-            yield f"{name} has no effect with {kind.words}; leave it out, or use {ours}{able}."
+    is_ours = config.engine == PYTORCH
+    kind = f"deploy.server={config.server}" if is_ours else f"deploy.engine={config.engine}"
+    fitting = (AUTO, TRITONSERVER) if config.engine == FASTERTRANSFORMER else (AUTO,)
+    if not is_ours and config.server not in fitting:
+        yield f"deploy.server={config.server} has no effect with {kind}; leave it out."
+    chosen = config.server if is_ours else config.engine
+    for setting, takers in _TAKEN_BY.items():
+        if chosen in takers or not _is_given(config, setting):
+            continue
+        ours = [f"deploy.server={each}" for each in (SLIPWAY, TRITONSERVER) if each in takers]
+        able = f"deploy.engine={PYTORCH} with {' or '.join(ours)}"
+        if not ours:
+            able = " or ".join(f"deploy.engine={each}" for each in takers)
+        yield f"{setting} has no effect with {kind}; leave it out, or use {able}."
 
 
 def _switched_off(config: DeployConfig) -> Iterator[str]:

@@ -5,14 +5,17 @@ a second, which costs little.
 """
 
 import contextlib
+import functools
 import json
 import time
-import types
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from export_scripts.files.replace import read_file, replace_file
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 PROGRESS_NAME = "progress.json"
 _MIN_INTERVAL_S = 0.1
@@ -95,6 +98,13 @@ def read_json(path: Path) -> Any | None:
         raise DamagedFileError(path, error) from error
 
 
+@functools.cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
 def read_as(path: Path, kind: type[T], what: str) -> T | None:
     """Return the dataclass in a JSON file, or None when there is no such file.
 
@@ -103,24 +113,17 @@ def read_as(path: Path, kind: type[T], what: str) -> T | None:
     Raises:
         DamagedFileError: it is not JSON, or does not hold one.
     """
-    values = read_json(path)
-    if values is None:
-        return None
-    hints = get_type_hints(kind)
+    from pydantic import ValidationError
+
     try:
-        known = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-            if name in hints
-        }
-        found = kind(**known)
-    except (AttributeError, TypeError) as error:
-        raise DamagedFileError(path, f"it does not hold {what}") from error
-    for name, value in known.items():
-        hint = hints[name]
-        choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        kinds = tuple(get_origin(each) or each for each in choices)
-        if not (isinstance(value, kinds) or (float in kinds and isinstance(value, int))):
-            reason = f"it does not hold {what}: {name} is {json.dumps(value)}"
-            raise DamagedFileError(path, reason)
+        found: T = _adapter(kind).validate_json(read_file(path), strict=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError as error:
+        reason, (first, *_) = f"it does not hold {what}", error.errors(include_url=False)
+        if first["loc"] and first["type"] != "missing":
+            reason += f": {'.'.join(map(str, first['loc']))} is {json.dumps(first['input'])}"
+        raise DamagedFileError(path, reason) from error
+    except ValueError as error:  # it is not a file
+        raise DamagedFileError(path, error) from error
     return found

@@ -31,7 +31,7 @@ from stages.engines import TOKEN_VARIABLE
 from stages.job_process import job_id_here, node_address
 from stages.progress import Progress
 from stages.record import now
-from stages.server_starts import announce_start
+from stages.server_starts import ServerStart, announce_start
 
 AnyServer: TypeAlias = ModelServer | OpenAIServer
 
@@ -58,42 +58,20 @@ def serving(
     job_id = job_id_here()
     log_path = server_log(folder, job_id)
     put_aside(log_path)
-    environment = server_environment(config)
+    start = announce_start(folder, job_id, restarts + 1) if config.nodes > 1 else None
     options: dict[str, Any] = {
         "host": config.host,
         "ports": config.ports,
         "log_path": log_path,
-        "env": environment,  # to which the lines below add
+        "env": {**server_environment(config), RESTARTS_VARIABLE: str(restarts)},
         "port_keys": PORT_KEYS,
         "access": config.access,
     }
-    if config.is_other_engine:
-        if config.engine == VLLM and (tokens := config.access.tokens()):
-            environment[TOKEN_VARIABLE] = tokens[0]
-        model, weights = config.model_name, config.folder
-        command: Sequence[str] = config.command_line
-        if config.nodes > 1:
-            command = announce_start(folder, job_id, restarts + 1).filled(command)
-        with OpenAIServer(command, model=model, folder=weights, **options) as own:
-            progress.update("starting the server")
-            own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
-            yield own, _endpoint(config, own, job_id, restarts, model=model)
-        return
-    if config.nodes > 1:
-        environment |= announce_start(folder, job_id, restarts + 1).variables(folder)
-    environment[RESTARTS_VARIABLE] = str(restarts)
-    with _server(config, folder, options) as server:
+    make = _other_engine if config.is_other_engine else _server
+    with make(config, folder, start, options) as server:
         progress.update("starting the server")
         server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
-        model = _model_name(config, server)
-        endpoint = _endpoint(config, server, job_id, restarts, model=model)
-        yield server, endpoint
-
-
-def endpoint_of(config: DeployConfig, server: ModelServer, restarts: int) -> ServerEndpoint:
-    """Return the address of a server that has loaded another repository."""
-    model = _model_name(config, server)
-    return _endpoint(config, server, job_id_here(), restarts, model=model)
+        yield server, endpoint_of(config, server, restarts)
 
 
 def server_environment(config: DeployConfig) -> dict[str, str]:
@@ -111,7 +89,22 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
     return mpi_start(is_step=config.is_mpi_step)[0] if config.engine == FASTERTRANSFORMER else ()
 
 
-def _server(config: DeployConfig, folder: Path, options: dict[str, Any]) -> ModelServer:
+def _other_engine(
+    config: DeployConfig, _: Path, start: ServerStart | None, options: dict[str, Any]
+) -> AnyServer:
+    if config.engine == VLLM and (tokens := config.access.tokens()):
+        options["env"][TOKEN_VARIABLE] = tokens[0]
+    command: Sequence[str] = config.command_line
+    if start is not None:
+        command = start.filled(command)
+    return OpenAIServer(command, model=config.model_name, folder=config.folder, **options)
+
+
+def _server(
+    config: DeployConfig, folder: Path, start: ServerStart | None, options: dict[str, Any]
+) -> AnyServer:
+    if start is not None:
+        options["env"] |= start.variables(folder)
     source = config.source
     if config.server == PYTRITON:
         from inference.pytriton.repository import NEMO_NAME, write_text_repository
@@ -139,11 +132,14 @@ def _server(config: DeployConfig, folder: Path, options: dict[str, Any]) -> Mode
     )
 
 
-def _endpoint(
-    config: DeployConfig, server: AnyServer, job_id: str, restarts: int, *, model: str
-) -> ServerEndpoint:
-    """Return the address of a server; another engine has one port for all that it serves."""
+def endpoint_of(config: DeployConfig, server: AnyServer, restarts: int) -> ServerEndpoint:
+    """Return the address of a server; another engine has one port for all that it serves.
+
+    Raises:
+        StageError: it does not serve the configured model.
+    """
     listens_to_all, ports = server.connect_host != server.host, server.ports
+    model = config.model_name if config.is_other_engine else _model_name(config, server)
     return ServerEndpoint(
         host=(node_address() if listens_to_all else None) or server.connect_host,
         http=ports["http"],
@@ -151,7 +147,7 @@ def _endpoint(
         metrics=ports.get("metrics", ports["http"]),
         model=model,
         ensemble=ENSEMBLE if ENSEMBLE in server.models else None,
-        job_id=job_id,
+        job_id=job_id_here(),
         tp=config.tp_size,
         pp=config.pp_size,
         ready_at=now(),
@@ -173,7 +169,7 @@ def served_by(config: DeployConfig, model: str) -> dict[str, str]:
     return served_identity(config.weights_dir, parameters)
 
 
-def _model_name(config: DeployConfig, server: ModelServer) -> str:
+def _model_name(config: DeployConfig, server: AnyServer) -> str:
     """Return the served model that takes token ids: as configured, or the only one there is."""
     if config.model_name in server.models:
         return config.model_name

@@ -32,7 +32,7 @@ from launcher_scripts.configuration.diagnosis import (
     unknown_key,
 )
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot, read_root
-from launcher_scripts.configuration.schema import GROUPS, KEYS, SECTIONS, Config
+from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, IS_INSTALLED
 
 
@@ -138,22 +138,19 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
 def _files(
     name: str, always: Sequence[str], choices: Sequence[str]
 ) -> tuple[DictConfig | None, list[str]]:
-    """Return the files of a root without the choices that are impossible, and their problems."""
-    try:
-        return _merged(name, [*always, *choices]), []
-    except _OBJECTIONS as error:
-        if not choices:
-            return None, [f"the configuration files are unusable: {objection(error)}."]
-    alone = {each: _files(name, [*always, each], []) for each in choices}
-    wrong = [each for each, (found, _) in alone.items() if found is None]
-    found, more = _files(name, [*always, *(each for each in choices if each not in wrong)], [])
-    # With a root that is unusable, every choice is.
-    return found, more or [_refused_choice(each, *alone[each][1]) for each in wrong]
-
-
-def _refused_choice(choice: str, reason: str) -> str:
-    group, _, value = choice.partition("=")
-    return unknown_choice(group, value) if group in GROUPS else f"{choice}: {reason}"
+    """Return the files of a root without those that are missing, and the problems of choices."""
+    problems: list[str] = []
+    left = list(choices)
+    while True:
+        try:
+            return _merged(name, [*always, *left]), problems
+        except _OBJECTIONS as error:
+            missing = getattr(error, "missing_cfg_file", None)
+            wrong = next((each for each in left if each.replace("=", "/", 1) == missing), None)
+            if wrong is None:
+                return None, [*problems, f"the configuration is unusable: {objection(error)}."]
+        left.remove(wrong)
+        problems.append(unknown_choice(*wrong.split("=", 1)))
 
 
 def _merged(name: str, choices: Sequence[str]) -> DictConfig:

@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 _NOTATION = "write MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, such as 2:00:00"
-_CLOCK = re.compile(r"[0-9]+(:[0-9]{1,2}){0,2}")
-_DAYS = re.compile(r"([0-9]+)-([0-9]{1,2}(?::[0-9]{1,2}){0,2})")
+_LIMIT = re.compile(r"(?:([0-9]+)-(?=[0-9]{1,2}\b))?([0-9]+(?::[0-9]{1,2}){0,2})")
 _LONGEST_MIN = 3650 * 24 * 60  # a longer limit can only be a typing error
 
 
@@ -18,16 +17,15 @@ def minutes(value: Any, *, key: str) -> int:
             would mean five days).
     """
     text = "null" if value is None else str(value).strip()
-    days = 0
-    if match := _DAYS.fullmatch(text):
-        days, clock = int(match[1]), [*match[2].split(":"), 0, 0][:3]
-    elif _CLOCK.fullmatch(text):
-        parts = text.split(":")
-        clock = [0, *parts, 0] if len(parts) == 1 else [0, *parts][-3:]
-    else:
+    match = _LIMIT.fullmatch(text)
+    if match is None:
         raise ValueError(f"{key}={text} is not a time limit; {_NOTATION}.")
-    hour, minute, second = map(int, clock)
-    limit_min = -(-(((days * 24 + hour) * 60 + minute) * 60 + second) // 60)
+    clock = [*map(int, match[2].split(":"))]
+    if match[1] is None and len(clock) < 3:  # without days, minutes come first
+        clock.insert(0, 0)
+    hour, minute, second = [*clock, 0, 0][:3]
+    hour += 24 * int(match[1] or 0)
+    limit_min = -(-((hour * 60 + minute) * 60 + second) // 60)
     if limit_min <= 0:
         raise ValueError(f"{key}={value} leaves no time; {_NOTATION}.")
     if text.isdigit() and limit_min >= 3600 and limit_min % 60 == 0:

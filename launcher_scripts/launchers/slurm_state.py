@@ -5,12 +5,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
-from stages.progress import DamagedFileError, read_json
+from stages.progress import DamagedFileError, read_as
 
 ASK_S = 20.0
 # An order is given again for so long: a controller that restarts or fails over is away for a while.
@@ -269,13 +270,10 @@ def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
 
 def _folders_of(script: Path) -> list[Path]:
     """Return the folders of the jobs of a batch script, in the order of an array's numbers."""
-    try:
-        listed = read_json(script.with_name(FOLDERS_NAME))
-    except (DamagedFileError, OSError):
-        listed = None
-    if not isinstance(listed, list):
-        return [script.parent.parent]
-    return [Path(str(each)) for each in listed]
+    listed = None
+    with suppress(DamagedFileError, OSError):
+        listed = read_as(script.with_name(FOLDERS_NAME), list[str], "the folders of an array")
+    return [Path(each) for each in listed or [str(script.parent.parent)]]
 
 
 def _other_folder(script: Path, folder: Path) -> Path | None:

@@ -76,6 +76,16 @@ def test_nothing_starts_when_one_combination_cannot_run(
     assert not (tmp_path / "r").exists()
 
 
+def test_problem_of_every_combination_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SAMPLE, f"{TP}=1,2,3", "deploy.engin=x", f"base_results_dir={tmp_path}/r"]
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("unknown key deploy.engin") == 1
+    assert "tensor_model_parallel_size=3: " in shown  # which does not divide the heads
+
+
 def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: Path) -> None:
     outcomes = []
     for each, fails in (("1", "error"), ("2", "")):

@@ -53,6 +53,23 @@ def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str)
     assert reported in problem
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_kept"),
+    [
+        ("{}", False),
+        ("{deploy.openai.enabled:true}", True),
+        ("{deploy:{openai:{enabled:true}}}", True),
+        ("{deploy.engine:vllm}", False),
+    ],
+)
+def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept: bool) -> None:
+    common = "deploy.openai.port=9001"
+    config = config_of(f"++upgrade.rows={{now:{keys}}}")
+    (row,) = combinations_of_rows(config, ["action=upgrade", common, "deploy.drain_s=3"])
+    assert (common in row.overrides) is is_kept
+    assert "deploy.drain_s=3" in row.overrides
+
+
 def test_a_wrong_key_of_a_row_is_named_with_its_row(tmp_path: Path, capsys) -> None:
     rows = "upgrade.rows={now:{},next:{deploy.engin:vllm}}"
     assert main([*SAMPLE, rows, f"base_results_dir={tmp_path}"]) == 2
