@@ -44,8 +44,6 @@ _LOST_NODE = re.compile(r"srun: error: Node failure on (\S+)")
 # srun's report of a task that failed, and the number in front of a task's line (--label).
 _FAILURE = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _LABEL = re.compile(r"(\d+): (.*)")
-# Exit codes of tasks that srun itself ends, after another task has failed.
-_CONSEQUENCES = ("137", "143")
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,11 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     if failed and was_asked:
         raise KeyboardInterrupt
     # srun stops the first rank after the loss of another, and it may have ended in order.
-    if (failed or result.get("was_stopped", False)) and not was_asked and (loss := listener.loss()):
+    is_over = failed or (result.get("was_stopped", False) and not was_asked)
+    if is_over and (loss := listener.loss()):
         raise StageError(loss)
-    reported = (read_file(each).decode() for each in folder.glob(_RANK_FAILURE.format(rank="*")))
-    if failed and (failure := listener.failure() or next(reported, None)):
-        raise StageError(failure)
+    for path in folder.glob(_RANK_FAILURE.format(rank="*")) if failed else ():
+        raise StageError(read_file(path).decode())
     if result is None:
         raise StageError(
             f"the step ended with status {status} and without a result; its output is in the log. "
@@ -166,15 +164,6 @@ class _Listener:
 
     def __exit__(self, *_: object) -> None:
         self._thread.join(_STOP_WAIT_S)
-
-    def failure(self) -> str | None:
-        """Return the first rank other than 0 that failed by itself, its node and its last lines."""
-        for node, task, how in self._failures:
-            code = how.rpartition(" ")[2]
-            if task == "0" or code in _CONSEQUENCES or how in ("Terminated", "Killed"):
-                continue
-            return self._description(node, task, how)
-        return None
 
     def loss(self) -> str | None:
         """Return the node that failed, or the rank that failed before all others."""
