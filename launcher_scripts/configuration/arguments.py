@@ -12,19 +12,20 @@ from launcher_scripts.configuration.diagnosis import hydra_text, likely_key
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
-_TAKES_VALUE = ("--config-path", "--config-name", "--config-dir", "--cfg", "--package")
 SHELL_COMPLETION = "--shell-completion"
-_IS_SWITCH = ("--help", "--multirun", SHELL_COMPLETION, "--resolve")  # --cfg always resolves
-_SHORT = {
-    "--help": "-h",
-    SHELL_COMPLETION: "-sc",
-    "--multirun": "-m",
-    "--package": "-p",
-    "--cfg": "-c",
-    "--config-path": "-cp",
-    "--config-name": "-cn",
-    "--config-dir": "-cd",
-}
+# Options, some with a short form, and whether each is followed by a value.
+_OPTIONS = (
+    ("-cp", "--config-path", True),
+    ("-cn", "--config-name", True),
+    ("-cd", "--config-dir", True),
+    ("-c", "--cfg", True),
+    ("-p", "--package", True),
+    ("-h", "--help", False),
+    ("-m", "--multirun", False),
+    ("-sc", SHELL_COMPLETION, False),
+    ("", "--resolve", False),  # --cfg always resolves
+)
+_CLUSTER = ("cluster", "cluster_type")
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 
@@ -54,10 +55,9 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("overrides", nargs="*")
-        for name in _TAKES_VALUE:
-            self.add_argument(*filter(None, [name, _SHORT.get(name)]))
-        for name in _IS_SWITCH:
-            self.add_argument(*filter(None, [name, _SHORT.get(name)]), action="store_true")
+        for short, name, takes_value in _OPTIONS:
+            action = "store" if takes_value else "store_true"
+            self.add_argument(*filter(None, [name, short]), action=action)
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
@@ -116,32 +116,20 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
     A saved configuration has no files to choose from: there `cluster_type` is used alone.
     """
     translated = [_pass_through(each) for each in overrides]
-    chosen = {
-        key: value
-        for key, _, value in (each.partition("=") for each in translated)
-        if key in ("cluster", "cluster_type")
-    }
-    if not chosen:
-        return translated, []
-    rest = [each for each in translated if each.partition("=")[0] not in chosen]
-    names = {key: CLUSTER_ALIASES.get(value, value) for key, value in chosen.items()}
-    kind = names["cluster_type" if "cluster_type" in names else "cluster"]
-    group = names.get("cluster", kind)
-    if "cluster_type" in names and kind not in CLUSTERS:
+    split = [each.partition("=") for each in translated]
+    given = {key: CLUSTER_ALIASES.get(value, value) for key, _, value in split if key in _CLUSTER}
+    kind, group = given.get("cluster_type"), given.get("cluster")
+    if kind is None and group not in CLUSTERS:
+        return translated, []  # none, or a file of the user's own: it needs cluster_type as well
+    rest = ["".join(each) for each in split if each[0] not in given]
+    if kind is not None and kind not in CLUSTERS:
         hint = did_you_mean(kind, (*CLUSTERS, *CLUSTER_ALIASES))
         known = ", ".join(CLUSTERS)
         return rest, [f"cluster_type={kind}: unknown cluster{hint}; known clusters: {known}."]
-    if kind in CLUSTERS and group in CLUSTERS and kind != group:
-        return rest, [
-            f"cluster_type={chosen['cluster_type']} and cluster={chosen['cluster']} disagree; "
-            "give one of them."
-        ]
-    if "cluster_type" not in names:
-        if group not in CLUSTERS:
-            return translated, []  # a file of the user's own: it needs cluster_type as well
-        kind = group
-    files = [f"cluster={group}"] if chooses_files else []
-    return [*rest, *files, f"cluster_type={kind}"], []
+    if kind is not None and group in CLUSTERS and kind != group:
+        return rest, [f"cluster_type={kind} and cluster={group} disagree; give one of them."]
+    files = [f"cluster={group or kind}"] if chooses_files else []
+    return [*rest, *files, f"cluster_type={kind or group}"], []
 
 
 def _pass_through(override: str) -> str:
