@@ -10,7 +10,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from export_scripts.files.replace import read_file, replace_file
 
@@ -116,7 +116,7 @@ def read_as(path: Path, kind: type[T], what: str) -> T | None:
     from pydantic import ValidationError
 
     try:
-        found: T = _adapter(kind).validate_json(read_file(path), strict=True)
+        found: T = _adapter(cast("Any", kind)).validate_json(read_file(path), strict=True)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
