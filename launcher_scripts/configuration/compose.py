@@ -146,11 +146,18 @@ def _files(
             return _merged(name, [*always, *left]), problems
         except _OBJECTIONS as error:
             missing = getattr(error, "missing_cfg_file", None)
-            wrong = next((each for each in left if each.replace("=", "/", 1) == missing), None)
+            files = {each: "/".join(_choice(each)) for each in left}
+            wrong = next((each for each, file in files.items() if file == missing), None)
             if wrong is None:
                 return None, [*problems, f"the configuration is unusable: {objection(error)}."]
         left.remove(wrong)
-        problems.append(unknown_choice(*wrong.split("=", 1)))
+        problems.append(unknown_choice(*_choice(wrong)))
+
+
+def _choice(word: str) -> tuple[str, str]:
+    """Return the group and the file that an override names."""
+    group, _, value = word.partition("=")
+    return group, value.strip("'\"")
 
 
 def _merged(name: str, choices: Sequence[str]) -> DictConfig:

@@ -104,9 +104,10 @@ class BcpLauncher(LocalLauncher):
         """Return bcprun, or mpirun where that is missing, with the ranks of a stage."""
         cluster, resources = self.config.cluster, job.stage.job.resources
         program, per_node = self._runner() or cluster.bcprun, str(resources.tasks_per_node)
-        ranks, by_mpirun = resources.nodes * resources.tasks_per_node, program == _MPIRUN
+        ranks = resources.nodes * resources.tasks_per_node
+        by_mpirun = Path(program).name == _MPIRUN
         if by_mpirun:
-            prefix = [_MPIRUN, _AS_ROOT, "-np", str(ranks), "-npernode", per_node]
+            prefix = [program, _AS_ROOT, "-np", str(ranks), "-npernode", per_node]
             hand_on, line_option = ("-x", "{name}"), None
         else:
             prefix = [program, "--nnodes", str(resources.nodes), "--npernode", per_node]

@@ -94,10 +94,6 @@ class LocalHandle(JobHandle):
             state, error = record.LOST, "the job ended without a result: killed, or out of memory"
         else:
             state, error = record.FAILED, "the job failed before the stage began"
-        return self._end(state, error)
-
-    def _end(self, state: str, error: str) -> str:
-        """Record the end of a job that has not done so itself, and return its state."""
         changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
         record.update_record(self.job.record_path, self.job_id, **changes)
         return state
