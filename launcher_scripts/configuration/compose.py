@@ -33,7 +33,7 @@ from launcher_scripts.configuration.diagnosis import (
 )
 from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot, read_root
 from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config
-from launcher_scripts.configuration.settings import CHECKOUT, IS_INSTALLED
+from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         text = f"configuration {path} does not exist; correct --config-path or --config-name."
         return Composition(None, problems=(text,))
     try:
-        root = read_root(place)
+        root, foreign = read_root(place)
     except (OSError, ValueError, yaml.YAMLError) as error:
         return Composition(None, problems=(f"{path} cannot be read: {objection(error)}.",))
     problems: list[str] = []
@@ -109,7 +109,7 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
             problems.append(str(error))
             continue
         name = parsed.key_or_group
-        if name.partition(".")[0] in root.foreign:
+        if name.partition(".")[0] in foreign:
             continue  # of another stage, which the root names
         is_choice = chooses_file(name)
         if problem := check_override(parsed):
@@ -119,17 +119,17 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
             choices.append(str(parsed.input_line))
         else:
             given.append(parsed)
-    folders = [*filter(None, [place.extra_dir]), *root.searched]
-    searched = ",".join(f"file://{each}" for each in folders)
+    folders = [place.extra_dir, None if root == place.name else CONFIG_DIR]
+    searched = ",".join(f"file://{each}" for each in folders if each is not None)
     always = [f"hydra.searchpath=[{searched}]"] if searched else []
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(place.folder), version_base="1.3"):
-        files, wrong = _files(root.name, always, choices)
+        files, wrong = _files(root, always, choices)
         problems += wrong
         if files is None:
             return Composition(None, tuple(problems))
         config, more = _with_overrides(files, given)
-    others = ", ".join(sorted({name.removesuffix("_config") for name in root.foreign}))
+    others = ", ".join(sorted({name.removesuffix("_config") for name in foreign}))
     notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
     has_files = has_files and not wrong
     return Composition(config if has_files else None, (*problems, *more), notes)

@@ -19,21 +19,6 @@ _OWN_KEYS = frozenset(Config.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
-class ComposableRoot:
-    """The root file of a composition.
-
-    Attributes:
-        name: its name for Hydra.
-        searched: further folders with files of groups.
-        foreign: names in it that are unknown here.
-    """
-
-    name: str
-    searched: tuple[Path, ...] = ()
-    foreign: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class ConfigRoot:
     """The root of the configuration, as the command line names it.
 
@@ -59,12 +44,18 @@ class ConfigRoot:
 OWN_ROOT = ConfigRoot()
 
 
-def read_root(root: ConfigRoot) -> ComposableRoot:
-    """Return the root in composable form. Raises YAMLError if the file is not YAML."""
+def read_root(root: ConfigRoot) -> tuple[str, frozenset[str]]:
+    """Return the name by which Hydra composes the root, and the names in it that are unknown here.
+
+    One of the NeMo launcher also needs the files of this one.
+
+    Raises:
+        YAMLError: the file is not YAML.
+    """
     values = _read(root.path)
     defaults = values.get("defaults")
     if not isinstance(defaults, list) or "schema" in defaults:
-        return ComposableRoot(root.name)
+        return root.name, frozenset()
     groups = {
         str(group).removeprefix("override ").split("@")[0]: choice
         for entry in defaults
@@ -84,13 +75,13 @@ def read_root(root: ConfigRoot) -> ComposableRoot:
     ]
     known["env_vars"] = {**ours["env_vars"], **(known.get("env_vars") or {})}
     ConfigStore.instance().store(name=_NODE, node={**ours, **known, "defaults": own})
-    foreign = {
+    foreign = frozenset(
         name
         for name in (*values, *groups)
         if name.removesuffix("_config") not in (*_OWN_KEYS, "defaults", "hydra")
         and not name.startswith("hydra/")
-    }
-    return ComposableRoot(_NODE, searched=(CONFIG_DIR,), foreign=frozenset(foreign))
+    )
+    return _NODE, foreign
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
 
 
 def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
-    prefix = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
+    prefix = ["srun", "--label", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
     step = JobStep(tuple(prefix), sys.executable, ranks=2, mpi="pmix")
     stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
     with pytest.raises(StageError, match=r"got no PMIX_RANK: cluster\.mpi=pmix does not reach it"):
