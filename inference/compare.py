@@ -5,9 +5,8 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
@@ -17,18 +16,11 @@ from inference.evaluation.gate import (
     EXIT_INSUFFICIENT,
     EXIT_NOT_EVALUATED,
     EXIT_PASS,
+    apply_gates,
 )
-from inference.evaluation.options import Bound
+from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.record import Report
-from inference.evaluation.report.compare import (
-    IN_TERMINAL,
-    ComparedRun,
-    Run,
-    compare_runs,
-    comparison_page,
-    comparison_text,
-    judged,
-)
+from inference.evaluation.report.compare import ComparedRun, Run, SideBySide, compare_runs
 from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import read_run, verdicts_junit
 from inference.evaluation.report.history import find_run
@@ -39,8 +31,7 @@ DEFAULT_BOUNDS = {
     "perplexity": "no {word} of more than 1 % at 95 %",
 }
 _STATUSES = (EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED, EXIT_INSUFFICIENT)  # the worst first
-_MOST_TEXT = 32  # characters of an answer in the terminal
-_UNPAIRED = "its samples are not those of the first run, or were scored by other rules"
+_IN_TERMINAL, _MOST_TEXT = 14, 32  # changed samples, and characters of their texts
 
 
 def default_bounds(first: Report) -> dict[str, Bound]:
@@ -53,9 +44,7 @@ def default_bounds(first: Report) -> dict[str, Bound]:
     return bounds
 
 
-def decide(
-    runs: Mapping[str, Run | str], bounds: Mapping[str, Bound], output_dir: Path
-) -> tuple[str, int]:
+def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> tuple[str, int]:
     """Judge the runs after the first against it, and write upgrade.html, .md, .json and junit.xml.
 
     A run without a report is the reason why it has none. Returns the text for a terminal and the
@@ -73,18 +62,14 @@ def decide(
     bounds = dict(bounds) or default_bounds(first[0])
     if problems := _problems(bounds, first[0]):
         raise ValueError("\n".join(problems))
-    failed: dict[str, str] = {}
-    compared: list[ComparedRun] = []
-    for other, run in others:
-        found = run if isinstance(run, str) else _compared(first, run, other, bounds)
-        if isinstance(found, str):
-            failed[other] = found
-        else:
-            compared.append(found)
-    compared = judged(first[0], compared, bounds)
+    found = {other: _compared(first, run, other, bounds) for other, run in others}
+    failed = {other: each for other, each in found.items() if isinstance(each, str)}
+    compared = [each for each in found.values() if isinstance(each, ComparedRun)]
+    gates = apply_gates([run.measured for run in compared], bounds)
+    compared = [replace(run, gate=gate) for run, gate in zip(compared, gates, strict=True)]
     unjudged = [metric.name for metric in first[0].metrics if metric.name not in bounds]
-    known: Any = {"name": name, "failed": failed, "unjudged": unjudged}
-    page = comparison_page(first[0], compared, **known)
+    shown = SideBySide(name, first[0], compared, failed, unjudged)
+    page = shown.page()
     statuses = {run.gate.exit_code for run in compared} | {EXIT_NOT_EVALUATED for _ in failed}
     status = next((each for each in _STATUSES if each in statuses), EXIT_PASS)
     record = {
@@ -105,34 +90,35 @@ def decide(
         "upgrade.json": json.dumps(record, indent=1) + "\n",
     }.items():
         replace_file(output_dir / file, text)
-    return _for_terminal(first[0], compared, **known), status
+    return _for_terminal(shown), status
 
 
-def _for_terminal(first: Report, compared: Sequence[ComparedRun], **known: Any) -> str:
-    text = comparison_text(first, compared, most=IN_TERMINAL, longest=_MOST_TEXT, **known)
-    return terminal_text(text)
+def _for_terminal(found: SideBySide) -> str:
+    return terminal_text(found.text(most=_IN_TERMINAL, longest=_MOST_TEXT))
 
 
-def _compared(first: Run, run: Run, name: str, bounds: Mapping[str, Bound]) -> ComparedRun | str:
+def _compared(first: Run, run: Run | str, name: str, bounds: Bounds) -> ComparedRun | str:
     """Return a run next to the first, or why the bounds cannot be applied to it."""
-    ways = {metric.name: metric.method for metric in run[0].metrics}
+    if isinstance(run, str):
+        return run
     if problems := _not_numbers(run[0], bounds):
         return "; ".join(problems)
+    ways = {metric.name: metric.method for metric in run[0].metrics}
     for metric in first[0].metrics:
-        if metric.name not in bounds:
-            continue
-        if metric.name not in ways:
+        if metric.name in bounds and metric.name not in ways:
             return f"it did not measure {metric.name}"
-        if metric.method != ways[metric.name]:
+        if metric.name in bounds and metric.method != ways[metric.name]:
             return (
                 f"{metric.name} was measured in another way: first, {metric.method}; here, "
                 f"{ways[metric.name]}"
             )
     found = compare_runs(first, run, name=name)
-    return found if found.is_paired else _UNPAIRED
+    if found.is_paired:
+        return found
+    return "its samples are not those of the first run, or were scored by other rules"
 
 
-def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
+def _problems(bounds: Bounds, first: Report) -> list[str]:
     """Return the bounds that cannot be applied to samples of the first run."""
     metrics = {metric.name: metric for metric in first.metrics}
     if not bounds:
@@ -147,7 +133,7 @@ def _problems(bounds: Mapping[str, Bound], first: Report) -> list[str]:
     return problems
 
 
-def _not_numbers(report: Report, bounds: Mapping[str, Bound]) -> list[str]:
+def _not_numbers(report: Report, bounds: Bounds) -> list[str]:
     return [
         f"{each.name} is not a number"
         for each in report.metrics
@@ -205,10 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
         first, *others = runs.values()
         compared = [compare_runs(first, each) for each in others]
-        print(_for_terminal(first[0], compared))  # noqa: T201 - this is the command's output
+        shown = SideBySide(first[0].run_id, first[0], compared)
+        print(_for_terminal(shown))  # noqa: T201 - this is the command's output
         if options.output is not None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(options.output, comparison_page(first[0], compared).html())
+            replace_file(options.output, shown.page().html())
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
     except (ValueError, OSError, ImportError) as error:
         text = str(error).replace("evaluate.gate.", "--bound ")

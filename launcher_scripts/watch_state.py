@@ -262,8 +262,7 @@ def _verdict(best: Watched, each: Watched, metric: str) -> str:
         compared = compare_runs(read_run(Path(best.report)), read_run(Path(each.report)))
     except (OSError, ValueError) as error:
         return f"not comparable with step {best.step}: {error}"
-    shared = {each.metric.name: each.comparison for each in compared.shared}
-    found = shared.get(metric)
+    found = compared.comparisons.get(metric)
     if found is None or found.low is None or found.high is None:
         return ""
     sign = 1 if each.metrics[metric].higher_is_better else -1

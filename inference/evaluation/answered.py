@@ -13,15 +13,16 @@ import logging
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from export_scripts.files.journal import Journal
+from export_scripts.files.json_content import Table
 from inference.evaluation.environment import describe_weights
-from inference.evaluation.record import Prediction, from_json
-from inference.evaluation.task import Dataset, Sample, Task, sample_ids
+from inference.evaluation.record import from_json
+from inference.evaluation.task import Dataset, Prediction, Sample, Task, sample_ids
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +82,11 @@ class AnsweredRequests:
     def __init__(
         self,
         kept: Journal,
-        ask: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-        reuse: Callable[[Mapping[str, Any]], None],
+        ask: Callable[[Table], Table],
+        reuse: Callable[[Table], None],
     ) -> None:
         self._kept, self._ask, self._reuse, self._lock = kept, ask, reuse, threading.Lock()
-        self._stored: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        self._stored: dict[str, list[Table]] = defaultdict(list)
         self._unchecked, self.reused = _REQUESTS_AGAIN, 0
         try:
             for line in kept.lines():
@@ -96,7 +97,7 @@ class AnsweredRequests:
         if not self._stored:
             kept.forget()
 
-    def __call__(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def __call__(self, body: Table) -> Table:
         """Return the reply to a request. Raises what asking does."""
         request = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         with self._lock:

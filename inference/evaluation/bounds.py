@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from export_scripts.suggest import did_you_mean
-from inference.evaluation.options import Bound
+from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.statistics import is_number
 from inference.evaluation.task import Metric
 
@@ -149,7 +149,7 @@ def _limit_problem(name: str, value: Any, known: Sequence[str]) -> str:
     return ""
 
 
-def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[str]:
+def check_bounds(bounds: Bounds, *, known: Sequence[str]) -> list[str]:
     """Return every bound that can never be applied, in the words of the configuration."""
     problems = []
     for name, bound in bounds.items():

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from inference.evaluation.bounds import CHANGE, PairedBound, sentences_of
-from inference.evaluation.options import Bound
+from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.paired_tests import (
     ASSUMED_CHANGE,
     MOST_LOST,
@@ -21,7 +21,6 @@ from inference.evaluation.paired_tests import (
     Pairs,
     check_drop,
     holm,
-    samples_needed,
     samples_to_hold,
     smallest_drop,
     unseen_share,
@@ -187,7 +186,7 @@ class Measured:
         )
 
 
-def apply_gate(measured: Iterable[Measured], bounds: Mapping[str, Bound]) -> GateResult:
+def apply_gate(measured: Iterable[Measured], bounds: Bounds) -> GateResult:
     """Compare metrics with their bounds.
 
     Raises:
@@ -196,9 +195,7 @@ def apply_gate(measured: Iterable[Measured], bounds: Mapping[str, Bound]) -> Gat
     return apply_gates([measured], bounds)[0]
 
 
-def apply_gates(
-    runs: Sequence[Iterable[Measured]], bounds: Mapping[str, Bound]
-) -> list[GateResult]:
+def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[GateResult]:
     """Compare the metrics of several runs with the same bounds, all of which are tested together.
 
     Raises:
@@ -329,7 +326,7 @@ def _paired(
         high=test.high,
         p_value=p_breached,
         samples=test.count,
-        needed=samples_needed(test, margin, alpha=alpha),
+        needed=test.needed,
         unseen=unseen_share(test.count, alpha=alpha) if test.drop < margin else None,
         smallest=smallest_drop(
             test.count, deviation, margin + moved, alpha=alpha / tested, binary=pairs.is_binary
@@ -356,7 +353,7 @@ def _with_holm(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     return tuple(found)
 
 
-def detectable(baseline: Mapping[str, Metric], bounds: Mapping[str, Bound]) -> list[str]:
+def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:
     """Return, for each tested sentence, the smallest drop that 80 % of runs would catch.
 
     As long as there is no run, healthy ones are assumed to change 2 % of the answers. Where even a

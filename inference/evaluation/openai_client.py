@@ -9,13 +9,14 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
+from export_scripts.files.json_content import Table
 from inference.evaluation.retry import patiently
 from inference.evaluation.task import (
     EvaluationError,
@@ -90,7 +91,7 @@ class OpenAIClient:
         }  # fmt: skip
         return {"model": model, **asked, "max_tokens": output_len, "temperature": 0, "n": 1}
 
-    def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def complete(self, body: Table) -> Table:
         """Return the answer to a request, one whole choice a prompt, in the order of the prompts.
 
         Raises:
@@ -115,7 +116,7 @@ class OpenAIClient:
             self.check_count(counted, sum(map(len, rows)))
         return {**answer, "choices": [*choices.values()]}
 
-    def _check_answer(self, answer: Mapping[str, Any], most: Any, rows: int) -> None:
+    def _check_answer(self, answer: Table, most: Any, rows: int) -> None:
         """Raise ImpossibleFigureError if another model answers than before, or beyond `most`.
 
         Some servers count the end token, too. `system_fingerprint` is not compared: public services
@@ -141,18 +142,18 @@ class OpenAIClient:
                 "they were cut, or read by another tokenizer than evaluate.tokenizer."
             )
 
-    def patient(self, body: Mapping[str, Any], *, lost_too: bool = True) -> Mapping[str, Any]:
+    def patient(self, body: Table, *, lost_too: bool = True) -> Table:
         """Return what `complete` does, asked again for up to `retry_s` while it is put off."""
         once = partial(self.complete, body)
         return patiently(once, within_s=self.retry_s, tally=self.tally, lost_too=lost_too)
 
-    def taken(self, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def taken(self, body: Table) -> Table | None:
         """Return the answer to a request; None where the server refuses or misreads it."""
         with contextlib.suppress(RefusedRequestError, ImpossibleFigureError):
             return self.patient(body)
         return None
 
-    def accepted(self, body: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    def accepted(self, body: Table, more: Table) -> dict[str, Any]:
         """Return those of the parameters `more` that the server does not refuse next to `body`.
 
         They may change the answer: that is what they are sent for.
@@ -161,13 +162,13 @@ class OpenAIClient:
             return dict(more)
         return {key: value for key, value in more.items() if self.taken({**body, key: value})}
 
-    def stream(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    def stream(self, body: Table) -> Iterator[Table]:
         """Yield the events of a streamed answer to one prompt as they come.
 
         Raises:
             RequestFailedError: It fails, or comes to an end before the answer does.
         """
-        last: Mapping[str, Any] = {}
+        last: Table = {}
         with self._answer(self.path, {**body, "stream": True}) as response:
             left = _MOST_BYTES
             while line := response.readline(left + 1):
@@ -187,7 +188,7 @@ class OpenAIClient:
             raise PutOffError(f"{self.url}: a stream ended before its answer did")
         self.count_end(last)
 
-    def count_end(self, choice: Mapping[str, Any]) -> None:
+    def count_end(self, choice: Table) -> None:
         """Count how an answer ended.
 
         Raises:
@@ -206,7 +207,7 @@ class OpenAIClient:
             )
         self.tally.count(_ENDS[reason])
 
-    def _json(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _json(self, path: str, body: Table | None) -> Any:
         with self._answer(path, body) as response:
             data = response.read(_MOST_BYTES + 1)
             self._check(_MOST_BYTES - len(data))
@@ -219,9 +220,7 @@ class OpenAIClient:
             raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
 
     @contextmanager
-    def _answer(
-        self, path: str, body: Mapping[str, Any] | None, *, base: str = ""
-    ) -> Iterator[Any]:
+    def _answer(self, path: str, body: Table | None, *, base: str = "") -> Iterator[Any]:
         """Yield an answer of status 200, open; what fails until it is read is a failed request."""
         headers = {"content-type": "application/json", **self._credentials.headers()}
         data = None if body is None else json.dumps(body).encode()
@@ -270,7 +269,7 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
-def _placed(choices: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str, Any]]]:
+def _placed(choices: Sequence[Table]) -> list[tuple[int, Table]]:
     """Return choices behind their places among the prompts, by these."""
     places = [each.get("index", place) for place, each in enumerate(choices)]
     whole = [place if isinstance(place, int) else -1 for place in places]
@@ -307,21 +306,21 @@ def seconds_of(header: str | None) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def usage_count(answer: Mapping[str, Any], key: str) -> int | None:
+def usage_count(answer: Table, key: str) -> int | None:
     """Return a count of the server's `usage`; None where it has none."""
     usage = answer.get("usage")
     value = usage.get(key) if isinstance(usage, dict) else None
     return value if isinstance(value, int) else None
 
 
-def choices_of(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def choices_of(answer: Table) -> list[Table]:
     """Return the choices of an answer or event that are objects."""
     choices = answer.get("choices")
     found = choices if isinstance(choices, list) else []
     return [each for each in found if isinstance(each, dict)]
 
 
-def listed_model(client: OpenAIClient, name: str | None = None) -> Mapping[str, Any]:
+def listed_model(client: OpenAIClient, name: str | None = None) -> Table:
     """Return what a server's list of models says of `name`, or of its only one.
 
     Raises:

@@ -7,6 +7,7 @@ default, which `--help` prints and every check reads. The evaluator takes the sa
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -207,6 +208,9 @@ class Bound:
     def is_relative(self) -> bool:
         """Return whether a baseline is needed to apply this bound."""
         return self.paired is not None or self.margin is not None
+
+
+Bounds = Mapping[str, Bound]  # by metric
 
 
 @dataclass

@@ -1,14 +1,12 @@
 """Paired comparison: the metrics of two runs, sample by sample."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from inference.evaluation.paired_tests import Pairs, check_drop
-from inference.evaluation.record import Comparison, Prediction
+from inference.evaluation.record import Comparison
 from inference.evaluation.statistics import growth
-from inference.evaluation.task import Metric
-
-Values = Mapping[str, float]  # the quantities of one sample by name
+from inference.evaluation.task import Metric, Prediction, Values
 
 _MAX_SHOWN = 50
 _ONE_SIDED = 0.975  # of each limit of a 95% interval

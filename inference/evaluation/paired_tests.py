@@ -102,7 +102,8 @@ class DropTest:
         p_held: chance of as small a drop if the true one were the margin.
         low, high: the drop's limits, each with the confidence that was asked for.
         deviation: of one sample's drop.
-        to_hold: samples that would show a drop like this one to be below the margin.
+        needed: samples that would decide with the power `POWER` at a drop like this one; None where
+            no number would: the drop equals the margin.
     """
 
     drop: float
@@ -112,26 +113,21 @@ class DropTest:
     high: float
     count: int
     deviation: float
-    to_hold: float
+    needed: int | None = None
 
 
 def check_drop(pairs: Pairs, margin: float, *, confidence: float, bounded: bool = True) -> DropTest:
     """Test a drop against a margin, 0 or more; `bounded` scores lie between 0 and 1."""
+    alpha = 1 - confidence
     if pairs.is_binary:
-        return _check_binary(pairs, margin, 1 - confidence)
-    most = MOST_LOST if bounded else MOST_NATS_LOST
-    return _check_mean(pairs, margin, 1 - confidence, most)
-
-
-def samples_needed(test: DropTest, margin: float, *, alpha: float) -> int | None:
-    """Return how many samples would decide with the power `POWER`, at the drop that was seen.
-
-    None where no number would: the drop equals the margin.
-    """
+        test, needed = _check_binary(pairs, margin, alpha)
+    else:
+        test, needed = _check_mean(pairs, margin, alpha, MOST_LOST if bounded else MOST_NATS_LOST)
     if abs(margin - test.drop) < _TIE:
-        return None
-    found = test.to_hold if test.drop < margin else _by_error(test, margin, alpha)
-    return max(test.count + 1, math.ceil(found)) if found < 1e9 else None
+        return test
+    if margin < test.drop:
+        needed = _by_error(test, margin, alpha)
+    return replace(test, needed=max(test.count + 1, math.ceil(needed)) if needed < 1e9 else None)
 
 
 def samples_to_hold(margin: float, most: float, *, alpha: float) -> float:
@@ -181,16 +177,16 @@ def smallest_drop(
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for their number (S. Holm, Scand. J. of Statistics 6, 1979)."""
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted = [1.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    import numpy as np
+
+    order = np.argsort(p_values)
+    multiplied = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
+    adjusted = np.minimum(1.0, np.maximum.accumulate(multiplied))
+    return [float(each) for each in adjusted[np.argsort(order)]]
 
 
-def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
+def _check_binary(pairs: Pairs, margin: float, alpha: float) -> tuple[DropTest, float]:
+    """Return the exact test, and the samples that would show a drop below the margin to hold."""
     from inference.evaluation.exact_tests import exact_p_values, signed_score
 
     (losses, gains), count = pairs.changed, len(pairs.new)
@@ -201,24 +197,23 @@ def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
     low = _root(lambda tried: far - signed_score(losses, gains, count, tried), -1.0, drop)
     high = _root(lambda tried: -far - signed_score(losses, gains, count, tried), drop, 1.0)
     test = DropTest(
-        drop=drop,
-        p_breached=breached,
-        p_held=held,
+        drop,
+        breached,
+        held,
         low=max(low, margin) if breached <= alpha else min(low, margin),
         high=min(high, margin) if held <= alpha else max(high, margin),
         count=count,
         deviation=math.sqrt(max(0.0, (losses + gains) / count - drop * drop)),
-        to_hold=0.0,
     )
     if not drop < margin < 1:
-        return test
-    found = _by_error(test, margin, alpha)
-    if margin > 0:  # what did not change so far may, rarely
-        found = max(found, math.log(alpha) / math.log1p(-margin))
-    return replace(test, to_hold=found)
+        return test, 0.0
+    # Those that did not change so far may, rarely.
+    rare = math.log(alpha) / math.log1p(-margin) if margin > 0 else 0.0
+    return test, max(rare, _by_error(test, margin, alpha))
 
 
-def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> DropTest:
+def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> tuple[DropTest, float]:
+    """Return the test of a mean, and the samples that would show a drop to hold."""
     from scipy.stats import t
 
     count, drop = len(pairs.new), float(pairs.losses().mean())
@@ -229,17 +224,16 @@ def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> DropT
     is_unknown = count == 1 or drop == margin
     spread = float(t.isf(alpha, count - 1)) * error if count > 1 else math.inf
     held, to_hold = _bet(pairs, margin, most, alpha)
-    highest = max(most, drop)
-    return DropTest(
-        drop=drop,
-        p_breached=0.5 if is_unknown else float(t.sf(far, count - 1)),
-        p_held=held,
+    test = DropTest(
+        drop,
+        0.5 if is_unknown else float(t.sf(far, count - 1)),
+        held,
         low=drop - spread,
-        high=_root(lambda tried: alpha - _bet(pairs, tried, most, alpha)[0], drop, highest),
+        high=_root(lambda tried: alpha - _bet(pairs, tried, most, alpha)[0], drop, max(most, drop)),
         count=count,
         deviation=deviation,
-        to_hold=to_hold,
     )
+    return test, to_hold
 
 
 def _bet(pairs: Pairs, margin: float, most: float, alpha: float) -> tuple[float, float]:
@@ -254,18 +248,16 @@ def _bet(pairs: Pairs, margin: float, most: float, alpha: float) -> tuple[float,
     losses = pairs.losses(margin)
     # A sample that loses more than the limit has refuted it: the bets are as much smaller.
     largest = max(most - margin, float(losses.max()))
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # a bet that is lost whole
         gains = np.log1p(np.outer(_BETS, -losses / largest))  # (B, N)
         stakes = np.log(_STAKES)
         whole = float(np.logaddexp.reduce(stakes + gains.sum(axis=1)))
-    needed = math.inf
-    for stake, own in zip(stakes, gains, strict=True):
-        growth = float(own.mean())
-        if growth > 0:  # where n growths less their error, at the power asked for, are enough
-            spread = _NORMAL.inv_cdf(POWER) * float(own.std())
-            root = spread + math.sqrt(spread**2 - 4 * growth * (math.log(alpha) + stake))
-            needed = min(needed, (root / (2 * growth)) ** 2)
-    return min(1.0, math.exp(-max(whole, -700.0))), needed
+        growth = gains.mean(axis=1)
+        # From where n growths less their error, at the power asked for, are enough.
+        spread = _NORMAL.inv_cdf(POWER) * gains.std(axis=1)
+        root = spread + np.sqrt(spread**2 - 4 * growth * (math.log(alpha) + stakes))
+        needed = np.where(growth > 0, (root / (2 * growth)) ** 2, math.inf)
+    return min(1.0, math.exp(-max(whole, -700.0))), float(needed.min())
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.gate import GateResult
-from inference.evaluation.options import Bound
-from inference.evaluation.task import Dataset, Metric
+from inference.evaluation.options import Bounds
+from inference.evaluation.task import Dataset, Metric, Metrics, Prediction
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -186,7 +186,7 @@ class TaskReport:
     name: str
     version: int
     dataset: Dataset
-    metrics: tuple[Metric, ...]
+    metrics: Metrics
     seconds: float
     requests: RequestStatistics
     through: str = ""
@@ -271,7 +271,7 @@ class Report:
     seconds: float
     tasks: tuple[TaskReport, ...]
     latency: tuple[LatencyPoint, ...] = ()
-    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    bounds: Bounds = field(default_factory=dict)
     gate: GateResult = field(default_factory=GateResult)
     baseline: Mapping[str, Metric] = field(default_factory=dict)
     baseline_source: str = ""
@@ -280,44 +280,9 @@ class Report:
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> Metrics:
         """All metrics of all tasks."""
         return tuple(metric for task in self.tasks for metric in task.metrics)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One sample as asked and answered; a line of predictions.jsonl.
-
-    Attributes:
-        id: of the sample's content, by which runs are compared.
-        values: per-sample quantities by name.
-        reference: the reference's values of the same names, where there are any.
-        baseline: the baseline's, of those that the gate compares.
-        seconds: time the sample's requests took together.
-        group: the part of the data set that the sample belongs to.
-    """
-
-    task: str
-    index: int
-    text: str
-    target: str
-    answer: str
-    values: Mapping[str, float]
-    seconds: float
-    reference: Mapping[str, float] = field(default_factory=dict)
-    baseline: Mapping[str, float] = field(default_factory=dict)
-    id: str = ""
-    group: str = ""
-
-    @property
-    def changes(self) -> dict[str, tuple[float, float]]:
-        """The values that differ from the baseline's, each after the baseline's."""
-        return {
-            name: (old, self.values[name])
-            for name, old in self.baseline.items()
-            if old != self.values.get(name, old)
-        }
 
 
 def from_json(kind: type[_Record], content: bytes | str) -> _Record:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.evaluation.task import RequestFailedError
+from inference.evaluation.task import Ids, RequestFailedError, TokenIds
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,7 @@ GREEDY_WITH_LOG_PROBS = {
 }
 
 
-def padded(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+def padded(rows: Sequence[Ids]) -> tuple[Array, Array]:
     """Return prompts (B, S), each padded on the right with its last token, and lengths (B, 1)."""
     width = max(map(len, rows))
     ids = np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
@@ -39,7 +39,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 
 
 def generation_request(
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Ids],
     output_len: int,
     choice: Mapping[str, Array] = GREEDY,
     *,
@@ -59,8 +59,8 @@ def generation_request(
 
 
 def answers(
-    rows: Sequence[Sequence[int]], outputs: Mapping[str, Array], *, has_encoder: bool
-) -> list[tuple[int, ...]]:
+    rows: Sequence[Ids], outputs: Mapping[str, Array], *, has_encoder: bool
+) -> list[TokenIds]:
     """Return the tokens after each row, up to the end token.
 
     Of a decoder, sequence_length counts from the padded length of the prompts, virtual tokens left

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from inference.evaluation.task import Metric, Score
+from inference.evaluation.task import Metric, Prediction
 
 Z_95 = 1.959963984540054  # two-sided 95% of the normal distribution
 _LARGEST_LOG = 700.0
@@ -60,7 +60,7 @@ def growth(log_ratio: float) -> float:
 
 def mean_metric(
     name: str,
-    scores: Sequence[Score],
+    found: Sequence[Prediction],
     *,
     key: str,
     method: str,
@@ -72,7 +72,7 @@ def mean_metric(
 
     The interval is Wilson's of a share, whose samples score 0 or 1, and otherwise the normal one.
     """
-    values = [score.values[value or name] for score in scores]
+    values = [each.values[value or name] for each in found]
     mean, stderr = mean_and_stderr(values)
     low, high = max(0.0, mean - Z_95 * stderr), min(1.0, mean + Z_95 * stderr)
     if is_share:
@@ -84,7 +84,7 @@ def mean_metric(
         stderr=stderr,
         low=low,
         high=high,
-        count=len(scores),
+        count=len(found),
         method=method,
         sample_value=value or name,
         scale="mean",

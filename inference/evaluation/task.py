@@ -11,10 +11,14 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from inference.evaluation.options import Bound, EvaluationOptions
+
+Ids = Sequence[int]  # token ids, as a caller has them
+TokenIds = tuple[int, ...]  # those of a text, or of an answer
+Values = Mapping[str, float]  # the quantities of one sample by name
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,43 @@ class Score:
         answer: what the model said, for the report.
     """
 
-    values: Mapping[str, float]
+    values: Values
     answer: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One sample as asked and answered; a line of predictions.jsonl.
+
+    Attributes:
+        id: of the sample's content, by which runs are compared.
+        values: per-sample quantities by name.
+        reference: the reference's values of the same names, where there are any.
+        baseline: the baseline's, of those that the gate compares.
+        seconds: time the sample's requests took together.
+        group: the part of the data set that the sample belongs to.
+    """
+
+    task: str
+    index: int
+    text: str
+    target: str
+    answer: str
+    values: Values
+    seconds: float
+    reference: Values = field(default_factory=dict)
+    baseline: Values = field(default_factory=dict)
+    id: str = ""
+    group: str = ""
+
+    @property
+    def changes(self) -> dict[str, tuple[float, float]]:
+        """The values that differ from the baseline's, each after the baseline's."""
+        return {
+            name: (old, self.values[name])
+            for name, old in self.baseline.items()
+            if old != self.values.get(name, old)
+        }
 
 
 @dataclass(frozen=True)
@@ -125,6 +164,10 @@ class Dataset:
     count: int
     limit: int | None = None
     seed: int | None = None
+
+
+Drawn = tuple[Dataset, Sequence[Sample]]  # what is asked, and the data set that it is drawn from
+Metrics = tuple[Metric, ...]
 
 
 @dataclass(frozen=True)
@@ -221,53 +264,49 @@ class TextGenerator(Protocol):
         """Raise EvaluationError if its server is known to serve another model than before."""
         return
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`, without special tokens."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of token ids."""
         ...
 
-    def decode_answer(self, ids: Sequence[int]) -> str:
+    def decode_answer(self, ids: Ids) -> str:
         """Return the text of generated tokens, up to the end token."""
         return self.decode(ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
     ) -> Completion:
-        """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
+        """Return the text of `output_len` greedy tokens after `prompt`, without the prompt.
+
+        `words` of an ensemble are CSV records: `stop`, at which it ends, and `bad`, which it lacks.
+        """
+        if words:
+            raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
         ids = self.encode(prompt)
         answer = self.complete_ids(ids, output_len=output_len)
         log_prob = self.context_log_prob(ids) if score_prompt else None
         return Completion(added_text(self.decode, ids, answer), len(answer), log_prob)
 
-    def complete_with_words(
-        self, prompt: str, *, output_len: int, stop: str = "", bad: str = ""
-    ) -> Completion:
-        """Return a text that ends at a word of `stop` and has none of `bad`, each a CSV record."""
-        del stop, bad
-        raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
-
-    def complete_in_steps(
-        self, prompt: str, *, output_len: int
-    ) -> tuple[tuple[int, ...], Completion]:
+    def complete_in_steps(self, prompt: str, *, output_len: int) -> tuple[TokenIds, Completion]:
         """Return the tokens and the text after `prompt`, made without the ensemble."""
         raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
 
     def complete_ids(
-        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
-    ) -> tuple[int, ...]:
+        self, input_ids: Ids, *, output_len: int, tensors: RequestTensors | None = None
+    ) -> TokenIds:
         """Return up to `output_len` greedy tokens after `input_ids`, without these."""
         ...
 
     def complete_rows(
         self,
-        rows: Sequence[Sequence[int]],
+        rows: Sequence[Ids],
         *,
         output_len: int,
         each_frame: Callable[[], None] | None = None,
-    ) -> list[tuple[int, ...]]:
+    ) -> list[TokenIds]:
         """Return the greedy tokens after each row, asked in one request where that is possible.
 
         `each_frame` is called for every response of a model that streams, as it comes.
@@ -275,7 +314,7 @@ class TextGenerator(Protocol):
         del each_frame
         return [self.complete_ids(row, output_len=output_len) for row in rows]
 
-    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+    def context_log_prob(self, input_ids: Ids) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         ...
 
@@ -288,9 +327,7 @@ class TextGenerator(Protocol):
         raise RequestFailedError(f"there are no tensors ({', '.join((*tensors, *outputs))}).")
 
 
-def added_text(
-    decode: Callable[[Sequence[int]], str], before: Sequence[int], ids: Sequence[int]
-) -> str:
+def added_text(decode: Callable[[Ids], str], before: Ids, ids: Ids) -> str:
     """Return the text that `ids` add to those before them; some decode otherwise when alone."""
     whole, context = decode((*before, *ids)), decode(before) if before else ""
     return whole[len(context) :] if whole.startswith(context) else decode(ids)
@@ -342,15 +379,19 @@ class Task(abc.ABC):
         return ""
 
     @abc.abstractmethod
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+    def prepare(self) -> Drawn:
         """Read and check the data; raises ValueError where it cannot be used."""
+
+    def start(self) -> None:
+        """Ask what is asked once, before the first sample. Raises EvaluationError."""
+        return
 
     @abc.abstractmethod
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the model about one sample; called from several threads at once."""
 
     @abc.abstractmethod
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+    def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the figures over all samples, the most important first."""
 
     def bounds(self) -> dict[str, Bound]:

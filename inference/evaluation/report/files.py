@@ -12,10 +12,11 @@ from typing import Any
 
 from export_scripts.files.replace import replace_file
 from inference.evaluation.gate import Verdict
-from inference.evaluation.record import Prediction, Report, read_predictions, read_report
+from inference.evaluation.record import Report, read_predictions, read_report
 from inference.evaluation.report.document import render
 from inference.evaluation.report.formatting import ends_text
 from inference.evaluation.report.pages import changes_text, report_page
+from inference.evaluation.task import Prediction
 
 REPORT_JSON = "report.json"
 REPORT_MARKDOWN = "report.md"

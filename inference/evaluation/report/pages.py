@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD
-from inference.evaluation.record import Prediction, Report
+from inference.evaluation.record import Report
 from inference.evaluation.report.document import BAD, GOOD, QUIET, UNDECIDED, Page, markdown
+from inference.evaluation.task import Prediction
 
 
 def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:

@@ -9,12 +9,12 @@ from typing import Any
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import unsuited
-from inference.evaluation.options import Bound
+from inference.evaluation.options import Bounds
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.record import SCHEMA_VERSION, Prediction, Report, TaskReport, from_json
+from inference.evaluation.record import SCHEMA_VERSION, Report, TaskReport, from_json
 from inference.evaluation.report.files import PREDICTIONS, read_run
-from inference.evaluation.task import Dataset, Metric, Sample, sample_ids
+from inference.evaluation.task import Dataset, Metric, Prediction, Sample, sample_ids
 
 _REMEDY = "record it again with evaluate.baseline=update."
 _SHOWN_SAMPLES = 3
@@ -81,7 +81,7 @@ class Baseline:
                 f"(rows {_some(added)}); {_REMEDY}"
             )
 
-    def problems(self, bounds: Mapping[str, Bound]) -> list[str]:
+    def problems(self, bounds: Bounds) -> list[str]:
         """Return the relative bounds that cannot be applied against it."""
         found = []
         for name, bound in bounds.items():

@@ -13,7 +13,7 @@ from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     REFERENCES,
-    Bound,
+    Bounds,
     EvaluateSection,
     EvaluationOptions,
     parse_shape,
@@ -127,7 +127,7 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
     ]
 
 
-def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> list[str]:
+def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:
     if options.baseline == "none":
         return [
             f"evaluate.gate.{name} is relative to a baseline, but evaluate.baseline=none; set "

@@ -26,10 +26,12 @@ from inference.evaluation.run.task_run import EvaluationProgress, ProgressCallba
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import (
     EvaluationError,
+    Ids,
     RequestFailedError,
     RequestTensors,
     Tally,
     TextGenerator,
+    TokenIds,
     generates,
 )
 from inference.evaluation.tasks.served_folder import served_architecture
@@ -41,7 +43,7 @@ _MAX_PROMPTS = 64
 class Load:
     """The requests of one point; `prompts` all have `shape.input_len` tokens."""
 
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[TokenIds, ...]
     shape: RequestShape
     batch_size: int
     concurrency: int
@@ -72,7 +74,7 @@ class Answered:
 
 def measure_latency(
     model: TextGenerator,
-    tokens: Iterable[Sequence[int]],
+    tokens: Iterable[Ids],
     options: EvaluationOptions,
     *,
     progress: ProgressCallback = lambda _: None,
@@ -102,7 +104,7 @@ def measure_latency(
 
 def _loads(
     model: TextGenerator,
-    tokens: Iterable[Sequence[int]],
+    tokens: Iterable[Ids],
     shapes: Sequence[RequestShape],
     options: EvaluationOptions,
 ) -> list[Load]:
@@ -157,7 +159,7 @@ def _point(load: Load, measured: Mapping[Load, Answered]) -> LatencyPoint:
     )
 
 
-def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...], ...]:
+def cut_prompts(ids: Ids, *, input_len: int) -> tuple[TokenIds, ...]:
     """Return prompts of exactly `input_len` tokens, cut from `ids` at different places.
 
     Raises:
@@ -213,25 +215,23 @@ def _asking(
 
     The duration is that of the attempt that is answered.
     """
-    rows, prompts = load.batch_size, load.prompts
+    rows, prompts, output_len = load.batch_size, load.prompts, load.shape.output_len
 
-    def encode(batch: Sequence[Sequence[int]]) -> tuple[float, int, list[float]]:
-        encoded = encoder_request(batch, model.input_names(), options)
-        begin = time.perf_counter()
-        model.infer(encoded, ("output_hidden_state",))
-        return time.perf_counter() - begin, 0, []
-
-    def generate(batch: Sequence[Sequence[int]]) -> tuple[float, int, list[float]]:
-        begin = time.perf_counter()
+    def once(batch: Sequence[Ids]) -> tuple[float, int, list[float]]:
         arrivals_s: list[float] = []
-        answers = model.complete_rows(
-            batch,
-            output_len=load.shape.output_len,
-            each_frame=lambda: arrivals_s.append(time.perf_counter() - begin),
-        )
+        answers: Sequence[Ids] = ()
+        encoded = {} if output_len else encoder_request(batch, model.input_names(), options)
+        begin = time.perf_counter()
+        if output_len:
+            answers = model.complete_rows(
+                batch,
+                output_len=output_len,
+                each_frame=lambda: arrivals_s.append(time.perf_counter() - begin),
+            )
+        else:
+            model.infer(encoded, ("output_hidden_state",))
         return time.perf_counter() - begin, sum(map(len, answers)), arrivals_s
 
-    once = generate if load.shape.output_len else encode
     tally = getattr(model, "tally", None) or Tally()
 
     def ask(ticket: int) -> tuple[float, int, list[float]]:
@@ -242,7 +242,7 @@ def _asking(
 
 
 def encoder_request(
-    rows: Sequence[Sequence[int]], names: Collection[str], options: EvaluationOptions
+    rows: Sequence[Ids], names: Collection[str], options: EvaluationOptions
 ) -> RequestTensors:
     """Return the request of an encoder for rows of equal length.
 

@@ -8,10 +8,11 @@ left out where the server refuses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from export_scripts.files.json_content import Table
 from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,
@@ -27,11 +28,13 @@ from inference.evaluation.task import (
     TOKEN_IDS,
     Completion,
     EvaluationError,
+    Ids,
     ImpossibleFigureError,
     RequestFailedError,
     RequestTensors,
     Tally,
     TextGenerator,
+    TokenIds,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ _MOST_LOG_PROB = 1e-3  # which rounding explains
 _MANY = 8  # tokens of a prompt of which some surprise any model
 
 
-def _text(choice: Mapping[str, Any], message: str = "message") -> str:
+def _text(choice: Table, message: str = "message") -> str:
     """Return the text of a choice, which stands in a message where it is of a chat."""
     found = choice.get(message)
     text = found.get("content") if isinstance(found, dict) else choice.get("text")
@@ -56,14 +59,14 @@ def _text(choice: Mapping[str, Any], message: str = "message") -> str:
     return text
 
 
-def _answer_ids(answer: Mapping[str, Any], row: int = 0) -> tuple[int, ...] | None:
+def _answer_ids(answer: Table, row: int = 0) -> TokenIds | None:
     ids = choices_of(answer)[row].get("token_ids")
     if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
         return None
     return tuple(ids)
 
 
-def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
+def _prompt_scores(answer: Table, count: int) -> list[float] | None:
     """Return the log probabilities of a prompt's tokens but the first; None without them.
 
     Raises:
@@ -99,12 +102,12 @@ class OpenAIModel(TextGenerator):
     client: OpenAIClient
     model: str
     tokenizer: Tokenizer
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Table = field(default_factory=dict)
     takes_ids: bool = False
     gives_ids: bool = False
     scores: bool = False
     streams: bool = False
-    listed: Mapping[str, Any] = field(default_factory=dict)
+    listed: Table = field(default_factory=dict)
 
     def check_unchanged(self) -> None:
         """Raise ImpossibleFigureError if the server's list says other things of the model now."""
@@ -131,18 +134,19 @@ class OpenAIModel(TextGenerator):
             found[LOG_PROBS] = "the server returns no log probabilities of prompts (echo, logprobs)"
         return found
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`."""
         return tuple(self.tokenizer.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of token ids."""
         return self.tokenizer.decode(ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
     ) -> Completion:
         """Return the greedy continuation as text."""
+        assert not words, "checked by what tasks need"
         ids = self.encode(prompt)
         answer = self.client.complete(self.body(self._prompt(ids, prompt), output_len))
         counted = usage_count(answer, "prompt_tokens")
@@ -155,8 +159,8 @@ class OpenAIModel(TextGenerator):
         )
 
     def complete_ids(
-        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
-    ) -> tuple[int, ...]:
+        self, input_ids: Ids, *, output_len: int, tensors: RequestTensors | None = None
+    ) -> TokenIds:
         """Return the greedy tokens after `input_ids`."""
         if tensors:
             raise RequestFailedError(f"the protocol has no tensors ({', '.join(tensors)}).")
@@ -167,11 +171,11 @@ class OpenAIModel(TextGenerator):
 
     def complete_rows(
         self,
-        rows: Sequence[Sequence[int]],
+        rows: Sequence[Ids],
         *,
         output_len: int,
         each_frame: Callable[[], None] | None = None,
-    ) -> list[tuple[int, ...]]:
+    ) -> list[TokenIds]:
         """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text."""
         prompts = [self._prompt(row) for row in rows]
         if self.client.chat and len(rows) > 1:  # a chat is one row
@@ -186,7 +190,7 @@ class OpenAIModel(TextGenerator):
         count = (usage_count(answer, "completion_tokens") or 0) // len(rows)
         return [_answer_ids(answer, row) or (UNKNOWN_TOKEN,) * count for row in range(len(rows))]
 
-    def _streamed(self, body: Mapping[str, Any], each_frame: Callable[[], None]) -> tuple[int, ...]:
+    def _streamed(self, body: Table, each_frame: Callable[[], None]) -> TokenIds:
         ids: list[int] = []
         frames, count = 0, None
         usage = {"stream_options": {"include_usage": True}} if self.extras else {}
@@ -201,7 +205,7 @@ class OpenAIModel(TextGenerator):
             each_frame()
         return tuple(ids) or (UNKNOWN_TOKEN,) * (frames if count is None else count)
 
-    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+    def context_log_prob(self, input_ids: Ids) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         body = self.body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
         scores = _prompt_scores(self.client.complete(body), len(input_ids))
@@ -209,7 +213,7 @@ class OpenAIModel(TextGenerator):
             raise RequestFailedError("the server returned no log probabilities of the prompt.")
         return math.fsum(scores)
 
-    def _prompt(self, ids: Sequence[int], text: str | None = None) -> Any:
+    def _prompt(self, ids: Ids, text: str | None = None) -> Any:
         if self.takes_ids:
             return list(ids)
         return self.decode(ids) if text is None else text
@@ -219,7 +223,7 @@ class OpenAIModel(TextGenerator):
         return {**self.client.asking(self.model, prompt, output_len), **self.extras}
 
 
-def _has_text(event: Mapping[str, Any]) -> bool:
+def _has_text(event: Table) -> bool:
     """Return whether an event of a stream brings a part of the answer."""
     choices = choices_of(event)
     if not choices:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inference.evaluation.bounds import check_bounds, parse_bounds
-from inference.evaluation.options import Bound, EvaluationOptions
+from inference.evaluation.options import Bounds, EvaluationOptions
 from inference.evaluation.run.baseline import NO_BASELINE, Baseline, read_baseline
 from inference.evaluation.run.reference import Reference, read_reference
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
@@ -73,7 +73,7 @@ def prepare_task(task: Task) -> Prepared:
     return Prepared(task, dataset, samples, reference, note)
 
 
-def check_bounds_of_groups(bounds: Mapping[str, Bound], prepared: Sequence[Prepared]) -> list[str]:
+def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list[str]:
     """Return the bounds of metrics that the data turned out not to have."""
     known = [
         f"{name}{end}"

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from export_scripts.files.json_content import json_object
-from inference.evaluation.paired import Values
-from inference.evaluation.record import Prediction, RequestStatistics, from_json
+from inference.evaluation.record import RequestStatistics, from_json
 from inference.evaluation.report.files import read_run
-from inference.evaluation.task import Dataset
+from inference.evaluation.task import Dataset, Prediction, Values
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class _Recorded:
     schema_version: Literal[1]
     source: str
     dataset_sha256: str
-    metrics: Mapping[str, float]
+    metrics: Values
     per_sample: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -40,7 +39,7 @@ class Reference:
 
     source: str
     dataset_sha256: str
-    metrics: Mapping[str, float]
+    metrics: Values
     per_sample: Mapping[int, Values]
     requests: RequestStatistics | None = None
 

@@ -24,11 +24,13 @@ from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, ge
 from inference.evaluation.task import (
     Completion,
     EvaluationError,
+    Ids,
     PutOffError,
     RequestFailedError,
     RequestTensors,
     Tally,
     TextGenerator,
+    TokenIds,
     added_text,
 )
 from inference.evaluation.tasks.served_folder import read_served
@@ -81,7 +83,7 @@ class ServedTokenizer:
         self._client = client
         self.encode = lru_cache(maxsize=_REMEMBERED)(self._encode)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> TokenIds:
         inputs = {
             "QUERY": as_tensor([text], "BYTES"),
             "BAD_WORDS_DICT": as_tensor([""], "BYTES"),
@@ -92,7 +94,7 @@ class ServedTokenizer:
         count = int(outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
         return tuple(int(each) for each in outputs["INPUT_ID"][0, :count])
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of token ids; end tokens at the end give no text."""
         declared = self._client.input_types("postprocessing")["TOKENS_BATCH"]
         inputs = {"TOKENS_BATCH": as_tensor([[ids]], declared)}
@@ -111,7 +113,7 @@ class ServedModel(TextGenerator):
     tokenizer: Tokenizer | ServedTokenizer
     model_name: str = "fastertransformer"
     ensemble_name: str | None = "ensemble"
-    end_ids: tuple[int, ...] = ()
+    end_ids: TokenIds = ()
     tally: Tally = field(default_factory=Tally)
 
     @cached_property
@@ -128,20 +130,20 @@ class ServedModel(TextGenerator):
         """Return whether answers to token ids come token by token."""
         return self.client.streams(self.model_name)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`."""
         return tuple(self.tokenizer.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of token ids."""
         return self.tokenizer.decode(ids)
 
-    def decode_answer(self, ids: Sequence[int]) -> str:
+    def decode_answer(self, ids: Ids) -> str:
         """Return the text of generated tokens, up to the end token."""
         return self.decode([*takewhile(lambda token: token not in self.end_ids, ids)])
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
         if self.ensemble_name is None and self.is_encoder_decoder:
@@ -150,25 +152,14 @@ class ServedModel(TextGenerator):
                 "as it was trained; export it with export.triton_deployment.ensemble=true."
             )
         if self.ensemble_name is None:
-            return super().complete_text(prompt, output_len=output_len, score_prompt=score_prompt)
-        return self.complete_with_words(prompt, output_len=output_len, score_prompt=score_prompt)
-
-    def complete_with_words(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        stop: str = "",
-        bad: str = "",
-        score_prompt: bool = False,
-    ) -> Completion:
-        """Return the text that the ensemble makes with lists of words."""
-        assert self.ensemble_name is not None, "checked by the task that has word lists"
+            return super().complete_text(
+                prompt, output_len=output_len, score_prompt=score_prompt, **words
+            )
         inputs = {
             "INPUT_0": as_tensor([prompt], "BYTES"),
             "INPUT_1": as_tensor([output_len], "UINT32"),
-            "INPUT_2": as_tensor([bad], "BYTES"),
-            "INPUT_3": as_tensor([stop], "BYTES"),
+            "INPUT_2": as_tensor([words.get("bad", "")], "BYTES"),
+            "INPUT_3": as_tensor([words.get("stop", "")], "BYTES"),
             **(_SCORING if score_prompt else GREEDY),
         }
         names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
@@ -182,9 +173,7 @@ class ServedModel(TextGenerator):
             context_log_prob=_context_log_prob(outputs) if score_prompt else None,
         )
 
-    def complete_in_steps(
-        self, prompt: str, *, output_len: int
-    ) -> tuple[tuple[int, ...], Completion]:
+    def complete_in_steps(self, prompt: str, *, output_len: int) -> tuple[TokenIds, Completion]:
         """Return tokens and text by way of preprocessing, model and postprocessing."""
         served = ServedTokenizer(self.client)
         input_ids = served.encode(prompt)
@@ -205,19 +194,19 @@ class ServedModel(TextGenerator):
         return text.removeprefix(self.decode(self.encode(prompt)))
 
     def complete_ids(
-        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
-    ) -> tuple[int, ...]:
+        self, input_ids: Ids, *, output_len: int, tensors: RequestTensors | None = None
+    ) -> TokenIds:
         """Return the greedy tokens after `input_ids`, up to the end token."""
         return self.complete_rows([input_ids], output_len=output_len, tensors=tensors)[0]
 
     def complete_rows(
         self,
-        rows: Sequence[Sequence[int]],
+        rows: Sequence[Ids],
         *,
         output_len: int,
         tensors: RequestTensors | None = None,
         each_frame: Callable[[], None] | None = None,
-    ) -> list[tuple[int, ...]]:
+    ) -> list[TokenIds]:
         """Return the greedy tokens after each row, up to the end token, asked in one request.
 
         `each_frame` is called for every response of a model that streams, as it comes.
@@ -259,7 +248,7 @@ class ServedModel(TextGenerator):
             for name, value in tensors.items()
         }
 
-    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+    def context_log_prob(self, input_ids: Ids) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         inputs = generation_request([input_ids], 1, _SCORING, has_encoder=self.is_encoder_decoder)
         return _context_log_prob(ask(self.client, self.model_name, inputs, *_LOG_PROBS))
@@ -309,7 +298,7 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
         )
 
 
-def _end_ids(folder: Path | None, end_id: int | None) -> tuple[int, ...]:
+def _end_ids(folder: Path | None, end_id: int | None) -> TokenIds:
     if end_id is None:
         return ()
     return (end_id,) if folder is None else all_end_tokens(folder, end_id)

@@ -7,7 +7,7 @@ run fails, since a figure over the rest would be another figure.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -15,10 +15,10 @@ from typing import Any
 
 from inference.evaluation.answered import answer_journal, answered_samples
 from inference.evaluation.gate import amount_text
-from inference.evaluation.options import Bound
+from inference.evaluation.options import Bounds
 from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.paired_tests import check_drop
-from inference.evaluation.record import Prediction, ReferenceComparison, TaskReport
+from inference.evaluation.record import ReferenceComparison, TaskReport
 from inference.evaluation.run.preparation import Prepared
 from inference.evaluation.run.reference import Reference
 from inference.evaluation.run.timing import RequestTimer
@@ -26,9 +26,9 @@ from inference.evaluation.task import (
     EvaluationError,
     ImpossibleFigureError,
     Metric,
+    Prediction,
     RequestFailedError,
     Sample,
-    Score,
     Tally,
     Task,
     TextGenerator,
@@ -90,8 +90,8 @@ class TaskRun:
         ]
         values = dict(reference.metrics) if self.report.dataset.limit is None else {}
         if known:
-            scores = [Score({**each.values, **row}, answer="") for each, row in found]
-            again = self.prepared.task.metrics(self.prepared.samples, scores)
+            theirs = [replace(each, values={**each.values, **row}) for each, row in found]
+            again = self.prepared.task.metrics(theirs)
             values |= {metric.name: metric.value for metric in again if metric.name in known}
         return ReferenceComparison(
             source=reference.source,
@@ -121,6 +121,7 @@ def run_task(
         EvaluationError: at least one sample could not be evaluated, or a figure cannot be.
     """
     task, samples = prepared.task, prepared.samples
+    task.start()
     timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
     kept = None
     answered: dict[int, Prediction] = {}
@@ -135,7 +136,6 @@ def run_task(
         answered,
         concurrency=concurrency,
         progress=progress,
-        phase=task.name,
         keep=(lambda _: None) if kept is None else (lambda each: kept.add(asdict(each))),
     )
     requests = timer.statistics(concurrency=concurrency)
@@ -145,8 +145,7 @@ def run_task(
         replace(answered[sample.index], id=own_id)
         for sample, own_id in zip(samples, sample_ids(samples), strict=True)
     )
-    scores = [Score(each.values, each.answer) for each in predictions]
-    metrics = task.metrics(samples, scores)
+    metrics = task.metrics(predictions)
     for metric in metrics:
         if problem := impossible(metric):
             raise ImpossibleFigureError(f"{metric.name} = {metric.value:g}: {problem}")
@@ -174,7 +173,6 @@ def _ask_all(
     *,
     concurrency: int,
     progress: ProgressCallback,
-    phase: str,
     keep: Callable[[Prediction], None],
 ) -> None:
     """Add every sample as answered by its index; few samples are submitted ahead.
@@ -184,18 +182,18 @@ def _ask_all(
     """
     failures: list[tuple[int, RequestFailedError]] = []
     right: dict[str, float] = defaultdict(float)
+    progress(EvaluationProgress(task.name, len(answered), len(samples)))
     waiting = iter([sample for sample in samples if sample.index not in answered])
-    running: dict[Future[Prediction], int] = {}
-    progress(EvaluationProgress(phase, len(answered), len(samples)))
-    executor = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="evaluate")
+    asked: dict[Future[Prediction], int] = {}
+    threads = ThreadPoolExecutor(concurrency, thread_name_prefix="evaluate")
     try:
         while len(failures) < _MAX_FAILURES:
-            for sample in islice(waiting, 2 * concurrency - len(running)):
-                running[executor.submit(_ask, task, model, sample)] = sample.index
-            if not running:
+            for sample in islice(waiting, 2 * concurrency - len(asked)):
+                asked[threads.submit(_ask, task, model, sample)] = sample.index
+            if not asked:
                 break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                index, error = running.pop(future), future.exception()
+            for future in wait(asked, return_when=FIRST_COMPLETED).done:
+                index, error = asked.pop(future), future.exception()
                 if isinstance(error, RequestFailedError):
                     failures.append((index, error))
                 else:
@@ -206,11 +204,11 @@ def _ask_all(
                             right[name] += value
                 shares = tuple((name, each / len(answered)) for name, each in right.items())
                 done = len(answered) + len(failures)
-                progress(EvaluationProgress(phase, done, len(samples), shares))
+                progress(EvaluationProgress(task.name, done, len(samples), shares))
                 if len(failures) == _MAX_FAILURES:
                     break
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
     if failures:
         raise EvaluationError(_failure_message(task.name, len(samples), len(answered), failures))
 
@@ -277,34 +275,35 @@ def _failure_message(
     return "\n".join(lines)
 
 
-def asked_again(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) -> TaskRun:
+def asked_again(run: TaskRun, model: TextGenerator, bounds: Bounds) -> TaskRun:
     """Return a run with what the load moves, where a bound compares a mean over its samples.
 
     Only metrics of other scores than 0 and 1 are known so well by a few samples.
     """
     compared = {name for name, bound in bounds.items() if bound.is_relative}
-    metrics = run.report.metrics
-    if not any(metric.scale and metric.name in compared for metric in metrics):
+    report, task, samples = run.report, run.prepared.task, run.prepared.samples
+    if not any(metric.scale and metric.name in compared for metric in report.metrics):
         return run
-    task, samples = run.prepared.task, run.prepared.samples
     chosen = range(0, len(samples), max(1, len(samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
     both = [(run.predictions[index], task.score(samples[index], model).values) for index in chosen]
-    asked = f"{len(both)} samples asked again, one at a time,"
     changed = sum(first.values != again for first, again in both)
-    earlier = run.report.note
-    if not changed:
-        note = "; ".join(filter(None, (earlier, f"{asked} gave the same digits")))
-        return replace(run, report=replace(run.report, note=note))
-    moved, figures = {}, []
-    for metric in metrics:
-        pairs = pairs_of(metric, both)
-        if pairs is not None and not pairs.is_binary:
-            drop = moved[metric.name] = abs(check_drop(pairs, 0.0, confidence=0.95).drop)
-            figures.append(f"{metric.name} by {amount_text(drop, metric.unit)}")
-    note = (
-        f"{asked} gave other digits for {changed}"
-        + f", which moves {', '.join(figures)}" * bool(figures)
-        + "; evaluate.concurrency=1 gives the same each time"
-    )
-    note = "; ".join(filter(None, (earlier, note)))
-    return replace(run, moved=moved, report=replace(run.report, note=note))
+    moved, note = {}, "gave the same digits"
+    if changed:
+        pairs = {metric: pairs_of(metric, both) for metric in report.metrics}
+        drops = {
+            metric: abs(check_drop(own, 0.0, confidence=0.95).drop)
+            for metric, own in pairs.items()
+            if own is not None and not own.is_binary
+        }
+        moved = {metric.name: drop for metric, drop in drops.items()}
+        figures = ", ".join(
+            f"{metric.name} by {amount_text(drop, metric.unit)}" for metric, drop in drops.items()
+        )
+        note = (
+            f"gave other digits for {changed}"
+            + f", which moves {figures}" * bool(figures)
+            + "; evaluate.concurrency=1 gives the same each time"
+        )
+    note = f"{len(both)} samples asked again, one at a time, {note}"
+    note = "; ".join(filter(None, (report.note, note)))
+    return replace(run, moved=moved, report=replace(report, note=note))

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from export_scripts.files.checksum import sha256_of
-from export_scripts.files.json_content import json_object
+from export_scripts.files.json_content import Table, json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.options import EvaluationOptions
-from inference.evaluation.task import Dataset, Sample
+from inference.evaluation.task import Dataset, Drawn, Sample
 
 _WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
 _MOST_SHOWN = 10
@@ -130,7 +129,7 @@ class TaskData:
 
 def drawn(
     samples: Sequence[Sample], options: EvaluationOptions, *, name: str, path: str, sha256: str
-) -> tuple[Dataset, Sequence[Sample]]:
+) -> Drawn:
     """Return the samples to ask and what they are drawn from: `options.limit` of all, in order.
 
     `name`, `path` and `sha256` are those of the data set.
@@ -142,9 +141,7 @@ def drawn(
     return Dataset(name, path, sha256, total, limit, limit, seed), [samples[i] for i in chosen]
 
 
-def drawn_from_file(
-    samples: Sequence[Sample], options: EvaluationOptions, path: Path
-) -> tuple[Dataset, Sequence[Sample]]:
+def drawn_from_file(samples: Sequence[Sample], options: EvaluationOptions, path: Path) -> Drawn:
     """Return what `drawn` does of the samples that a file holds."""
     return drawn(samples, options, name=path.name, path=str(path), sha256=sha256_of(path))
 
@@ -167,13 +164,13 @@ class Row:
     group: str = ""
 
 
-def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
+def read_rows(path: Path, *texts: str) -> list[Table]:
     """Return the objects of a JSON Lines file, each with the fields `texts`, which are not blank.
 
     Raises:
         ValueError: lines that are not such an object (the first are named), or an empty file.
     """
-    rows: list[Mapping[str, Any]] = []
+    rows: list[Table] = []
     problems: list[str] = []
     for number, line in enumerate(_text_of(path).split("\n"), start=1):
         if not line.strip():
@@ -217,7 +214,7 @@ def _text_of(path: Path) -> str:
         ) from error
 
 
-def _texts(row: Mapping[str, Any]) -> dict[str, str]:
+def _texts(row: Table) -> dict[str, str]:
     return {name: value for name, value in row.items() if isinstance(value, str)}
 
 
@@ -268,7 +265,7 @@ def squad_rows(path: Path) -> list[Row]:
     return found
 
 
-def _official_squad(whole: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _official_squad(whole: Table) -> list[Table]:
     return [
         {
             "context": paragraph["context"],

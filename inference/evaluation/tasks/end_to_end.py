@@ -9,12 +9,15 @@ import csv
 import hashlib
 import io
 from collections.abc import Sequence
+from functools import partial
 
 from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     TENSORS,
-    Dataset,
-    Metric,
+    Drawn,
+    Ids,
+    Metrics,
+    Prediction,
     Sample,
     Score,
     Task,
@@ -60,7 +63,7 @@ class EndToEnd(Task):
             "(export.triton_deployment.ensemble=false)."
         ]
 
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+    def prepare(self) -> Drawn:
         """Return the prompts."""
         samples = [Sample(index, text, target="") for index, text in enumerate(PROMPTS)]
         return drawn(
@@ -81,25 +84,22 @@ class EndToEnd(Task):
             length, token, text = word
             record = io.StringIO()  # of CSV, in which word lists are written
             csv.writer(record, lineterminator="").writerow([text])
-            stopped, banned = (
-                model.complete_with_words(sample.text, output_len=OUTPUT_LEN, **words).text
-                for words in ({"stop": record.getvalue()}, {"bad": record.getvalue()})
-            )
+            ask = partial(model.complete_text, sample.text, output_len=OUTPUT_LEN)
+            stopped, banned = ask(stop=record.getvalue()).text, ask(bad=record.getvalue()).text
             shorter = model.complete_text(sample.text, output_len=length)
             values[STOP_WORDS] = float(stopped == shorter.text)
             values[BAD_WORDS] = float(token not in model.encode(banned))
         return Score(values=values, answer=whole.text)
 
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+    def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the share of prompts for which each statement holds."""
-        del samples
         return tuple(
-            mean_metric(name, scores, key=name.removeprefix(f"{self.name}_"), method=method)
+            mean_metric(name, found, key=name.removeprefix(f"{self.name}_"), method=method)
             for name, method in _METHODS.items()
         )
 
 
-def _word_in(answer: Sequence[int], model: TextGenerator) -> tuple[int, int, str] | None:
+def _word_in(answer: Ids, model: TextGenerator) -> tuple[int, int, str] | None:
     """Return the first token that is written as it is read: tokens up to it, its id, its text."""
     for length, token in enumerate(answer, start=1):
         text = model.decode([token])

@@ -10,9 +10,8 @@ import asyncio
 import copy
 import hashlib
 import json
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -20,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.json_content import Table
 from inference.evaluation.answered import AnsweredRequests, answer_journal
 from inference.evaluation.openai_client import (
     NEUTRAL,
@@ -31,8 +31,11 @@ from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import (
     Dataset,
+    Drawn,
     EvaluationError,
     Metric,
+    Metrics,
+    Prediction,
     RequestFailedError,
     Sample,
     Score,
@@ -65,7 +68,7 @@ class _Figure:
 
 
 class HarnessTask(Task):
-    """One task of the harness, or a group of them; run whole when its first figure is wanted.
+    """One task of the harness, or a group of them, whose figures are its samples.
 
     Attributes:
         own_name: the task's name in the harness.
@@ -79,11 +82,10 @@ class HarnessTask(Task):
         self.name, self.own_name = name, name.removeprefix(PREFIX)
         # The beginning of every metric; the rest is known when the task was loaded.
         self.metric_names = (name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
-        self._lock = threading.Lock()
-        self._outcome: Future[tuple[Metric, ...]] = Future()  # one a sample, or why there are none
+        self._found: Metrics = ()  # one a sample
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
         self._figures: list[_Figure] = []
-        self._drawn: tuple[Dataset, Sequence[Sample]] | None = None
+        self._drawn: Drawn | None = None
         self._answers: AnsweredRequests | None = None
 
     def problems(self) -> list[str]:
@@ -110,7 +112,7 @@ class HarnessTask(Task):
             )
         return problems
 
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+    def prepare(self) -> Drawn:
         """Load the task's documents; a sample here is a figure to be measured.
 
         Raises:
@@ -152,21 +154,15 @@ class HarnessTask(Task):
         return dataset, samples
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
-        """Return one figure; the first that is wanted runs the task."""
-        del model  # the harness asks by itself
-        with self._lock:
-            if not self._outcome.done():
-                try:
-                    self._outcome.set_result(self._run())
-                except EvaluationError as error:
-                    self._outcome.set_exception(error)
-        value = self._outcome.result()[sample.index].value
+        """Return one figure."""
+        del model  # the harness has asked by itself
+        value = self._found[sample.index].value
         return Score(values={sample.group: value}, answer=f"{value:.6g}")
 
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+    def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the harness's figures with its own standard errors."""
-        del samples, scores
-        return self._outcome.result()
+        del found
+        return self._found
 
     def _group(self, figure: _Figure) -> str:
         """Return a figure's name behind that of the task that was asked for."""
@@ -174,7 +170,7 @@ class HarnessTask(Task):
             return figure.key
         return f"{figure.task}_{figure.key}".replace("-", "_")
 
-    def _metric(self, figure: _Figure, results: Mapping[str, Any]) -> Metric:
+    def _metric(self, figure: _Figure, results: Table) -> Metric:
         found = results["results"][figure.task]
         value = float(found[f"{figure.metric},{figure.filter}"])
         given = found.get(f"{figure.metric}_stderr,{figure.filter}")
@@ -204,15 +200,7 @@ class HarnessTask(Task):
 
     @cached_property
     def _client(self) -> OpenAIClient:
-        """Sends what is tried before the harness asks."""
-        return self._new_client()
-
-    @cached_property
-    def _asked(self) -> OpenAIClient:
-        """Sends the harness's requests."""
-        return self._new_client()
-
-    def _new_client(self) -> OpenAIClient:
+        """Sends what is tried before the harness asks, and the harness's requests."""
         options, url = self.options, self.options.openai_url
         assert url is not None, "checked before the start"
         return OpenAIClient(
@@ -226,14 +214,15 @@ class HarnessTask(Task):
     @property
     def tally(self) -> Tally:
         """The ends of the harness's requests."""
-        return self._asked.tally
+        return self._client.tally
 
     @property
     def reused(self) -> int:
         """The replies of an earlier run that stood for requests of the harness."""
         return 0 if self._answers is None else self._answers.reused
 
-    def _run(self) -> tuple[Metric, ...]:
+    def start(self) -> None:
+        """Run the task. Raises EvaluationError with what the harness or its requests raised."""
         from lm_eval import simple_evaluate
 
         options, harness = self.options, self.options.harness
@@ -253,7 +242,7 @@ class HarnessTask(Task):
                     fewshot_random_seed=options.seed,
                 )
             assert results is not None, "the first process of an evaluation has the results"
-            return tuple(self._metric(figure, results) for figure in self._figures)
+            self._found = tuple(self._metric(figure, results) for figure in self._figures)
         except EvaluationError:
             raise
         except Exception as error:  # the harness and its tasks raise anything
@@ -263,13 +252,14 @@ class HarnessTask(Task):
         """Return the model as the harness asks it."""
         arguments, client = self._model_arguments(), self._client
         neutral = client.accepted(client.asking(arguments["model"], _PROBE, 1), NEUTRAL)
+        client.tally = Tally()  # without what was tried
 
-        def ask(body: Mapping[str, Any]) -> Mapping[str, Any]:
-            return self._asked.patient({**neutral, **body})
+        def ask(body: Table) -> Table:
+            return client.patient({**neutral, **body})
 
-        def reuse(reply: Mapping[str, Any]) -> None:
+        def reuse(reply: Table) -> None:
             for choice in choices_of(reply):
-                self._asked.count_end(choice)
+                client.count_end(choice)
 
         assert self._drawn is not None, "prepared before"
         self._answers = AnsweredRequests(answer_journal(self, *self._drawn), ask, reuse)
@@ -331,9 +321,7 @@ class HarnessTask(Task):
         }
 
 
-def _asking(
-    ask: Callable[[Mapping[str, Any]], Any], threads: ThreadPoolExecutor, *, chat: bool
-) -> Any:
+def _asking(ask: Callable[[Table], Any], threads: ThreadPoolExecutor, *, chat: bool) -> Any:
     """Return the harness's class of a model, whose requests `ask` answers in one of `threads`."""
     from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 

@@ -28,7 +28,17 @@ from typing import TYPE_CHECKING
 from inference.certify.tolerances import tolerance_of
 from inference.evaluation.options import Bound
 from inference.evaluation.statistics import mean_and_stderr, mean_metric
-from inference.evaluation.task import TENSORS, Dataset, Metric, Sample, Score, Task, TextGenerator
+from inference.evaluation.task import (
+    TENSORS,
+    Drawn,
+    Metric,
+    Metrics,
+    Prediction,
+    Sample,
+    Score,
+    Task,
+    TextGenerator,
+)
 from inference.evaluation.tasks.datasets import drawn
 
 if TYPE_CHECKING:
@@ -96,7 +106,7 @@ class Identity(Task):
         assert self.options.source_path is not None, "checked before"
         return load_checkpoint(self.options.source_path, self.options.given)
 
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+    def prepare(self) -> Drawn:
         """Load the source and draw rows of token ids from its vocabulary.
 
         Raises:
@@ -137,15 +147,14 @@ class Identity(Task):
             values[TOKENS] = float(all(each.same_tokens for each in found))
         return Score(values=values, answer=_ROWS.join(each.answer for each in found))
 
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+    def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the largest differences, their mean, and for a generator the equal answers."""
-        del samples
-        found = []
+        figures = []
         for name, (_, joined, method) in _ERRORS.items():
-            values = [score.values[name] for score in scores]
+            values = [each.values[name] for each in found]
             is_mean = joined is fmean
             value = joined(values)
-            found.append(
+            figures.append(
                 Metric(
                     name=name,
                     key=name.removeprefix("identity_"),
@@ -153,7 +162,7 @@ class Identity(Task):
                     stderr=mean_and_stderr(values)[1] if is_mean else 0.0,
                     low=value,
                     high=value,
-                    count=len(scores),
+                    count=len(found),
                     unit="difference",
                     higher_is_better=False,
                     method=method,
@@ -161,10 +170,10 @@ class Identity(Task):
                     from_samples=is_mean,
                 )
             )
-        if all(TOKENS in score.values for score in scores):
+        if all(TOKENS in each.values for each in found):
             method = "every greedy token is the original library's most probable"
-            found.append(mean_metric(TOKENS, scores, key="same_tokens", method=method))
-        return tuple(found)
+            figures.append(mean_metric(TOKENS, found, key="same_tokens", method=method))
+        return tuple(figures)
 
 
 def rows_of(text: str) -> list[tuple[int, ...]]:

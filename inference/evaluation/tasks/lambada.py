@@ -32,8 +32,10 @@ from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TOKEN_IDS,
-    Dataset,
+    Drawn,
     Metric,
+    Metrics,
+    Prediction,
     Sample,
     Score,
     Task,
@@ -126,7 +128,7 @@ class Lambada(Task):
         """Return why the passages cannot be downloaded."""
         return self.data.problem()
 
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+    def prepare(self) -> Drawn:
         """Read the passages, downloading them first where that is asked for.
 
         Raises:
@@ -179,14 +181,13 @@ class Lambada(Task):
                 values[WORD_LOG_PROB] = whole - context_log_prob
         return Score(values=values, answer=answer)
 
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+    def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the configured metrics over all passages, in the order of LAMBADA_METRICS."""
-        del samples
         methods = _METHODS | ({LAST_WORD: _BY_TEXT} if self._by_text else {})
         return tuple(
-            _perplexity(name, scores)
+            _perplexity(name, found)
             if name in _PARTS
-            else mean_metric(name, scores, key=_KEYS[name], method=methods[name])
+            else mean_metric(name, found, key=_KEYS[name], method=methods[name])
             for name in LAMBADA_METRICS
             if name in self.metric_names
         )
@@ -197,11 +198,11 @@ class Lambada(Task):
         return TOKEN_IDS in self.options.lacks
 
 
-def _perplexity(name: str, scores: Sequence[Score]) -> Metric:
+def _perplexity(name: str, found: Sequence[Prediction]) -> Metric:
     """Return a perplexity; its interval is that of the mean log probability, transformed."""
     log_prob, tokens = _PARTS[name]
-    weights = [score.values[tokens] for score in scores] if tokens else None
-    mean, stderr = mean_and_stderr([score.values[log_prob] for score in scores], weights)
+    weights = [each.values[tokens] for each in found] if tokens else None
+    mean, stderr = mean_and_stderr([each.values[log_prob] for each in found], weights)
     mean = max(mean, _LEAST_LOG_PROB)
     stderr = min(stderr, -_LEAST_LOG_PROB)
     value = math.exp(-mean)
@@ -212,7 +213,7 @@ def _perplexity(name: str, scores: Sequence[Score]) -> Metric:
         stderr=value * stderr,  # first order: d exp(-m) = -exp(-m) dm
         low=math.exp(-mean - Z_95 * stderr),
         high=math.exp(-mean + Z_95 * stderr),
-        count=len(scores),
+        count=len(found),
         unit="perplexity",
         higher_is_better=False,
         method=_METHODS[name],

@@ -19,8 +19,10 @@ from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
-    Dataset,
+    Drawn,
     Metric,
+    Metrics,
+    Prediction,
     Sample,
     Score,
     Task,
@@ -57,7 +59,7 @@ class Measure:
     is_share: bool = True
 
 
-CorpusMetric = Callable[[Sequence[Sample], Sequence[Score]], Metric]
+CorpusMetric = Callable[[Sequence[Prediction]], Metric]
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class TextTask(Task):
         """Return why the data cannot be downloaded."""
         return "" if self.data is None else self.data.problem()
 
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+    def prepare(self) -> Drawn:
         """Read the data, downloaded first where it is missing, and make the prompts.
 
         Raises:
@@ -235,22 +237,20 @@ class TextTask(Task):
         values = {f"{kind.name}_{each.name}": each.score(answer, targets) for each in kind.measures}
         return Score(values=values, answer=answer)
 
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+    def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the task's metrics over all samples, then those over each group there is."""
         if self.kind.corpus:
-            return tuple(metric(samples, scores) for metric in self.kind.corpus.values())
-        groups = ("", *sorted({sample.group for sample in samples} - {""}))
-        found = []
-        for group in groups:
+            return tuple(metric(found) for metric in self.kind.corpus.values())
+        metrics = []
+        for group in ("", *sorted({each.group for each in found} - {""})):
             of, end = (f", of {group}", f"_{group}") if group else ("", "")
-            pairs = zip(samples, scores, strict=True)
-            own = [score for sample, score in pairs if group in ("", sample.group)]
+            own = [each for each in found if group in ("", each.group)]
             for each in self.kind.measures:
                 value = f"{self.name}_{each.name}"
                 words = {"key": each.key + end, "method": each.method + of, "group": group}
                 share = each.is_share
-                found.append(mean_metric(value + end, own, value=value, is_share=share, **words))
-        return tuple(found)
+                metrics.append(mean_metric(value + end, own, value=value, is_share=share, **words))
+        return tuple(metrics)
 
     def _answer(self, sample: Sample, model: TextGenerator) -> str:
         if self.own.method == "log_likelihood":

@@ -17,7 +17,7 @@ import yaml
 
 from inference.evaluation.options import TextTaskOptions
 from inference.evaluation.statistics import Z_95
-from inference.evaluation.task import Metric, Sample, Score
+from inference.evaluation.task import Metric, Prediction
 from inference.evaluation.tasks.datasets import (
     DataSource,
     Row,
@@ -74,7 +74,7 @@ def sentence_bleu(answer: str, targets: Sequence[str]) -> float:
     return float(sacrebleu.sentence_bleu(answer, [targets[0]]).score)
 
 
-def corpus_bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
+def corpus_bleu(predictions: Sequence[Prediction]) -> Metric:
     """Return sacrebleu's corpus score.
 
     The interval is sacrebleu's own, by bootstrap resampling (Koehn, EMNLP 2004).
@@ -82,9 +82,9 @@ def corpus_bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
     from sacrebleu.metrics.bleu import BLEU
 
     found: Any = BLEU(force=True).corpus_score(
-        [score.answer for score in scores],
-        [[sample.target for sample in samples]],
-        n_bootstrap=_RESAMPLES if len(scores) > 1 else 1,
+        [each.answer for each in predictions],
+        [[each.target for each in predictions]],
+        n_bootstrap=_RESAMPLES if len(predictions) > 1 else 1,
     )
     value, half = float(found.score), max(0.0, float(getattr(found, "_ci", 0.0)))
     return Metric(
@@ -94,7 +94,7 @@ def corpus_bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
         stderr=half / Z_95,
         low=max(0.0, value - half),
         high=min(100.0, value + half),
-        count=len(scores),
+        count=len(predictions),
         unit="BLEU",
         method="sacrebleu's corpus score, 0 to 100",
         sample_value="translation_sentence_bleu",

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.gate import GateResult
-from inference.evaluation.record import Prediction, Report, RequestStatistics, RunFacts, TaskReport
+from inference.evaluation.record import Report, RequestStatistics, RunFacts, TaskReport
 from inference.evaluation.run.timing import distribution
-from inference.evaluation.task import Dataset, Metric
+from inference.evaluation.task import Dataset, Metric, Prediction
 from tests.fake_model import FakeModel, partly_right_model, write_passages
 
 

@@ -9,12 +9,11 @@ import pytest
 
 from inference.compare import main
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
-from inference.evaluation.record import LatencyPoint, Prediction, RunFacts
+from inference.evaluation.record import LatencyPoint, RunFacts
 from inference.evaluation.report.compare import (
     ComparedRun,
+    SideBySide,
     compare_runs,
-    comparison_page,
-    comparison_text,
 )
 from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import write_report
@@ -27,6 +26,7 @@ from inference.evaluation.report.history import (
 )
 from inference.evaluation.report.pages import report_page
 from inference.evaluation.run.evaluator import evaluate
+from inference.evaluation.task import Prediction
 from tests.conftest import present
 
 
@@ -136,7 +136,7 @@ def test_an_evaluation_adds_itself(passages, model, tmp_path):
 
 
 def text_of(report, found: ComparedRun) -> str:
-    return terminal_text(comparison_text(report, [found]))
+    return terminal_text(SideBySide(report.run_id, report, [found]).text())
 
 
 def changed(predictions):
@@ -148,10 +148,10 @@ def changed(predictions):
 def test_changed_samples_are_listed(report, predictions, make_metric):
     better = replace(report, tasks=(replace(report.tasks[0], metrics=(make_metric(value=1.0),)),))
     found = compare_runs((report, predictions), (better, changed(predictions)))
-    metric = found.shared[0].comparison
+    metric = found.comparisons["lambada_last_word"]
     assert (metric.difference, metric.agreeing, metric.disagreeing) == (0.5, 1, 1)
-    (sample,) = found.changed
-    assert (sample.second.index, sample.words) == (1, {"lambada_last_word": "now right"})
+    ((_, sample, words),) = found.changed
+    assert (sample.index, words) == (1, {"lambada_last_word": "now right"})
 
 
 def test_other_data_is_not_paired_and_said(report, predictions):
@@ -159,7 +159,7 @@ def test_other_data_is_not_paired_and_said(report, predictions):
     second = replace(report, tasks=(task,)), changed(predictions)
     found = compare_runs((report, predictions), second)
     assert found.changed == ()
-    assert found.shared[0].comparison.agreeing is None
+    assert found.comparisons["lambada_last_word"].agreeing is None
     assert "the runs used other data" in text_of(report, found)
 
 
@@ -188,7 +188,7 @@ def test_the_comparison_is_reported_and_drawn(report, predictions):
     assert "lambada_last_word" in reported
     assert "1 sample changed between right and wrong." in reported
     assert "-20.0%" in reported
-    page = comparison_page(report, [found]).html()
+    page = SideBySide(report.run_id, report, [found]).page().html()
     assert "now right" in page
     assert r"\&lt;/script\&gt;\&lt;b\&gt;\&amp; the" in page
 
@@ -213,9 +213,9 @@ def test_samples_are_matched_by_their_content(report, make_metric):
     first, second = found.samples
     assert second[:6] == ("lambada", run.run_id, "14", "1", "1", "10")
     assert first[:6] == ("lambada", "", "", "", "", "")
-    assert [each.second.text for each in found.changed] == [*"onml"]
-    assert {each.words["lambada_x"] for each in found.changed} == {"now wrong"}
-    metric = found.shared[0].comparison
+    assert [each.text for _, each, _ in found.changed] == [*"onml"]
+    assert {words["lambada_x"] for *_, words in found.changed} == {"now wrong"}
+    metric = found.comparisons["lambada_x"]
     assert metric.difference == pytest.approx(-4 / 14)
     assert present(metric.low) < metric.difference < present(metric.high) < 0.05
     assert metric.p_value == pytest.approx(2 * 0.5**4)
@@ -238,8 +238,8 @@ def test_each_task_and_each_group_is_compared_with_itself(report, make_metric):
     german = asked("ab", [1.0, 1.0], group="de")
     first = [*german, *asked("cd", [1.0, 1.0]), *asked("ef", [1.0, 0.0], task="boolq")]
     second = [*german, *asked("cd", [0.0, 0.0]), *asked("ef", [1.0, 1.0], task="boolq")]
-    shared = compare_runs((run, first), (run, second)).shared
-    whole, group, other = (each.comparison for each in shared)
+    found = compare_runs((run, first), (run, second)).comparisons
+    whole, group, other = found.values()
     assert (whole.difference, group.difference, other.difference) == (-0.5, 0.0, 0.5)
 
 
@@ -249,7 +249,7 @@ def test_the_interval_of_a_perplexity_is_in_its_unit(report, make_metric):
     texts = "abcdefghij"
     first = asked(texts, [-2.0 - 0.01 * i for i in range(10)])
     second = asked(texts, [-2.1 - 0.011 * i for i in range(10)])
-    found = compare_runs((run, first), (run, second)).shared[0].comparison
+    found = compare_runs((run, first), (run, second)).comparisons["lambada_x"]
     assert found.difference == pytest.approx(exp(2.1 + 0.0495) - exp(2.045))
     assert 0 < present(found.low) < found.difference < present(found.high)
     assert present(found.high) < 1.1 * found.difference

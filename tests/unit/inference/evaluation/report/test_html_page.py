@@ -16,10 +16,11 @@ import pytest
 
 from inference.evaluation.gate import GateResult, Measured, apply_gate
 from inference.evaluation.options import Bound
-from inference.evaluation.record import LatencyPoint, Prediction, Report, StageTiming
+from inference.evaluation.record import LatencyPoint, Report, StageTiming
 from inference.evaluation.report.document import markdown, terminal_text
 from inference.evaluation.report.pages import report_page
 from inference.evaluation.run.timing import distribution
+from inference.evaluation.task import Prediction
 
 _VOID = {"meta"}
 

@@ -12,15 +12,15 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from inference.compare import decide, main
+from inference.compare import _IN_TERMINAL, decide, main
 from inference.evaluation import gate
 from inference.evaluation.gate import BREACHED, Measured, apply_gates
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import POWER, Pairs, smallest_drop
-from inference.evaluation.record import Prediction, Report
-from inference.evaluation.report.compare import IN_TERMINAL, Run, compare_runs, judged
+from inference.evaluation.record import Report
+from inference.evaluation.report.compare import Run, compare_runs
 from inference.evaluation.report.files import write_report
-from inference.evaluation.task import Metric
+from inference.evaluation.task import Metric, Prediction
 from tests.conftest import present
 
 SAMPLES = 1850
@@ -134,12 +134,12 @@ def test_the_row_that_lost_is_named_with_its_samples(runs, tmp_path):
 
 def test_bounds_of_all_rows_are_adjusted_together(runs):
     first, *others = (each for each in runs.values() if not isinstance(each, str))
-    compared = [compare_runs(first, each) for each in others]
+    measured = [compare_runs(first, each).measured for each in others]
     bounds = {"lambada_x": Bound(paired="no drop at 95 %")}
-    together = judged(first[0], compared, bounds)[1].gate.verdicts[0]
-    (alone,) = judged(first[0], compared[1:2], bounds)
-    assert present(together.p_value) == pytest.approx(3 * present(alone.gate.verdicts[0].p_value))
-    assert present(together.smallest) > present(alone.gate.verdicts[0].smallest)
+    together = apply_gates(measured, bounds)[1].verdicts[0]
+    (alone,) = apply_gates(measured[1:2], bounds)[0].verdicts
+    assert present(together.p_value) == pytest.approx(3 * present(alone.p_value))
+    assert present(together.smallest) > present(alone.smallest)
 
 
 def test_a_row_without_figures_is_not_passed(runs, report, make_metric, tmp_path):
@@ -226,8 +226,8 @@ def test_a_terminal_lists_a_few_changed_samples(runs, tmp_path: Path, capsys):
         write_report(tmp_path / name, *runs[name])
     page = tmp_path / "page.html"
     assert main([str(tmp_path / "now"), str(tmp_path / "fp8"), "--output", str(page)]) == 0
-    assert capsys.readouterr().out.count("now wrong") == IN_TERMINAL
-    assert page.read_text().count("now wrong") > IN_TERMINAL
+    assert capsys.readouterr().out.count("now wrong") == _IN_TERMINAL
+    assert page.read_text().count("now wrong") > _IN_TERMINAL
 
 
 def test_nothing_is_held_that_was_not_compared(runs, tmp_path):

@@ -41,9 +41,8 @@ def test_an_ensemble_that_differs_from_its_parts_is_found(model):
 
 
 def test_an_ensemble_without_word_lists_is_found(model):
-    model.complete_with_words = lambda prompt, *, output_len, **_: model.complete_text(
-        prompt, output_len=output_len
-    )
+    complete = model.complete_text
+    model.complete_text = lambda prompt, *, output_len, **_: complete(prompt, output_len=output_len)
     assert values(model) == (1.0, 0.0, 0.0)
 
 

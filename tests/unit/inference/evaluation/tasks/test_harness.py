@@ -291,7 +291,7 @@ def test_the_requests_of_the_harness_are_sent_by_our_client(
     task = HarnessTask("harness:two-facts", own)
     task.prepare()
     with pytest.raises(EvaluationError, match="the rest"):
-        task._run()
+        task.start()
     assert found == [["x"]]
     assert server.bodies[-1]["repetition_penalty"] == 1
     assert "frequency_penalty" not in server.bodies[-1]
@@ -299,7 +299,7 @@ def test_the_requests_of_the_harness_are_sent_by_our_client(
     assert counts["retried"] == 1
     server.reply = {"choices": [{"text": "", "finish_reason": None}]}
     with pytest.raises(EvaluationError, match="finish_reason null is not the end of an answer"):
-        task._run()
+        task.start()
 
 
 def test_a_run_of_the_harness_goes_on_where_one_ended(
@@ -317,7 +317,7 @@ def test_a_run_of_the_harness_goes_on_where_one_ended(
         task = HarnessTask("harness:two-facts", options(openai_url=server.url))
         task.prepare()
         with pytest.raises(EvaluationError, match="went away"):
-            task._run()
+            task.start()
         questions = [body["prompt"][0] for body in server.bodies]
         return [each for each in questions if each in prompts], task
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.evaluation.task import Sample, Score
+from inference.evaluation.task import Prediction, Sample, Values
 from inference.evaluation.tasks.lambada import Lambada, split_last_word
 from tests.conftest import ROOT
 
@@ -108,9 +108,13 @@ def test_the_context_is_scored_with_the_answer_where_both_are_asked_for(fake_mod
     assert model.requests == ["The cook lit the", "The cook lit the lamp"]
 
 
+def scored(values: Values) -> Prediction:
+    return Prediction("lambada", 0, "", "", "", values, seconds=0.0)
+
+
 def test_perplexity_is_over_words_not_tokens():
-    scores = [Score({"lambada_word_log_prob": value}, "") for value in (-1.0, -3.0)]
-    (metric,) = task(metrics=("lambada_perplexity",)).metrics((), scores)
+    found = [scored({"lambada_word_log_prob": value}) for value in (-1.0, -3.0)]
+    (metric,) = task(metrics=("lambada_perplexity",)).metrics(found)
     assert metric.value == pytest.approx(math.exp(2.0))
     assert metric.stderr == pytest.approx(math.exp(2.0) * 1.0)
     assert metric.low < metric.value < metric.high
@@ -118,14 +122,14 @@ def test_perplexity_is_over_words_not_tokens():
 
 
 def test_perplexity_of_a_broken_model_is_a_number():
-    scores = [Score({"lambada_word_log_prob": value}, "") for value in (-1e30, -2.0)]
-    (metric,) = task(metrics=("lambada_perplexity",)).metrics((), scores)
+    found = [scored({"lambada_word_log_prob": value}) for value in (-1e30, -2.0)]
+    (metric,) = task(metrics=("lambada_perplexity",)).metrics(found)
     assert 0 < metric.low < 1e80 < metric.value < metric.high < math.inf
 
 
 def test_accuracy_counts_all_samples():
-    scores = [Score({"lambada_last_word": value}, "") for value in (1.0, 0.0, 0.0, 0.0)]
-    (metric,) = task(metrics=("lambada_last_word",)).metrics((), scores)
+    found = [scored({"lambada_last_word": value}) for value in (1.0, 0.0, 0.0, 0.0)]
+    (metric,) = task(metrics=("lambada_last_word",)).metrics(found)
     assert (metric.value, metric.count, metric.key) == (0.25, 4, "acc")
     assert 0.0 < metric.low < 0.25 < metric.high < 1.0
 

@@ -17,7 +17,7 @@ from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import TaskRun, run_task
-from inference.evaluation.task import Sample, Score
+from inference.evaluation.task import Prediction, Sample
 from inference.evaluation.tasks import TASKS
 from inference.evaluation.tasks.datasets import DataSource, squad_rows, translation_rows
 from inference.evaluation.tasks.served_folder import prompt_of
@@ -396,14 +396,13 @@ def test_f1_counts_shared_words():
 
 def test_bleu_of_equal_texts_is_100_and_repeatable():
     texts = ["the cat sat on the mat", "it was a cold evening in the old town"]
-    scores = [Score({}, text) for text in texts]
-    samples = [Sample(0, "", text) for text in texts]
-    assert corpus_bleu(samples, scores).value == pytest.approx(100.0)
+    found = [Prediction("translation", 0, "", text, text, {}, seconds=0.0) for text in texts]
+    assert corpus_bleu(found).value == pytest.approx(100.0)
     other = ["the cat sat on a mat", "it was a warm evening in the old town"]
-    samples = [Sample(0, "", text) for text in other]
-    found = corpus_bleu(samples, scores)
-    assert found == corpus_bleu(samples, scores)
-    assert 0 < found.low < found.value < found.high < 100
+    unlike = [replace(each, target=text) for each, text in zip(found, other, strict=True)]
+    bleu = corpus_bleu(unlike)
+    assert bleu == corpus_bleu(unlike)
+    assert 0 < bleu.low < bleu.value < bleu.high < 100
 
 
 def test_rouge_is_the_library_s():
