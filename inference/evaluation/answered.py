@@ -1,8 +1,8 @@
 """The answers that an evaluation got before it ended, from which the next one goes on.
 
-<output_dir>/<task>.answered.jsonl: a line with what was asked, then an answer a line, each written
-as it came: a Prediction, or of a task that words its own requests a request and its reply. The file
-is gone once the report is there.
+<output_dir>/<task>.answered.jsonl: a line with what was asked, then a request and its reply a line,
+each written as it came: a sample's index and its Prediction, or of a task that words its own
+requests a hash and the server's words. The file is gone once the report is there.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from export_scripts.files.journal import Journal
 from export_scripts.files.json_content import Table
 from inference.evaluation.environment import describe_weights
-from inference.evaluation.record import from_json
 from inference.evaluation.task import Dataset, Prediction, Sample, Task, sample_ids
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".answered.jsonl"
 # The same address may serve another model today. Answers of few words agree by chance.
-_SAMPLES_AGAIN, _REQUESTS_AGAIN = 16, 4
+SAMPLES_AGAIN, REQUESTS_AGAIN = 16, 4
 _NEARLY = 1e-3  # as far as the load moves a log probability
 # Options that no answer depends on; the address of the pipeline's own server is new each time.
 _NOT_ASKED = (
@@ -45,61 +44,39 @@ def answer_journal(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> J
     return Journal(path, _asked(task, dataset, samples))
 
 
-def answered_samples(
-    kept: Journal, samples: Sequence[Sample], ask: Callable[[Sample], Prediction]
-) -> dict[int, Prediction]:
-    """Return the answers of an earlier run by their sample's index; `ask` asks one anew.
-
-    None are returned unless some that are asked again are answered as before.
-    """
-    by_index = {sample.index: sample for sample in samples}
-    try:
-        stored = [from_json(Prediction, line) for line in kept.lines()]
-    except ValueError:
-        stored = []
-    found = {each.index: each for each in stored if each.index in by_index}
-    again = sorted(found)[:: max(1, len(found) // _SAMPLES_AGAIN)][:_SAMPLES_AGAIN]
-    for index in again:
-        before, now = found[index], ask(by_index[index])
-        is_like = _alike(dict(before.values), dict(now.values))
-        if not is_like or before.answer != now.answer:
-            _ask_anew(kept)
-            return {}
-    if not found:
-        kept.forget()
-    return found
-
-
-class AnsweredRequests:
+class Answers:
     """Asks each request once, over all runs until one ends; equal ones, as often as they came.
 
-    `ask` sends a request; `reuse` is called with a reply of an earlier run that stands for one.
+    The first replies of an earlier run are asked for again; unless they are as before, all are.
 
     Attributes:
-        reused: how many did.
+        reused: replies of an earlier run that stood for a request.
     """
 
     def __init__(
         self,
         kept: Journal,
-        ask: Callable[[Table], Table],
-        reuse: Callable[[Table], None],
+        compared: Sequence[str],
+        *,
+        again: int,
+        reuse: Callable[[Table], None] = lambda _: None,
     ) -> None:
-        self._kept, self._ask, self._reuse, self._lock = kept, ask, reuse, threading.Lock()
+        """`compared` are what every reply has; `reuse` is called with each that stands for one."""
+        self._kept, self._compared, self._unchecked = kept, compared, again
+        self._reuse, self._lock, self.reused = reuse, threading.Lock(), 0
         self._stored: dict[str, list[Table]] = defaultdict(list)
-        self._unchecked, self.reused = _REQUESTS_AGAIN, 0
         try:
             for line in kept.lines():
                 request, reply = json.loads(line)
+                self._of(reply)
                 self._stored[request].append(reply)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             self._stored.clear()
         if not self._stored:
             kept.forget()
 
-    def __call__(self, body: Table) -> Table:
+    def reply(self, request: str, ask: Callable[[], Table]) -> Table:
         """Return the reply to a request. Raises what asking does."""
-        request = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         with self._lock:
             if replies := self._stored.get(request):
                 before = replies.pop(0)
@@ -108,21 +85,20 @@ class AnsweredRequests:
                     self._reuse(before)
                     return before
                 self._unchecked -= 1
-                reply = self._ask(body)
-                if _alike(before.get("choices"), reply.get("choices")):
+                reply = ask()
+                if _alike(self._of(before), self._of(reply)):
                     return reply
+                logger.warning(f"{self._kept.path} is of another model; all is asked anew")
                 self._stored.clear()
-                _ask_anew(self._kept)
+                self._kept.forget()
                 self._kept.add([request, reply])
                 return reply
-        reply = self._ask(body)
+        reply = ask()
         self._kept.add([request, reply])
         return reply
 
-
-def _ask_anew(kept: Journal) -> None:
-    logger.warning(f"{kept.path} is of another model; all is asked anew")
-    kept.forget()
+    def _of(self, reply: Table) -> list[Any]:
+        return [reply[name] for name in self._compared]
 
 
 def forget_answered(output_dir: Path) -> None:
@@ -137,6 +113,7 @@ def _asked(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> str:
     options = asdict(task.options)
     kept = {name: value for name, value in options.items() if name not in _NOT_ASKED}
     facts = [
+        [each.name for each in fields(Prediction)],  # which differ from release to release
         task.name,
         task.version,
         dataset.sha256,

@@ -31,6 +31,7 @@ class PairedBound:
     """A bound's sentence, taken apart.
 
     Attributes:
+        text: the sentence, without what makes it advisory.
         word: drop, rise, or change, which is of each sample and in either direction.
         amount: of what is allowed, in `unit`: "point", "%" of the baseline, or "", the metric's
             own; None where the sentence names none.
@@ -38,6 +39,7 @@ class PairedBound:
         is_advisory: whether it is reported, but does not decide.
     """
 
+    text: str
     word: str
     amount: float | None
     unit: str
@@ -59,7 +61,17 @@ class PairedBound:
             )
         amount = None if found["amount"] is None else float(found["amount"])
         unit = (found["unit"] or "").rstrip("s")
-        return cls(found["word"], amount, unit, confidence, found["advisory"] is not None)
+        is_advisory = found["advisory"] is not None
+        text = sentence.rpartition(",")[0] if is_advisory else sentence
+        return cls(text, found["word"], amount, unit, confidence, is_advisory)
+
+    def problem(self, baseline: Metric) -> str:
+        """Return why it cannot be applied to a metric; empty where it can."""
+        try:
+            self.margin(baseline)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def margin(self, baseline: Metric) -> float:
         """Return what is allowed, on the scale on which samples are averaged.
@@ -89,21 +101,18 @@ class PairedBound:
 
 def unsuited(bound: Bound, baseline: Metric) -> list[str]:
     """Return why sentences of a bound cannot be applied to a metric, each behind its sentence."""
-    found = {each: _unsuited(each, baseline) for each in sentences_of(bound)}
+    found = {each.text: each.problem(baseline) for each in sentences_of(bound)}
     return [f"{sentence}: {problem}" for sentence, problem in found.items() if problem]
 
 
-def _unsuited(sentence: str, baseline: Metric) -> str:
-    try:
-        PairedBound.parse(sentence).margin(baseline)
-    except ValueError as error:
-        return str(error)
-    return ""
+def sentences_of(bound: Bound) -> list[PairedBound]:
+    """Return the sentences of a bound, which stand with semicolons between them.
 
-
-def sentences_of(bound: Bound) -> list[str]:
-    """Return the sentences of a bound, which stand with semicolons between them."""
-    return [each.strip() for each in (bound.paired or "").split(";") if each.strip()]
+    Raises:
+        ValueError: one is none.
+    """
+    sentences = map(str.strip, (bound.paired or "").split(";"))
+    return [PairedBound.parse(each) for each in sentences if each]
 
 
 def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
@@ -111,11 +120,10 @@ def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
 
     A bound is a sentence or several, or a mapping of its limits.
     """
-    known = [each.name for each in fields(Bound)]
     bounds: dict[str, Bound] = {}
     problems = []
     for metric, limits in gate.items():
-        key = f"evaluate.gate.{metric}"
+        key, good = f"evaluate.gate.{metric}", {}
         if isinstance(limits, str):
             limits = {"paired": limits}
         if not isinstance(limits, Mapping):
@@ -124,26 +132,28 @@ def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
                 ".max."
             )
             continue
-        found = {str(name): _limit_problem(str(name), each, known) for name, each in limits.items()}
-        problems += [f"{key}.{name}{problem}" for name, problem in found.items() if problem]
-        good = {str(name): each for name, each in limits.items() if not found[str(name)]}
+        for name, value in limits.items():
+            if problem := _limit_problem(str(name), value):
+                problems.append(f"{key}.{name}{problem}")
+            else:
+                good[str(name)] = value
         if good or not limits:
             bounds[metric] = Bound(**good)
     return bounds, problems
 
 
-def _limit_problem(name: str, value: Any, known: Sequence[str]) -> str:
+def _limit_problem(name: str, value: Any) -> str:
     """Return what is wrong with one limit; empty where nothing is."""
+    known = [each.name for each in fields(Bound)]
     if name not in known:
-        hint = did_you_mean(name, known)
-        return f": there is no such bound{hint}; use {', '.join(known)}."
+        return f": there is no such bound{did_you_mean(name, known)}; use {', '.join(known)}."
     if value is None:
         return ""
     if name != "paired":
         return "" if is_number(value) else f"={value}: expected a number."
     try:
-        for sentence in sentences_of(Bound(paired=str(value))) or [str(value)]:
-            PairedBound.parse(sentence)
+        if not sentences_of(Bound(paired=str(value))):
+            PairedBound.parse(str(value))
     except ValueError as error:
         return f": {error}"
     return ""

@@ -5,10 +5,9 @@ all hold; anything else means that the evaluation itself could not be done.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
 from typing import Any
 
 from inference.evaluation.bounds import CHANGE, PairedBound, sentences_of
@@ -171,6 +170,12 @@ class Measured:
     tier: str = CRITICAL
     remedy: str = ""
 
+    @property
+    def before(self) -> Metric:
+        """The baseline's metric, for a bound that asks for it."""
+        assert self.baseline is not None, "checked by Baseline.problems"
+        return self.baseline
+
     def verdict(self, bound: str, status: str, **others: Any) -> Verdict:
         """Return the outcome of a bound."""
         return Verdict(
@@ -201,7 +206,7 @@ def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[Gate
     Raises:
         ValueError: a bound names a metric that a run did not measure.
     """
-    sentences = [PairedBound.parse(each) for b in bounds.values() for each in sentences_of(b)]
+    sentences = [each for bound in bounds.values() for each in sentences_of(bound)]
     tested = len(runs) * sum(each.word != CHANGE for each in sentences)
     found = []
     for measured in runs:
@@ -211,10 +216,16 @@ def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[Gate
             raise ValueError(
                 f"evaluate.gate.{missing[0]}: this metric was not measured; measured: {known}."
             )
-        own = (_verdicts(by_name[name], bound, tested) for name, bound in bounds.items())
-        found.append([*chain.from_iterable(own)])
-    decided = iter(_with_holm([*chain.from_iterable(found)]))
-    return [GateResult(tuple(islice(decided, len(own)))) for own in found]
+        found.append(
+            [
+                each
+                for name, bound in bounds.items()
+                for each in _verdicts(by_name[name], bound, tested)
+            ]
+        )
+    p_values = [each.p_value for own in found for each in own if each.p_value is not None]
+    adjusted = iter(holm(p_values))
+    return [GateResult(tuple(_decided(each, adjusted) for each in own)) for own in found]
 
 
 def _verdicts(own: Measured, bound: Bound, tested: int) -> list[Verdict]:
@@ -239,10 +250,9 @@ def _absolute(own: Measured, bound: Bound) -> list[Verdict]:
 
 def _unpaired(own: Measured, margin: float) -> Verdict:
     """Return the verdict of a bound that takes the two runs for independent."""
-    metric, baseline = own.metric, own.baseline
-    assert baseline is not None
+    metric = own.metric
     sign = 1.0 if metric.higher_is_better else -1.0
-    limit = baseline.value - sign * margin
+    limit = own.before.value - sign * margin
     holds = sign * (metric.value - limit) >= 0
     note = "takes the runs for independent: samples that changed are not counted"
     if metric.unit == "fraction" and metric.higher_is_better and limit <= 0:
@@ -251,59 +261,53 @@ def _unpaired(own: Measured, margin: float) -> Verdict:
         f"baseline {'-' if metric.higher_is_better else '+'} {margin:.6g}",
         HELD if holds else BREACHED,
         limit=limit,
-        baseline=baseline.value,
+        baseline=own.before.value,
         note=f"{note}; use paired",
     )
 
 
-def _sentence(own: Measured, sentence: str, tested: int) -> Verdict:
+def _sentence(own: Measured, bound: PairedBound, tested: int) -> Verdict:
     """Return the verdict of one sentence, of which `tested` are tested together."""
-    bound, baseline = PairedBound.parse(sentence), own.baseline
-    assert baseline is not None
-    margin = bound.margin(baseline)
+    margin = bound.margin(own.before)
     if bound.is_advisory:
-        own, sentence = replace(own, tier=ADVISORY), sentence.rpartition(",")[0]
+        own = replace(own, tier=ADVISORY)
     if bound.word == CHANGE:
-        return _unchanged(own, sentence, baseline, margin)
-    return _paired(own, sentence, baseline, margin, (1 - bound.confidence, tested))
+        return _unchanged(own, bound, margin)
+    return _paired(own, bound, margin, tested)
 
 
-def _unchanged(own: Measured, sentence: str, baseline: Metric, margin: float) -> Verdict:
+def _unchanged(own: Measured, bound: PairedBound, margin: float) -> Verdict:
     """Return whether the samples changed by no more than `margin` on average, in any direction.
 
     Nothing is inferred: that is the most by which the metric itself can have moved.
     """
-    metric, pairs = own.metric, own.pairs
+    metric, pairs, before = own.metric, own.pairs, own.before.value
     if pairs is None:
-        change = abs(metric.value - baseline.value)
-        note = f"changed by {change:.4g} from {baseline.value:.6g}, {margin:.4g} is allowed"
+        change = abs(metric.value - before)
+        note = f"changed by {change:.4g} from {before:.6g}, {margin:.4g} is allowed"
     else:
         sizes = abs(pairs.losses())
         change = float(sizes.mean())
         found, allowed = (amount_text(each, metric.unit) for each in (change, margin))
-        changed = sum(new != old for new, old in zip(pairs.new, pairs.old, strict=True))
         note = (
-            f"{changed:,} of {len(sizes):,} samples changed, on average by {found} in either "
-            f"direction; {allowed} is allowed"
+            f"{sum(pairs.changed):,} of {len(sizes):,} samples changed, on average by {found} in "
+            f"either direction; {allowed} is allowed"
         )
     status = HELD if change <= margin else BREACHED
     if status == BREACHED and change <= margin + own.moved:
         status = INSUFFICIENT
         note += "; the load alone moves it as far"
-    return own.verdict(sentence, status, baseline=baseline.value, note=note)
+    return own.verdict(bound.text, status, baseline=before, note=note)
 
 
-def _paired(
-    own: Measured, sentence: str, baseline: Metric, margin: float, level: tuple[float, int]
-) -> Verdict:
-    """Return what the samples show about a sentence; whether it is breached is left to Holm.
+def _paired(own: Measured, bound: PairedBound, margin: float, tested: int) -> Verdict:
+    """Return what the samples show about a sentence, one of those `tested` together.
 
-    `level` is the chance of an error that is allowed, and the number of sentences that share it.
+    Whether it is breached is left to Holm.
     """
-    metric, pairs, moved = own.metric, own.pairs, own.moved
+    metric, pairs, moved, alpha = own.metric, own.pairs, own.moved, 1 - bound.confidence
     if pairs is None:
         raise ValueError(f"{metric.name}: the samples of both runs are not there to be compared.")
-    alpha, tested = level
     check = partial(check_drop, pairs, confidence=1 - alpha, bounded=metric.unit == "fraction")
     test = check(margin)
     p_breached, is_held = test.p_breached, test.p_held <= alpha
@@ -318,9 +322,9 @@ def _paired(
     if pairs.is_binary:  # what changed to the worse and to the better alike
         deviation = math.sqrt(2 * min(pairs.changed) / test.count)
     return own.verdict(
-        sentence,
+        bound.text,
         HELD if is_held else INSUFFICIENT,
-        baseline=baseline.value,
+        baseline=own.before.value,
         drop=test.drop,
         low=test.low,
         high=test.high,
@@ -335,22 +339,15 @@ def _paired(
     )
 
 
-def _with_holm(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Return the verdicts with the p-values of all paired ones adjusted, and breaches by them."""
-    tested = [each for each in verdicts if each.p_value is not None]
-    adjusted = iter(holm([each.p_value or 0.0 for each in tested]))
-    found = []
-    for each in verdicts:
-        if each.p_value is not None:
-            p_value = next(adjusted)
-            is_breached = p_value <= 1 - PairedBound.parse(each.bound).confidence
-            each = replace(each, p_value=p_value, status=BREACHED if is_breached else each.status)
-        if each.status != INSUFFICIENT:
-            each = replace(each, needed=None, unseen=None)
-        if each.status != BREACHED:
-            each = replace(each, remedy="")
-        found.append(each)
-    return tuple(found)
+def _decided(verdict: Verdict, adjusted: Iterator[float]) -> Verdict:
+    """Return a verdict by its p-value, if it has one, which is the next of those adjusted."""
+    if verdict.p_value is not None:
+        p_value, level = next(adjusted), 1 - PairedBound.parse(verdict.bound).confidence
+        status = BREACHED if p_value <= level else verdict.status
+        verdict = replace(verdict, p_value=p_value, status=status)
+    if verdict.status != INSUFFICIENT:
+        verdict = replace(verdict, needed=None, unseen=None)
+    return verdict if verdict.status == BREACHED else replace(verdict, remedy="")
 
 
 def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:
@@ -359,14 +356,14 @@ def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:
     As long as there is no run, healthy ones are assumed to change 2 % of the answers. Where even a
     run without any change could not hold, the line says how many samples could.
     """
-    found = [
-        (name, sentence, PairedBound.parse(sentence))
-        for name, bound in bounds.items()
-        for sentence in sentences_of(bound)
+    tested = [
+        (name, bound)
+        for name, each in bounds.items()
+        for bound in sentences_of(each)
+        if bound.word != CHANGE
     ]
-    tested = [each for each in found if each[2].word != CHANGE]
     lines = []
-    for name, sentence, bound in tested:
+    for name, bound in tested:
         metric = baseline[name]
         margin, level = bound.margin(metric), 1 - bound.confidence
         alpha = level / len(tested)
@@ -380,11 +377,12 @@ def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:
         caught = "no drop" if smallest is None else amount_text(smallest, metric.unit)
         most = MOST_LOST if metric.unit == "fraction" else MOST_NATS_LOST
         needed = samples_to_hold(margin, most, alpha=level)
-        few = f"; {needed:,.0f} samples without a change would hold it"
-        lines.append(
-            f"{name}: {sentence}: {100 * POWER:.0f} % of runs over {metric.count:,} samples catch "
-            f"{caught}, if {100 * ASSUMED_CHANGE:.0f} % of the answers change without a cause"
-            + few
-            * (metric.count < needed < math.inf and not metric.is_share)
+        line = (
+            f"{name}: {bound.text}{', advisory' * bound.is_advisory}: {100 * POWER:.0f} % of runs "
+            f"over {metric.count:,} samples catch {caught}, if {100 * ASSUMED_CHANGE:.0f} % of the "
+            "answers change without a cause"
         )
+        if metric.count < needed < math.inf and not metric.is_share:
+            line += f"; {needed:,.0f} samples without a change would hold it"
+        lines.append(line)
     return lines

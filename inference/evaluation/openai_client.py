@@ -9,10 +9,9 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -104,17 +103,20 @@ class OpenAIClient:
             raise RequestFailedError(f"{self.url}: {str(answer)[:_SHOWN]} has no answer")
         prompt = body.get("prompt")
         rows = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
-        choices = dict(_placed(choices_of(answer)))
-        if [*choices] != [*range(len(rows))] or len(choices) != len(choices_of(answer)):
-            found = answer.get("error") or f"choices {[*choices]} to {len(rows)} prompts"
-            raise RequestFailedError(f"{self.url}: an answer with {str(found)[:_SHOWN]}")
+        found, choices = choices_of(answer), {}
+        for place, choice in enumerate(found):
+            index = choice.get("index", place)
+            choices[index if isinstance(index, int) else -1] = choice
+        if sorted(choices) != [*range(len(rows))] or len(found) != len(rows):
+            error = answer.get("error") or f"choices {sorted(choices)} to {len(rows)} prompts"
+            raise RequestFailedError(f"{self.url}: an answer with {str(error)[:_SHOWN]}")
         for choice in choices.values():
             self.count_end(choice)
         self._check_answer(answer, body.get("max_tokens"), len(rows))
         counted = usage_count(answer, "prompt_tokens")
         if counted is not None and all(map(_are_ids, rows)):
             self.check_count(counted, sum(map(len, rows)))
-        return {**answer, "choices": [*choices.values()]}
+        return {**answer, "choices": [choices[place] for place in sorted(choices)]}
 
     def _check_answer(self, answer: Table, most: Any, rows: int) -> None:
         """Raise ImpossibleFigureError if another model answers than before, or beyond `most`.
@@ -267,13 +269,6 @@ def base_url(server: str, *, uses_tls: bool) -> str:
 
 def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
-
-
-def _placed(choices: Sequence[Table]) -> list[tuple[int, Table]]:
-    """Return choices behind their places among the prompts, by these."""
-    places = [each.get("index", place) for place, each in enumerate(choices)]
-    whole = [place if isinstance(place, int) else -1 for place in places]
-    return sorted(zip(whole, choices, strict=True), key=itemgetter(0))
 
 
 def is_put_off(status: int) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from inference.evaluation.paired_tests import Pairs, check_drop
 from inference.evaluation.record import Comparison
@@ -42,10 +43,11 @@ def compare_metric(
         for each, values in found
         if name in each.values and name in values and metric.group in ("", each.group)
     ]
-    difference = metric.value - reference_value
+    compared = Comparison(
+        metric.name, metric.value, reference_value, metric.value - reference_value
+    )
     if not both:
-        return Comparison(metric.name, metric.value, reference_value, difference)
-    low = high = p_value = None
+        return compared
     if pairs := pairs_of(metric, both):
         worse, better = (
             check_drop(each, 0.0, confidence=_ONE_SIDED) for each in (pairs, pairs.reversed)
@@ -53,23 +55,23 @@ def compare_metric(
         difference, *limits = (
             _in_unit(metric, pairs, each) for each in (worse.drop, worse.low, -better.low)
         )
-        low, high = sorted(limits)
-        p_value = min(1.0, 2 * min(worse.p_breached, better.p_breached))
-    disagreeing = [new.index for new, old in both if new.values[name] != old[name]]
-    is_share = metric.unit == "fraction"
-    return Comparison(
-        metric=metric.name,
-        value=metric.value,
-        reference=reference_value,
-        difference=difference,
-        low=low,
-        high=high,
-        agreeing=len(both) - len(disagreeing) if is_share else None,
-        disagreeing=len(disagreeing) if is_share else None,
-        p_value=p_value,
-        first_disagreements=tuple(disagreeing[:_MAX_SHOWN]) if is_share else (),
-        largest_difference=max(abs(new.values[name] - old[name]) for new, old in both),
-    )
+        compared = replace(
+            compared,
+            difference=difference,
+            low=min(limits),
+            high=max(limits),
+            p_value=min(1.0, 2 * min(worse.p_breached, better.p_breached)),
+        )
+    if metric.unit == "fraction":
+        changed = [new.index for new, old in both if new.values[name] != old[name]]
+        compared = replace(
+            compared,
+            agreeing=len(both) - len(changed),
+            disagreeing=len(changed),
+            first_disagreements=tuple(changed[:_MAX_SHOWN]),
+        )
+    largest = max(abs(new.values[name] - old[name]) for new, old in both)
+    return replace(compared, largest_difference=largest)
 
 
 def _in_unit(metric: Metric, pairs: Pairs, drop: float) -> float:

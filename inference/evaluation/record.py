@@ -30,13 +30,11 @@ class StageTiming:
 
     Attributes:
         seconds: how long it took; for a stage that still runs, until it was ready.
-        start_s: when it began, in seconds after the first stage; null if not known.
     """
 
     name: str
     state: str
     seconds: float
-    start_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -68,16 +68,12 @@ def answers(
     """
     starts = [0 if has_encoder else len(row) for row in rows]
     if "response_input_lengths" in outputs:
-        starts = [
-            int(each) for each in outputs["response_input_lengths"].reshape(len(rows), -1)[:, 0]
-        ]
-    ends = outputs["sequence_length"].reshape(len(rows), -1)[:, 0]
-    lengths = [int(end) - max(starts) for end in ends]
+        starts = outputs["response_input_lengths"].reshape(len(rows), -1)[:, 0].tolist()
+    ends = outputs["sequence_length"].reshape(len(rows), -1)[:, 0].tolist()
+    lengths = [end - max(starts) for end in ends]
     if min(lengths) < 0 or len(outputs["output_ids"]) != len(rows):
-        raise RequestFailedError(
-            f"sequence_length={ends.tolist()} after prompts of {starts} tokens"
-        )
+        raise RequestFailedError(f"sequence_length={ends} after prompts of {starts} tokens")
     return [
-        tuple(int(each) for each in ids[0, start : start + length])
+        tuple(ids[0, start : start + length].tolist())
         for ids, start, length in zip(outputs["output_ids"], starts, lengths, strict=True)
     ]

@@ -244,7 +244,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.suggest",
-        "export_scripts.values",
         "inference.backend",
         "inference.evaluation",
         "inference.evaluation.report",

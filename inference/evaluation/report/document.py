@@ -7,7 +7,6 @@ their hashes: a script that reaches the page through data does not run.
 
 import base64
 import hashlib
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from pydantic_core import to_jsonable_python
 
 from export_scripts.tables import text_table
 from inference.evaluation.report import formatting
@@ -111,7 +111,7 @@ class Page:
         return render(
             "page.html",
             page=self,
-            data=_finite(self.data),
+            data=to_jsonable_python(self.data, inf_nan_mode="null"),  # what JSON has no number for
             policy=Markup(policy),
             style=style,
             script=script,
@@ -136,15 +136,6 @@ def _terminal_block(block: str) -> str:
 
 def _unescaped(text: str) -> str:
     return _ESCAPED.sub(lambda found: found[1] or "@", text)
-
-
-def _finite(value: Any) -> Any:
-    """Return JSON's values with null for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _asset(name: str) -> str:

@@ -10,9 +10,7 @@ from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import unsuited
 from inference.evaluation.options import Bounds
-from inference.evaluation.paired import pairs_of
-from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.record import SCHEMA_VERSION, Report, TaskReport, from_json
+from inference.evaluation.record import SCHEMA_VERSION, Report, from_json
 from inference.evaluation.report.files import PREDICTIONS, read_run
 from inference.evaluation.task import Dataset, Metric, Prediction, Sample, sample_ids
 
@@ -113,14 +111,6 @@ class Baseline:
         if stored is None or prediction.id not in stored.rows:
             return {}
         return dict(zip(stored.quantities, stored.rows[prediction.id], strict=True))
-
-    def pairs(self, task: TaskReport, predictions: Sequence[Prediction]) -> dict[str, Pairs]:
-        """Return the scores of a task's samples next to those stored, by metric."""
-        if task.name not in self.scores:
-            return {}
-        both = [(each, self.values(each)) for each in predictions]
-        found = {metric.name: pairs_of(metric, both) for metric in task.metrics}
-        return {name: each for name, each in found.items() if each and name in self.metrics}
 
 
 NO_BASELINE = Baseline(SCHEMA_VERSION, run_id="", started_at="", samples={}, metrics={})

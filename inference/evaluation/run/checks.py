@@ -1,6 +1,5 @@
 """Every problem of evaluation options that is visible before anything runs."""
 
-import operator
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -8,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.suggest import did_you_mean
-from export_scripts.values import MISSING, WrongValuesError, built, keys_of
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     REFERENCES,
     Bounds,
-    EvaluateSection,
     EvaluationOptions,
     parse_shape,
 )
@@ -38,7 +35,8 @@ def check_gate(gate: Mapping[str, Any], options: EvaluationOptions) -> list[str]
 def check_evaluation(options: EvaluationOptions) -> list[str]:
     """Return every problem of the options that can be seen without a server, or an empty list.
 
-    The messages use the configuration's names (`evaluate.concurrency`).
+    Types and ranges are checked where the configuration is read. The messages use its names
+    (`evaluate.concurrency`).
     """
     problems = [
         f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
@@ -48,18 +46,6 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    given = {
-        each.name: operator.attrgetter(each.name)(options) for each in keys_of(EvaluateSection)
-    }
-    plain = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in given.items()
-        if value != MISSING
-    }
-    try:
-        built(EvaluateSection, plain)  # types and ranges, by what the schema says of each
-    except WrongValuesError as error:
-        problems += [f"evaluate.{text}" for text in error.problems.values()]
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
     tasks = known_tasks(options)
     for task in tasks:

@@ -20,6 +20,7 @@ from inference.evaluation.environment import (
 )
 from inference.evaluation.gate import ADVISORY, CRITICAL, Measured, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
+from inference.evaluation.paired import pairs_of
 from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming
 from inference.evaluation.report.files import (
     FILE_NAMES,
@@ -211,12 +212,12 @@ def _gated(
 
 
 def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> list[Measured]:
-    pairs = baseline.pairs(run.report, run.predictions)
+    both = [(each, each.baseline) for each in run.predictions]
     return [
         Measured(
             metric,
             baseline=baseline.metrics.get(metric.name),
-            pairs=pairs.get(metric.name),
+            pairs=pairs_of(metric, both),
             moved=run.moved.get(metric.name, 0.0),
             tier=ADVISORY if run.report.name in options.advisory else CRITICAL,
             remedy=run.prepared.task.remedy(),
@@ -238,6 +239,5 @@ def _with_own_facts(facts: RunFacts, options: EvaluationOptions, seconds: float)
         )
     if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
         return facts
-    ends = [stage.start_s + stage.seconds for stage in facts.stages if stage.start_s is not None]
-    own = StageTiming("evaluate", "running", seconds, max(ends) if ends else None)
+    own = StageTiming("evaluate", "running", seconds)
     return replace(facts, stages=(*facts.stages, own))

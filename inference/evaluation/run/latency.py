@@ -12,9 +12,10 @@ latency, divided evenly. An encoder is measured by the tokens in: its requests r
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 
 import numpy as np
@@ -84,78 +85,64 @@ def measure_latency(
     Raises:
         EvaluationError: a request failed.
     """
-    shapes = list(dict.fromkeys(parse_shape(text) for text in options.latency.shapes))
+    latency = options.latency
+    shapes = list(dict.fromkeys(parse_shape(text) for text in latency.shapes))
     if not generates(model):
         shapes = list(dict.fromkeys(RequestShape(shape.input_len, 0) for shape in shapes))
-    loads = _loads(model, tokens, shapes, options)
-    measured: dict[Load, Answered] = {}
+    most = max(shape.input_len for shape in shapes) * _MAX_PROMPTS
+    ids = list(itertools.islice(itertools.chain.from_iterable(tokens), most))
+    loads = [
+        Load(cut_prompts(ids, input_len=shape.input_len), shape, *load)
+        for shape, *load in itertools.product(shapes, latency.batch_sizes, latency.concurrencies)
+    ]
+    send = cache(lambda load: _send(model, options, load))
+    points = []
     for done, load in enumerate(loads):
         progress(EvaluationProgress("latency", done, len(loads)))
+        needs_one = load.shape.output_len and not model.streams
+        one = replace(load, shape=RequestShape(load.shape.input_len, 1)) if needs_one else load
         try:
-            measured[load] = _send(model, options, load)
+            points.append(_point(load, send(one), send(load)))
         except RequestFailedError as error:
             raise EvaluationError(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
                 "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
             ) from error
     progress(EvaluationProgress("latency", len(loads), len(loads)))
-    return tuple(_point(load, measured) for load in loads if load.shape in shapes)
+    return tuple(points)
 
 
-def _loads(
-    model: TextGenerator,
-    tokens: Iterable[Ids],
-    shapes: Sequence[RequestShape],
-    options: EvaluationOptions,
-) -> list[Load]:
-    """Return every point once, after the point for one token that its estimates need, if any."""
-    needed = dict.fromkeys(
-        each
-        for shape in shapes
-        for each in (RequestShape(shape.input_len, 1), shape)
-        if each == shape or (shape.output_len and not model.streams)
-    )
-    sizes, concurrencies = options.latency.batch_sizes, options.latency.concurrencies
-    most = max(shape.input_len for shape in shapes) * _MAX_PROMPTS
-    ids = list(itertools.islice(itertools.chain.from_iterable(tokens), most))
-    return [
-        Load(cut_prompts(ids, input_len=shape.input_len), shape, *load)
-        for shape, *load in itertools.product(needed, sizes, concurrencies)
-    ]
-
-
-def _point(load: Load, measured: Mapping[Load, Answered]) -> LatencyPoint:
-    answered = measured[load]
-    latency = distribution(answered.durations_s)
-    first_s: Sequence[float] = ()
-    per_token_ms = None
-    if answered.arrivals_s:
-        first_s = [each[0] for each in answered.arrivals_s]
-        several = [each for each in answered.arrivals_s if len(each) > 1]
+def _point(load: Load, one: Answered, answered: Answered) -> LatencyPoint:
+    """Return a point; `one` are the answers of one token that stand for the first in it."""
+    latency, generates_tokens = distribution(answered.durations_s), load.shape.output_len > 0
+    requests, arrivals_s = len(answered.durations_s), answered.arrivals_s
+    first_s, per_token_ms = one.durations_s, None
+    if arrivals_s:
+        first_s = [each[0] for each in arrivals_s]
+        several = [each for each in arrivals_s if len(each) > 1]
         steps_ms = [1000 * (each[-1] - each[0]) / (len(each) - 1) for each in several]
         per_token_ms = median(steps_ms) if steps_ms else None
-    elif load.shape.output_len:
-        first_s = measured[replace(load, shape=RequestShape(load.shape.input_len, 1))].durations_s
-        further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
+    elif generates_tokens:
+        further = answered.generated / (requests * load.batch_size) - 1
         rest_ms = latency.p50_ms - distribution(first_s).p50_ms
         per_token_ms = rest_ms / further if further > 0 and rest_ms > 0 else None
     first_token = distribution(first_s)
     counted = answered.generated
-    if not load.shape.output_len:
-        counted = len(answered.durations_s) * load.batch_size * load.shape.input_len
+    if not generates_tokens:
+        counted = requests * load.batch_size * load.shape.input_len
     return LatencyPoint(
         batch_size=load.batch_size,
         input_len=load.shape.input_len,
         output_len=load.shape.output_len,
         concurrency=load.concurrency,
-        requests=len(answered.durations_s),
+        requests=requests,
         generated=answered.generated,
         latency=latency,
         tokens_per_s=counted / answered.seconds,
-        first_token_ms=first_token.p50_ms if first_s else None,
-        first_token_p95_ms=first_token.p95_ms if first_s else None,
+        first_token_ms=first_token.p50_ms if generates_tokens else None,
+        first_token_p95_ms=first_token.p95_ms if generates_tokens else None,
         per_token_ms=per_token_ms,
-        streamed=bool(answered.arrivals_s),
+        streamed=bool(arrivals_s),
     )
 
 

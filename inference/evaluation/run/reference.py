@@ -68,11 +68,10 @@ def read_reference(path: Path, *, task: str) -> Reference:
     content, remedy = path.read_bytes(), "expected a report or recorded file."
     if "tasks" in json_object(content, f"reference {path}", remedy=remedy):
         report, predictions = read_run(path)
-        names = [each.name for each in report.tasks]
-        if task not in names:
-            known = ", ".join(names) or "none"
+        found = next((each for each in report.tasks if each.name == task), None)
+        if found is None:
+            known = ", ".join(each.name for each in report.tasks) or "none"
             raise ValueError(f"report {path} has no task {task}; it has {known}.")
-        found = report.tasks[names.index(task)]
         return Reference(
             source=f"run {report.run_id}",
             dataset_sha256=found.dataset.sha256,

@@ -92,7 +92,7 @@ class ServedTokenizer:
         }
         outputs = ask(self._client, "preprocessing", inputs, "INPUT_ID", "REQUEST_INPUT_LEN")
         count = int(outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
-        return tuple(int(each) for each in outputs["INPUT_ID"][0, :count])
+        return tuple(outputs["INPUT_ID"][0, :count].tolist())
 
     def decode(self, ids: Ids) -> str:
         """Return the text of token ids; end tokens at the end give no text."""
@@ -264,8 +264,9 @@ class ServedModel(TextGenerator):
 
 def _context_log_prob(outputs: Outputs) -> float:
     """Return the prompt's part of the sum, which also holds the generated tokens."""
-    whole = float(outputs["cum_log_probs"].reshape(-1)[0])
-    return whole - math.fsum(float(each) for each in outputs["output_log_probs"].reshape(-1))
+    return float(outputs["cum_log_probs"].reshape(-1)[0]) - math.fsum(
+        outputs["output_log_probs"].ravel().tolist()
+    )
 
 
 @contextmanager

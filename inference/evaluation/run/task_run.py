@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from inference.evaluation.answered import answer_journal, answered_samples
+from inference.evaluation.answered import SAMPLES_AGAIN, Answers, answer_journal
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bounds
 from inference.evaluation.paired import compare_metric, pairs_of
@@ -123,32 +124,30 @@ def run_task(
     task, samples = prepared.task, prepared.samples
     task.start()
     timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
-    kept = None
-    answered: dict[int, Prediction] = {}
+    answers = None
     if is_kept and not task.only_served:
-        kept = answer_journal(task, prepared.dataset, samples)
-        answered = answered_samples(kept, samples, lambda each: _ask(task, timer, each))
-    earlier = len(answered)
-    _ask_all(
-        task,
-        samples,
-        timer,
-        answered,
-        concurrency=concurrency,
-        progress=progress,
-        keep=(lambda _: None) if kept is None else (lambda each: kept.add(asdict(each))),
-    )
+        journal = answer_journal(task, prepared.dataset, samples)
+        answers = Answers(journal, ("values", "answer"), again=SAMPLES_AGAIN)
+
+    def ask(sample: Sample) -> Prediction:
+        if answers is None:
+            return _ask(task, timer, sample)
+        once = partial(_ask, task, timer, sample)
+        return Prediction(**answers.reply(str(sample.index), lambda: asdict(once())))
+
+    found = _ask_all(task.name, samples, ask, concurrency, progress)
     requests = timer.statistics(concurrency=concurrency)
     if task.tally is not None:
         requests = replace(requests, **{name: task.tally.counts()[name] for name in Tally.NAMES})
     predictions = tuple(
-        replace(answered[sample.index], id=own_id)
-        for sample, own_id in zip(samples, sample_ids(samples), strict=True)
+        replace(each, id=own_id) for each, own_id in zip(found, sample_ids(samples), strict=True)
     )
     metrics = task.metrics(predictions)
     for metric in metrics:
         if problem := impossible(metric):
             raise ImpossibleFigureError(f"{metric.name} = {metric.value:g}: {problem}")
+    reused = task.reused or (answers.reused if answers else 0)
+    noun = "requests" if task.reused else "samples"
     report = TaskReport(
         name=task.name,
         version=task.version,
@@ -156,40 +155,34 @@ def run_task(
         metrics=metrics,
         seconds=requests.seconds,
         requests=requests,
-        note=_earlier_note(earlier + task.reused, "requests" if task.reused else "samples"),
+        note=f"{reused} {noun} were answered in an earlier run that ended" * bool(reused),
     )
     return TaskRun(prepared, report, predictions)
 
 
-def _earlier_note(count: int, noun: str) -> str:
-    return f"{count} {noun} were answered in an earlier run that ended" * bool(count)
-
-
 def _ask_all(
-    task: Task,
+    task: str,
     samples: Sequence[Sample],
-    model: TextGenerator,
-    answered: dict[int, Prediction],
-    *,
+    ask: Callable[[Sample], Prediction],
     concurrency: int,
     progress: ProgressCallback,
-    keep: Callable[[Prediction], None],
-) -> None:
-    """Add every sample as answered by its index; few samples are submitted ahead.
+) -> list[Prediction]:
+    """Return every sample as answered, in their order; few samples are submitted ahead.
 
     Raises:
-        EvaluationError: a sample could not be evaluated; the others were kept.
+        EvaluationError: a sample could not be evaluated.
     """
+    answered: dict[int, Prediction] = {}
     failures: list[tuple[int, RequestFailedError]] = []
     right: dict[str, float] = defaultdict(float)
-    progress(EvaluationProgress(task.name, len(answered), len(samples)))
-    waiting = iter([sample for sample in samples if sample.index not in answered])
+    progress(EvaluationProgress(task, 0, len(samples)))
+    waiting = iter(samples)
     asked: dict[Future[Prediction], int] = {}
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="evaluate")
     try:
         while len(failures) < _MAX_FAILURES:
             for sample in islice(waiting, 2 * concurrency - len(asked)):
-                asked[threads.submit(_ask, task, model, sample)] = sample.index
+                asked[threads.submit(ask, sample)] = sample.index
             if not asked:
                 break
             for future in wait(asked, return_when=FIRST_COMPLETED).done:
@@ -198,19 +191,19 @@ def _ask_all(
                     failures.append((index, error))
                 else:
                     answered[index] = future.result()
-                    keep(answered[index])
                     for name, value in answered[index].values.items():
                         if value in (0.0, 1.0):
                             right[name] += value
                 shares = tuple((name, each / len(answered)) for name, each in right.items())
                 done = len(answered) + len(failures)
-                progress(EvaluationProgress(task.name, done, len(samples), shares))
+                progress(EvaluationProgress(task, done, len(samples), shares))
                 if len(failures) == _MAX_FAILURES:
                     break
     finally:
         threads.shutdown(cancel_futures=True)
     if failures:
-        raise EvaluationError(_failure_message(task.name, len(samples), len(answered), failures))
+        raise EvaluationError(_failure_message(task, len(samples), len(answered), failures))
+    return [answered[sample.index] for sample in samples]
 
 
 def _ask(task: Task, model: TextGenerator, sample: Sample) -> Prediction:

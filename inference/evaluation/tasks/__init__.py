@@ -13,8 +13,7 @@ from inference.evaluation.tasks.end_to_end import EndToEnd
 from inference.evaluation.tasks.harness import PREFIX, HarnessTask
 from inference.evaluation.tasks.identity import Identity
 from inference.evaluation.tasks.lambada import Lambada
-from inference.evaluation.tasks.text_task import TextTask
-from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+from inference.evaluation.tasks.text_task import TEXT_TASKS, TextTask
 
 TASKS: dict[str, Callable[[EvaluationOptions], Task]] = {
     "lambada": Lambada,

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from export_scripts.files.json_content import Table
-from inference.evaluation.answered import AnsweredRequests, answer_journal
+from inference.evaluation.answered import REQUESTS_AGAIN, Answers, answer_journal
 from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,
@@ -86,7 +87,7 @@ class HarnessTask(Task):
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
         self._figures: list[_Figure] = []
         self._drawn: Drawn | None = None
-        self._answers: AnsweredRequests | None = None
+        self._answers: Answers | None = None
 
     def problems(self) -> list[str]:
         """Return that the harness, the endpoint it asks or a folder is missing."""
@@ -133,17 +134,17 @@ class HarnessTask(Task):
             for pipeline in task._filters  # the harness has no public name for them
         ]
         limit = self.options.limit
-        sizes = [len(task.eval_docs) for task in self._loaded.values()]
-        digest = hashlib.sha256()
-        for task in self._loaded.values():
-            for document in task.eval_docs:
-                digest.update(json.dumps(document, sort_keys=True, default=str).encode())
+        texts = {
+            name: [json.dumps(each, sort_keys=True, default=str) for each in task.eval_docs]
+            for name, task in self._loaded.items()
+        }
+        sizes = [len(each) for each in texts.values()]
         dataset = Dataset(
             name=self.own_name,
             path=f"{_PACKAGE} {self.own_name}",
-            sha256=digest.hexdigest(),
+            sha256=hashlib.sha256("".join(chain(*texts.values())).encode()).hexdigest(),
             total=sum(sizes),
-            count=sum(size if limit is None else min(size, limit) for size in sizes),
+            count=sum(min(size, limit or size) for size in sizes),
             limit=limit,
         )
         samples = [
@@ -255,15 +256,17 @@ class HarnessTask(Task):
         client.tally = Tally()  # without what was tried
 
         def ask(body: Table) -> Table:
-            return client.patient({**neutral, **body})
+            request = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+            return answers.reply(request, lambda: client.patient({**neutral, **body}))
 
         def reuse(reply: Table) -> None:
             for choice in choices_of(reply):
                 client.count_end(choice)
 
         assert self._drawn is not None, "prepared before"
-        self._answers = AnsweredRequests(answer_journal(self, *self._drawn), ask, reuse)
-        return _asking(self._answers, threads, chat=client.chat)(**arguments)
+        journal = answer_journal(self, *self._drawn)
+        self._answers = answers = Answers(journal, ["choices"], again=REQUESTS_AGAIN, reuse=reuse)
+        return _asking(ask, threads, chat=client.chat)(**arguments)
 
     def _model_arguments(self) -> dict[str, Any]:
         """Return what the harness must know of the endpoint.

@@ -62,53 +62,35 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
     return shape.input_len
 
 
-def served_prompts(folder: Path | None) -> dict[str, PromptOptions]:
-    """Return the prompt tables that a folder's config.ini lists, by name; none without a folder."""
-    if (config := read_served(folder)) is None:
-        return {}
-    start_id = config.prompt_learning_start_id or 0
-    return {
-        each.task_name: PromptOptions(length=each.prompt_length, start_id=start_id, task_id=number)
-        for number, each in enumerate(config.tasks)
-    }
-
-
 def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOptions:
     """Return the virtual tokens of a task: as given, or those of the model's table for it.
 
-    The table is the one that `given.task_id` names, or the one of the task's name.
+    A table that is sent has as many as rows. The model's table is the one that `given.task_id`
+    names, or the one of the task's name.
 
     Raises:
-        ValueError: The folder has no table of that id.
+        ValueError: The folder has no table of that id, or is not there to say how wide rows are.
     """
-    if given.table_path is not None:
-        return _of_table(task, given, Path(given.table_path), folder)
+    config = read_served(folder)
+    start_id = 0 if config is None else config.prompt_learning_start_id or 0
+    if given.table_path is not None and config is not None:
+        row_bytes = 4 * config.architecture().hidden  # fp32
+        length = given.length or Path(given.table_path).stat().st_size // row_bytes
+        return replace(given, length=length, start_id=given.start_id or start_id)
+    if given.table_path is not None and not given.length:
+        raise ValueError(
+            f"evaluate.{task}.prompt.table_path={given.table_path} needs length and start_id: "
+            "config.ini of the served folder, which has the width of its rows, is not here."
+        )
     if given.length or not given.from_model:
         return given
-    for name, each in served_prompts(folder).items():
-        is_asked = given.task_id is None and name.lower() == task
-        if is_asked or given.task_id == each.task_id:
-            return replace(each, append_ids=given.append_ids)
+    for number, each in enumerate(config.tasks if config else ()):
+        is_asked = given.task_id is None and each.task_name.lower() == task
+        if is_asked or given.task_id == number:
+            return replace(given, length=each.prompt_length, start_id=start_id, task_id=number)
     if given.task_id is not None:
         raise ValueError(
             f"evaluate.{task}.prompt.task_id={given.task_id}: {folder} lists no such prompt table; "
             f"give evaluate.{task}.prompt.length and start_id, or task_id=null."
         )
     return given
-
-
-def _of_table(task: str, given: PromptOptions, table: Path, folder: Path | None) -> PromptOptions:
-    """Return the virtual tokens of a table, as many as it has rows."""
-    if (config := read_served(folder)) is None:
-        if not given.length:
-            raise ValueError(
-                f"evaluate.{task}.prompt.table_path={table} needs length and start_id: config.ini "
-                "of the served folder, which has the width of its rows, is not here."
-            )
-        return given
-    row_bytes = 4 * config.architecture().hidden  # fp32
-    return replace(
-        given,
-        length=given.length or table.stat().st_size // row_bytes,
-        start_id=given.start_id or config.prompt_learning_start_id or 0,
-    )

@@ -1,4 +1,4 @@
-"""Tasks whose answer is text: their data, prompts and scores.
+"""Tasks whose answer is text, as text_tasks.yaml defines them: BoolQ, MNLI, SQuAD and others.
 
 Prompts go as text through the ensemble; for a model tuned by p-tuning they go as token ids
 with the virtual tokens in front. A task with few answers can also be asked by log likelihood: the
@@ -7,12 +7,15 @@ answer is the choice that the model finds most probable after the prompt.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
 
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.statistics import mean_metric
@@ -20,7 +23,6 @@ from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
     Drawn,
-    Metric,
     Metrics,
     Prediction,
     Sample,
@@ -36,6 +38,7 @@ from inference.evaluation.tasks.datasets import (
     missing_files,
 )
 from inference.evaluation.tasks.served_folder import prompt_of
+from inference.evaluation.tasks.text_tasks import CORPUS, FORMS, SCORES
 
 _P_TUNING = 3  # request_prompt_type of the contract
 _LETTER = r"[^\W_]"
@@ -46,20 +49,15 @@ class Measure:
     """One figure of an answer; the metric is its mean over all samples.
 
     Attributes:
-        name: the metric's, behind that of its task.
+        score: of an answer against the right ones, one of SCORES.
         key: its short name, as evaluation harnesses write it.
-        score: of an answer against the right ones.
         is_share: whether each answer scores 0 or 1.
     """
 
-    name: str
-    score: Callable[[str, Sequence[str]], float]
+    score: str
     key: str = ""
     method: str = ""
     is_share: bool = True
-
-
-CorpusMetric = Callable[[Sequence[Prediction]], Metric]
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class TextTaskKind:
     """The definition of one task.
 
     Attributes:
-        read: the rows of its data files.
-        measures: of each answer.
-        corpus: metrics of all answers together, by name, in place of the measures' means.
+        rows: the form of its data files, one of FORMS, and what that needs to read them.
+        measures: of each answer; their names stand behind the task's.
+        corpus: metrics of all answers together, of CORPUS, in place of the measures' means.
         template: its prompt, with the row's fields in braces.
         output_len: tokens to generate.
         grouped: whether they are summed up over each group of the data too.
@@ -82,24 +80,25 @@ class TextTaskKind:
     """
 
     name: str
-    read: Callable[[Path, TextTaskOptions], list[Row]]
-    measures: tuple[Measure, ...]
+    rows: dict[str, Any]
+    measures: dict[str, Measure]
     template: str
     output_len: int
-    corpus: Mapping[str, CorpusMetric] = field(default_factory=dict)
+    corpus: tuple[str, ...] = ()
     grouped: bool = False
-    choices: Mapping[str, str] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
     likelihood_template: str = ""
     letters: str = _LETTER
     package: str = ""
     source: DataSource | None = None
     recipe: str = ""
 
-    def data_source(self, options: TextTaskOptions) -> DataSource | None:
-        """Return where missing data comes from: as the options say, or the task's own place."""
-        if options.url is not None and options.sha256 is not None:
-            return DataSource(options.url, options.sha256)
-        return self.source
+
+_TABLE = yaml.safe_load(Path(__file__).with_name("text_tasks.yaml").read_text(encoding="utf-8"))
+TEXT_TASKS = {
+    name: TypeAdapter(TextTaskKind).validate_python({"name": name, **values})
+    for name, values in _TABLE.items()
+}
 
 
 class TextTask(Task):
@@ -113,8 +112,8 @@ class TextTask(Task):
         super().__init__(options)
         self.kind, self.name, self.grouped = kind, kind.name, kind.grouped
         self.own: TextTaskOptions = getattr(options, kind.name)
-        names = tuple(f"{self.name}_{each.name}" for each in kind.measures)
-        self.metric_names = tuple(kind.corpus) or names
+        names = tuple(f"{self.name}_{each}" for each in kind.measures)
+        self.metric_names = kind.corpus or names
 
     @property
     def needs(self) -> dict[str, str]:
@@ -183,8 +182,10 @@ class TextTask(Task):
     @property
     def data(self) -> TaskData | None:
         """The data; None where the options have to name it."""
-        source = self.kind.data_source(self.own)
-        return TaskData.of(self.name, self.own.data_path, source, self.options.data_dir)
+        own, source = self.own, self.kind.source
+        if own.url is not None and own.sha256 is not None:
+            source = DataSource(own.url, own.sha256)
+        return TaskData.of(self.name, own.data_path, source, self.options.data_dir)
 
     def data_problem(self) -> str:
         """Return why the data cannot be downloaded."""
@@ -202,7 +203,7 @@ class TextTask(Task):
         template = self.own.template or self.kind.template
         if self.own.template is None and self.own.method == "log_likelihood":
             template = self.kind.likelihood_template or template
-        rows = self.kind.read(path, self.own)
+        rows = FORMS[self.kind.rows["form"]](path, self.own, self.kind.rows)
         self._check_script(rows, path)
         samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
         return drawn_from_file(samples, self.options, path)
@@ -233,20 +234,22 @@ class TextTask(Task):
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the model for one answer and score it."""
         answer = self._answer(sample, model)
-        kind, targets = self.kind, sample.all_targets
-        values = {f"{kind.name}_{each.name}": each.score(answer, targets) for each in kind.measures}
+        values = {
+            f"{self.name}_{name}": SCORES[each.score](answer, sample.all_targets)
+            for name, each in self.kind.measures.items()
+        }
         return Score(values=values, answer=answer)
 
     def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the task's metrics over all samples, then those over each group there is."""
         if self.kind.corpus:
-            return tuple(metric(found) for metric in self.kind.corpus.values())
+            return tuple(CORPUS[metric](found) for metric in self.kind.corpus)
         metrics = []
         for group in ("", *sorted({each.group for each in found} - {""})):
             of, end = (f", of {group}", f"_{group}") if group else ("", "")
             own = [each for each in found if group in ("", each.group)]
-            for each in self.kind.measures:
-                value = f"{self.name}_{each.name}"
+            for name, each in self.kind.measures.items():
+                value = f"{self.name}_{name}"
                 words = {"key": each.key + end, "method": each.method + of, "group": group}
                 share = each.is_share
                 metrics.append(mean_metric(value + end, own, value=value, is_share=share, **words))

@@ -1,4 +1,4 @@
-"""BoolQ, MNLI, XNLI, SQuAD, translation and summarisation: text_tasks.yaml, and their scores.
+"""Scores and forms of data that text_tasks.yaml names.
 
 BLEU is sacrebleu's and ROUGE is rouge-score's; both are imported when first used. Exact match and
 F1 follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
@@ -13,20 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from export_scripts.files.json_content import Table
 from inference.evaluation.options import TextTaskOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Prediction
 from inference.evaluation.tasks.datasets import (
-    DataSource,
     Row,
     labelled_rows,
     read_rows,
     squad_rows,
     translation_rows,
 )
-from inference.evaluation.tasks.text_task import CorpusMetric, Measure, TextTaskKind
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -110,12 +107,11 @@ SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "sentence_bleu": sentence_bleu,
     **{name: partial(rouge, name) for name in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
 }
-CORPUS: Mapping[str, CorpusMetric] = {"translation_bleu": corpus_bleu}
+CORPUS: Mapping[str, Callable[[Sequence[Prediction]], Metric]] = {"translation_bleu": corpus_bleu}
 
 
-def _articles(path: Path, options: TextTaskOptions) -> list[Row]:
+def _articles(path: Path) -> list[Row]:
     """Return the rows of a summarisation, whose tokenised negations are joined again."""
-    del options
     rows = read_rows(path, "article", "highlights")
     return [
         Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
@@ -123,31 +119,10 @@ def _articles(path: Path, options: TextTaskOptions) -> list[Row]:
     ]
 
 
-# The forms of data, by what `rows` in text_tasks.yaml calls them.
-FORMS: Mapping[str, Callable[..., list[Row]]] = {
-    "labels": lambda path, _, texts, labels: labelled_rows(path, *texts, labels=labels),
-    "squad": lambda path, _: squad_rows(path),
-    "lines": lambda path, options: translation_rows(path, options.target_path),
-    "articles": _articles,
+# The forms of data, read from a path by a task's options and its key `rows` in text_tasks.yaml.
+FORMS: Mapping[str, Callable[[Path, TextTaskOptions, Table], list[Row]]] = {
+    "labels": lambda path, _, rows: labelled_rows(path, *rows["texts"], labels=rows["labels"]),
+    "squad": lambda path, *_: squad_rows(path),
+    "lines": lambda path, options, _: translation_rows(path, options.target_path),
+    "articles": lambda path, *_: _articles(path),
 }
-
-
-def _kind(name: str, rows: dict[str, Any], **values: Any) -> TextTaskKind:
-    """Return the definition of a task in text_tasks.yaml."""
-    source = values.pop("source", None)
-    measures = [
-        Measure(each, **{**given, "score": SCORES[given["score"]]})
-        for each, given in values.pop("measures").items()
-    ]
-    return TextTaskKind(
-        name,
-        partial(FORMS[rows.pop("form")], **rows),
-        tuple(measures),
-        corpus={each: CORPUS[each] for each in values.pop("corpus", ())},
-        source=source and DataSource(**source),
-        **values,
-    )
-
-
-_DATA = Path(__file__).with_name("text_tasks.yaml").read_text(encoding="utf-8")
-TEXT_TASKS = {name: _kind(name, **values) for name, values in yaml.safe_load(_DATA).items()}

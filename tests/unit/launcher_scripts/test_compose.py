@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import RepositoryRequest
 from inference.evaluation.options import EvaluateSection, EvaluationOptions
-from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+from inference.evaluation.tasks.text_task import TEXT_TASKS
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import Composition, compose_config
 from launcher_scripts.configuration.diagnosis import files_of_group

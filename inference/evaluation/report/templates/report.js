@@ -318,11 +318,11 @@
     );
 
   const stages = (all) => {
-    let end = 0; // A stage without its own start follows the one before it.
-    const rows = all.map(({ name, seconds, start_s: start }, series) => {
-      const from = start ?? end;
-      end = Math.max(end, from + seconds);
-      return { name, bars: [{ from, to: from + seconds, text: `${numberText(seconds)} s`, series }] };
+    let end = 0;
+    const rows = all.map(({ name, seconds }, series) => {
+      const from = end;
+      end += seconds;
+      return { name, bars: [{ from, to: end, text: `${numberText(seconds)} s`, series }] };
     });
     return figure("Seconds per stage", rowsChart({ rows, from: 0 }));
   };

@@ -39,7 +39,7 @@ def full(report, make_metric):
     return replace(
         report,
         tasks=(replace(task, reference=reference),),
-        run=replace(report.run, stages=(StageTiming("convert", "completed", 2.0, 0.0),)),
+        run=replace(report.run, stages=(StageTiming("convert", "completed", 2.0),)),
         latency=(LatencyPoint(1, 32, 8, 1, 4, 32, task.requests.latency, 100.0, 9.0, 1.0),),
         bounds=bounds,
         gate=apply_gate(map(Measured, report.metrics), bounds),

@@ -39,17 +39,17 @@ def measure(model, tokens: Iterable[Sequence[int]], latency: LatencyOptions):
 def test_every_point_of_the_grid_is_measured(model):
     points = measure(model, map(model.encode, TEXTS), OPTIONS)
     assert [(each.output_len, each.batch_size, each.concurrency) for each in points] == [
-        (1, 1, 1),
-        (1, 1, 3),
-        (1, 2, 1),
-        (1, 2, 3),
         (4, 1, 1),
         (4, 1, 3),
         (4, 2, 1),
         (4, 2, 3),
+        (1, 1, 1),
+        (1, 1, 3),
+        (1, 2, 1),
+        (1, 2, 3),
     ]
     assert all(each.requests == 9 for each in points)
-    assert [each.generated for each in points] == [9, 9, 18, 18, 36, 36, 72, 72]
+    assert [each.generated for each in points] == [36, 36, 72, 72, 9, 9, 18, 18]
     assert model.most_in_flight == 3
 
 
@@ -132,7 +132,7 @@ def test_a_point_ends_when_its_time_is_up(model):
 
 def test_a_failed_request_fails_the_measurement(fake_model):
     model = fake_model(unavailable=True)
-    with pytest.raises(EvaluationError, match=r"latency of 6 \+ 1 tokens, batch 1, concurrency 1"):
+    with pytest.raises(EvaluationError, match=r"latency of 6 \+ 4 tokens, batch 1, concurrency 1"):
         measure(model, map(model.encode, TEXTS), OPTIONS)
 
 

@@ -21,9 +21,8 @@ from inference.evaluation.task import Prediction, Sample
 from inference.evaluation.tasks import TASKS
 from inference.evaluation.tasks.datasets import DataSource, squad_rows, translation_rows
 from inference.evaluation.tasks.served_folder import prompt_of
-from inference.evaluation.tasks.text_task import TextTask, TextTaskKind, read_table
+from inference.evaluation.tasks.text_task import TEXT_TASKS, TextTask, TextTaskKind, read_table
 from inference.evaluation.tasks.text_tasks import (
-    TEXT_TASKS,
     corpus_bleu,
     equal,
     exact_match,
