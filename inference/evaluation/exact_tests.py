@@ -11,12 +11,14 @@ from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import gammaln, xlogy
 from scipy.stats import binom, norm
 
 Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 _TIE = 1e-9
-_ENUMERATED = 1 - 2e-9  # chance of the losses, and of the gains, that are enumerated
+_WINDOW = 6.0  # standard deviations of a count that are enumerated; beyond lie 2e-9
 _MOST_GAINS = 100.0  # expected gains up to which tails are enumerated; beyond, they are normal
 
 
@@ -50,7 +52,7 @@ def _tails(seen: float, count: int, margin: float, *, are_many: bool) -> tuple[f
     return min(1.0, float(above)), min(1.0, float(below))
 
 
-def _score(losses: Floats, gains: Floats, count: int, margin: float) -> Floats:
+def _score(losses: Counts, gains: Counts, count: int, margin: float) -> Floats:
     """Return Tango's statistic of tables: how far the drop is above the margin, in its errors."""
     changed = losses + gains
     linear = changed + margin * (losses - gains) - 2 * count * margin
@@ -78,15 +80,24 @@ def _null(count: int, margin: float) -> list[tuple[Floats, Floats]]:
     return found
 
 
-def _tables(count: int, lost: float, gained: float) -> tuple[Floats, Floats, Floats]:
+def _tables(count: int, lost: float, gained: float) -> tuple[Counts, Counts, Floats]:
     """Return the tables of losses and gains that are not too rare, and their chances."""
-    ends = np.array(binom.interval(_ENUMERATED, count, [lost, gained])).T
-    losses, gains = (each.ravel() for each in np.meshgrid(*(np.arange(a, b + 1) for a, b in ends)))
-    is_table = losses + gains <= count
-    losses, gains = losses[is_table], gains[is_table]
-    changed, share = losses + gains, lost + gained
-    chances = binom.pmf(changed, count, min(1.0, share)) * binom.pmf(losses, changed, lost / share)
-    return losses, gains, chances
+
+    def window(rate: float) -> Counts:
+        width = _WINDOW * math.sqrt(count * rate * (1 - rate)) + _WINDOW * (rate > 0)
+        middle = count * rate
+        return np.arange(
+            max(0, math.floor(middle - width)), min(count, math.ceil(middle + width)) + 1
+        )
+
+    losses, gains = (each.ravel() for each in np.meshgrid(window(lost), window(gained)))
+    same = count - losses - gains
+    losses, gains, same = losses[same >= 0], gains[same >= 0], same[same >= 0]
+    logs = gammaln(count + 1) + sum(
+        xlogy(number, max(0.0, rate)) - gammaln(number + 1)
+        for number, rate in ((losses, lost), (gains, gained), (same, 1 - lost - gained))
+    )
+    return losses, gains, np.exp(logs)
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from export_scripts.files.json_content import Table
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.retry import patiently
 from inference.evaluation.task import (
     EvaluationError,
@@ -246,6 +247,17 @@ class OpenAIClient:
             if is_lost(cause):
                 raise PutOffError(message, is_lost=True) from error
             raise RequestFailedError(message) from error
+
+
+def client_of(options: EvaluationOptions, url: str) -> OpenAIClient:
+    """Return a client that asks as the options say."""
+    return OpenAIClient(
+        url,
+        options.credentials,
+        timeout_s=options.request_timeout_s,
+        chat=options.openai.chat,
+        retry_s=options.retry_s,
+    )
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):

@@ -17,6 +17,7 @@ from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,
     choices_of,
+    client_of,
     listed_model,
     usage_count,
 )
@@ -255,13 +256,7 @@ def open_model(options: EvaluationOptions) -> OpenAIModel:
     """
     from inference.backend.tokenizer import load_tokenizer
 
-    client = OpenAIClient(
-        options.url,
-        options.credentials,
-        timeout_s=options.request_timeout_s,
-        chat=options.openai.chat,
-        retry_s=options.retry_s,
-    )
+    client = client_of(options, options.url)
     if options.tokenizer_dir is None:
         raise EvaluationError(
             "evaluate.protocol=openai needs the model's tokenizer: set evaluate.tokenizer to its "

@@ -26,6 +26,7 @@ from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,
     choices_of,
+    client_of,
     listed_model,
 )
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -202,15 +203,8 @@ class HarnessTask(Task):
     @cached_property
     def _client(self) -> OpenAIClient:
         """Sends what is tried before the harness asks, and the harness's requests."""
-        options, url = self.options, self.options.openai_url
-        assert url is not None, "checked before the start"
-        return OpenAIClient(
-            url,
-            options.credentials,
-            timeout_s=options.request_timeout_s,
-            chat=options.openai.chat,
-            retry_s=options.retry_s,
-        )
+        assert self.options.openai_url is not None, "checked before the start"
+        return client_of(self.options, self.options.openai_url)
 
     @property
     def tally(self) -> Tally:
