@@ -3,9 +3,8 @@
 # Shapes: B one row, N tokens, E hidden, V vocabulary
 
 import contextlib
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,98 +16,17 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from inference.certify.activations import (
-    EMBEDDING,
     LOGITS,
     OUTPUT,
     Activations,
     ModelInputs,
-    spread_ids,
+    Source,
+    watch_layers,
 )
-
-_TOKENS, _ANSWER_TOKENS = 16, 6  # that are computed unless some are given
 
 
 class NoLibraryError(ValueError):
     """transformers is not installed: layers cannot be computed, weights can be compared."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint in its library, one row at a time; threads may share it.
-
-    Attributes:
-        title: library, version and class, for people.
-        positions: most tokens of a row; None without a limit.
-        start: the first token of an encoder-decoder's answer; None for another model.
-    """
-
-    title: str
-    model: Any
-    vocab_size: int
-    positions: int | None
-    has_encoder: bool
-    start: int | None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def default_inputs(self) -> ModelInputs:
-        """Return ids from all over the vocabulary; behind an encoder, with an answer."""
-        ids = spread_ids(min(_TOKENS, self.positions or _TOKENS), self.vocab_size)
-        if self.start is None:
-            return ModelInputs(ids)
-        return ModelInputs(ids, (self.start, *spread_ids(_ANSWER_TOKENS, self.vocab_size)))
-
-    def run(self, inputs: ModelInputs) -> Activations:
-        """Return the first layer's input, the output of every layer, and the logits or the output.
-
-        Raises:
-            ValueError: token ids lie outside the vocabulary.
-        """
-        every = (*inputs.ids, *inputs.decoder_ids)
-        if strange := [each for each in every if not 0 <= each < self.vocab_size]:
-            raise ValueError(f"token ids {strange} are not below vocab_size={self.vocab_size}")
-        ids = {"input_ids": torch.tensor([inputs.ids])}
-        if inputs.decoder_ids:
-            ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
-        noted: Activations = {}
-        with self.lock, torch.no_grad(), contextlib.ExitStack() as hooks:
-            for name, layers in self._stacks():
-                stack = f"{name.split('.')[0]} " if self.has_encoder else ""
-                for hook in _watched(layers, noted, stack):
-                    hooks.callback(hook.remove)
-            outputs = self.model(**ids, use_cache=False)
-        if "logits" in outputs:
-            noted[LOGITS] = outputs["logits"][0].float()
-        else:
-            noted[OUTPUT] = outputs["last_hidden_state"][0].float()
-        return noted
-
-    def _stacks(self) -> Iterator[tuple[str, Any]]:
-        """Yield the stacks of layers by name: lists of modules that lie in no other one."""
-        outer = ""
-        for name, module in self.model.named_modules():
-            is_inner = outer and name.startswith(f"{outer}.")
-            if isinstance(module, torch.nn.ModuleList) and len(module) and not is_inner:
-                outer = name
-                yield name, module
-
-
-def _watched(layers: Sequence[Any], noted: Activations, stack: str) -> list[Any]:
-    """Begin to note the first layer's input and every layer's output; return the hooks."""
-
-    def note(place: str, states: torch.Tensor) -> None:
-        noted[stack + place] = states.reshape(-1, states.shape[-1]).to(torch.float32, copy=True)
-
-    def embedded(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        note(EMBEDDING, args[0] if args else named["hidden_states"])
-
-    def watch(number: int, layer: Any) -> Any:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            note(f"layer {number}", output[0] if isinstance(output, tuple) else output)
-
-        return layer.register_forward_hook(hook)
-
-    first = layers[0].register_forward_pre_hook(embedded, with_kwargs=True)
-    return [first, *(watch(number, layer) for number, layer in enumerate(layers))]
 
 
 def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
@@ -145,12 +63,39 @@ def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
     config = model.config.get_text_config()
     return Source(
         f"transformers {library.__version__}, {type(model).__name__}",
-        model.eval(),
         config.vocab_size,
         getattr(config, "max_position_embeddings", None),
-        has_encoder,
+        partial(_compute, model.eval(), has_encoder),
         start=(getattr(config, "decoder_start_token_id", None) or 0) if answers else None,
     )
+
+
+def _compute(model: Any, has_encoder: bool, inputs: ModelInputs) -> Activations:
+    ids = {"input_ids": torch.tensor([inputs.ids])}
+    if inputs.decoder_ids:
+        ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
+    noted: Activations = {}
+    with contextlib.ExitStack() as hooks:
+        for name, layers in _stacks(model):
+            stack = f"{name.split('.')[0]} " if has_encoder else ""
+            for hook in watch_layers(layers, noted, stack):
+                hooks.callback(hook.remove)
+        outputs = model(**ids, use_cache=False)
+    if "logits" in outputs:
+        noted[LOGITS] = outputs["logits"][0].float()
+    else:
+        noted[OUTPUT] = outputs["last_hidden_state"][0].float()
+    return noted
+
+
+def _stacks(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the stacks of layers by name: lists of modules that lie in no other one."""
+    outer = ""
+    for name, module in model.named_modules():
+        is_inner = outer and name.startswith(f"{outer}.")
+        if isinstance(module, torch.nn.ModuleList) and len(module) and not is_inner:
+            outer = name
+            yield name, module
 
 
 def import_transformers() -> Any:

@@ -3,24 +3,29 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from export_scripts.conversion.convert import convert
+from export_scripts.conversion.ft_source import is_ft_folder
 from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.families.gpt.megatron import is_core
 from export_scripts.ft.reader import FTReader
 from inference.certify.activations import (
     EMBEDDING,
     LOGITS,
     Activations,
     ModelInputs,
+    Source,
     size_of_errors,
     spread_ids,
 )
 from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_computed
-from inference.certify.huggingface import Source, load_huggingface
+from inference.certify.huggingface import load_huggingface
+from inference.certify.megatron import load_megatron
 from inference.certify.pair import Pair
 from inference.certify.served import ScoredRow, scored
 from inference.certify.shards import run_shards
@@ -47,9 +52,10 @@ class Original:
 
 
 def compute_original(pair: Pair, *, rows: int, scratch_dir: Path) -> Original | Part:
-    """Compute the source in fp32, or the folder that is made of it in `scratch_dir`.
+    """Compute the source in fp32, by its own library or that of the folder made of it.
 
-    The part says why nothing could compute it.
+    A source whose library is not run here is written as a Hugging Face folder in `scratch_dir`. The
+    part says why nothing could compute it.
     """
     if problem := _memory_problem(pair):
         return not_computed(NAME, problem, "both")
@@ -86,9 +92,9 @@ def compare_layers(pair: Pair, original: Original, *, tolerance: float | None) -
             title, found = loaded.title, loaded.run(original.inputs)
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "folder")
-    limit = tolerance or tolerance_of(
-        [folder.data_type, *["int8"] * (folder.quantised is not None)]
-    )
+    limit = tolerance
+    if limit is None:
+        limit = tolerance_of([folder.data_type, *["int8"] * (folder.quantised is not None)])
     places = dict.fromkeys((*expected, *found))
     rows = [_compared(place, expected.get(place), found.get(place)) for place in places]
     largest = max(row["relative"] for row in rows)
@@ -141,18 +147,21 @@ def _memory_problem(pair: Pair) -> str:
 
 
 def load_source(plan: ConversionPlan | None, path: Path, scratch_dir: Path) -> Source:
-    """Load a Hugging Face folder, or the one that another checkpoint becomes, in fp32.
+    """Load a checkpoint by its own library, or what it becomes by transformers, in fp32.
 
-    `plan` is how its family reads it; None for a decoder of no known family.
+    `plan` is how its family reads it; None for a Hugging Face decoder of no known family.
 
     Raises:
-        ValueError: transformers cannot load it.
+        ValueError: no library can load it.
     """
     if plan is None:
         return load_huggingface(path, None)
     kind, architecture = plan.facts.reader.format, plan.config.architecture()
     if kind == "huggingface":
         return load_huggingface(path, architecture)
+    has_core = find_spec("megatron") is not None and find_spec("megatron.core") is not None
+    if has_core and not is_ft_folder(path) and is_core(plan.facts):
+        return load_megatron(plan)
     changes: Mapping[str, Any] = {"output_format": "huggingface", "weight_data_type": "fp32"}
     request = dataclasses.replace(plan.request, output_dir=scratch_dir, tp_size=1, **changes)
     loaded = load_huggingface(convert(request).ft_dir, architecture)

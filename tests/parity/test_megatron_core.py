@@ -12,10 +12,7 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.conversion.plan import plan_conversion
-from tests.megatron_core_model import core_logits
 from tests.rank_threads import logits_of
-from tests.tiny_megatron_core import core_state, write_core
 from tests.tiny_transformers import MODELS
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 
@@ -169,27 +166,3 @@ def test_a_gemma_of_megatron_bridge_gives_the_logits_of_transformers(
     left = class_.from_pretrained(convert(request).ft_dir)
     with torch.no_grad():
         torch.testing.assert_close(left(torch.tensor([IDS])).logits[0], expected)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"bias_activation_fusion": True},
-        {"bias_activation_fusion": False},
-        {"bias_activation_fusion": False, "openai_gelu": True},
-    ],
-    ids=["fused", "by erf", "OpenAI's"],
-)
-def test_gated_gelu_has_the_form_that_megatron_core_computes(
-    settings: dict[str, bool], tmp_path: Path
-) -> None:
-    pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
-    torch.manual_seed(0)
-    source = write_core(tmp_path / "model.nemo", core_state(), activation="geglu", **settings)
-    request = ConversionRequest(source, tmp_path, 2, "fp32")
-    plan, folder = plan_conversion(request), convert(request).ft_dir
-    ids = [each % plan.config.vocab_size for each in IDS]  # type: ignore[attr-defined]
-    expected = core_logits(plan, ids)
-    found = logits_of(folder, ids, tp_size=2, pp_size=1)
-    # Sums in another order; the other form of gelu is some 1e-4 away.
-    assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE

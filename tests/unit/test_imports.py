@@ -213,6 +213,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.checkpoints",
         "export_scripts.conversion",
         "export_scripts.errors",
+        "export_scripts.families.gpt",
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
         "export_scripts.files",

@@ -42,7 +42,7 @@ from inference.evaluation.task import (
 from inference.evaluation.tasks.datasets import drawn
 
 if TYPE_CHECKING:
-    from inference.certify.huggingface import Source
+    from inference.certify.activations import Source
 
 RELATIVE = "identity_relative_difference"
 TOKENS = "identity_same_tokens"

@@ -17,9 +17,9 @@ from inference.certify.activations import (
     LOGITS,
     OUTPUT,
     ModelInputs,
+    Source,
     size_of_errors,
 )
-from inference.certify.huggingface import Source
 from inference.certify.layers import load_source
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.task import TextGenerator, generates

@@ -1,4 +1,4 @@
-"""Logits of a megatron-core checkpoint by megatron-core's own GPTModel, in fp32 on the CPU.
+"""Run a megatron-core checkpoint with megatron-core's own GPTModel, in fp32 on the CPU.
 
 The model is put together of all training ranks first, so that one process computes it.
 """
@@ -6,7 +6,7 @@ The model is put together of all training ranks first, so that one process compu
 # Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,37 +21,68 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.numeric.arrays import to_float32
+from inference.certify.activations import (
+    LOGITS,
+    Activations,
+    ModelInputs,
+    Source,
+    watch_layers,
+)
 
 # Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
 _UNFUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+# low and high frequency factor and length before the scaling, which GPTModel does not ask for.
+_LLAMA31 = [1.0, 4.0, 8192]
 
 
-def core_logits(plan: ConversionPlan, ids: Sequence[int]) -> torch.Tensor:
-    """Return the logits (N, V) of a checkpoint; `plan` is how it becomes a folder."""
-    traits = core_traits(plan.facts)
-    state, count = _state(plan, traits), len(ids)
-    with _one_rank(), torch.no_grad():
-        network = _network(_config(traits, state), _model(plan, traits), state)
+def _compute(
+    title: str,
+    config: Mapping[str, Any],
+    model: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    inputs: ModelInputs,
+) -> Activations:
+    """Compute by GPTModel with its arguments, those of its TransformerConfig, and its tensors."""
+    noted: Activations = {}
+    count = len(inputs.ids)
+    with _one_rank():
+        network = _network(title, config, model, state)
+        watch_layers(network.decoder.layers, noted)
         later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
-        logits = network(torch.tensor([ids]), torch.arange(count)[None], later)
-    return logits[0].float()
+        logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], later)
+    noted[LOGITS] = logits[0].float()
+    return noted
 
 
 def _network(
-    options: Mapping[str, Any], model: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    title: str,
+    options: Mapping[str, Any],
+    model: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
 ) -> Any:
-    gpt = importlib.import_module("megatron.core.models.gpt")
-    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    configs = importlib.import_module("megatron.core.transformer.transformer_config")
-    config = configs.TransformerConfig(**options)
-    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
-    network = gpt.GPTModel(config, layer, **model).eval()
+    try:
+        gpt = importlib.import_module("megatron.core.models.gpt")
+        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        configs = importlib.import_module("megatron.core.transformer.transformer_config")
+        config = configs.TransformerConfig(**options)
+        layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        network = gpt.GPTModel(config, layer, **model).eval()
+    except ImportError as error:  # 0.19 imports triton also on a CPU, and does not require it
+        raise ValueError(f"{title} needs {error.name}: pip install {error.name}") from error
+    except TypeError as error:
+        raise ValueError(
+            f"{title} has another interface than versions 0.12 to 0.19: {error}"
+        ) from error
     found = network.load_state_dict(dict(state), strict=False)
-    assert not [key for key in found.missing_keys if not key.endswith("_extra_state")]
-    assert not found.unexpected_keys
+    missing = [key for key in found.missing_keys if not key.endswith("_extra_state")]
+    if missing or found.unexpected_keys:
+        raise ValueError(
+            f"{title}: GPTModel has tensors {missing} that the checkpoint lacks, and "
+            f"none called {found.unexpected_keys}"
+        )
     return network
 
 
@@ -73,6 +104,25 @@ def _one_rank() -> Iterator[None]:
         parallel.destroy_model_parallel()
         destroy_process_group()
         cuda.current_device = current_device
+
+
+def load_megatron(plan: ConversionPlan) -> Source:
+    """Gather a checkpoint of megatron-core's layout; `plan` is how it becomes a folder.
+
+    Raises:
+        ValueError: megatron-core's own modules cannot compute such a model.
+    """
+    traits = core_traits(plan.facts)
+    if traits.source.get("window_size"):
+        raise ValueError("megatron-core's attention has no window without Transformer Engine")
+    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = [getattr(plan.config, f"rotary_{name}", None) for name in names]
+    if getattr(plan.config, "rotary_scaling_type", None) == "llama3" and scaling != _LLAMA31:
+        raise ValueError(f"megatron-core scales rotary positions by {_LLAMA31}, not by {scaling}")
+    state, model = _state(plan, traits), _model(plan, traits)
+    title = f"megatron-core {importlib.import_module('megatron.core').__version__}, GPTModel"
+    compute = partial(_compute, title, _config(traits, state), model, state)
+    return Source(title, model["vocab_size"], model["max_sequence_length"], compute)
 
 
 def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tensor]:
