@@ -138,6 +138,3 @@ class _Watched:
         y: torch.Tensor = self.inner(x, *inputs, **more)
         self.noted[f"{self.stack}layer {self.number}"] = y.to(torch.float32, copy=True)
         return y
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)

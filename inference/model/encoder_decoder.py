@@ -245,12 +245,15 @@ class EncoderDecoder(GeneratorModel):
         self.encoder_rules = loader.rules("encoder")
         final_norm = "encoder.final_layer_norm"
         self._encoder_norm = loader.norm(final_norm) if layout.is_last_stage else None
-        self.decoder: list[tuple[Sublayers, CrossAttention]] = []
+        self.decoder: list[Sublayers] = []
+        self.cross: list[CrossAttention] = []  # of each layer of the decoder
         self.head = None
         self.rules = AttentionRules()
         if architecture.decoder_num_layer:
             numbers = layout.layers(architecture.decoder_num_layer)
-            self.decoder = [loader.decoder_layer(number) for number in numbers]
+            for layer, cross in map(loader.decoder_layer, numbers):
+                self.decoder.append(layer)
+                self.cross.append(cross)
             self.rules = loader.rules("decoder")
             if layout.is_last_stage:
                 self.head = loader.head()
@@ -284,11 +287,11 @@ class EncoderDecoder(GeneratorModel):
         `slots` of the cache receive them, one for each row.
         """
         cache_rows = cache.token_rows(step.rows.per_token(slots), step.rows.positions)
-        for _, cross in self.decoder:
+        for cross in self.cross:
             cross.cache_encoded(encoded, cache_rows, cache, tasks=step.tasks)
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
-        for layer, _ in self.decoder:
+        for layer in self.decoder:
             x = layer(x, step)
         return x

@@ -13,24 +13,24 @@ import pytest
 import torch
 import transformers
 
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.report.formatting import times
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.tasks.identity_source import load_checkpoint
 from tests.fake_model import FakeModel
 from tests.tiny_transformers import write_model
 
 ROUNDING = 1e-5  # of the largest value: fp32 on both sides, sums in another order
 
 
-class ServedGPT2(FakeModel):
+class ServedModel(FakeModel):
     """Answers as a server of the checkpoint would, its logits off by `error` for one token."""
 
     def __init__(self, source: Path, *, error: float = 0.0, token: int = 7) -> None:
         super().__init__()
-        self.model = transformers.GPT2LMHeadModel.from_pretrained(source).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
         self.error, self.token = error, token
         self.sizes: list[int] = []
 
@@ -97,7 +97,7 @@ def run(options: EvaluationOptions, model: FakeModel) -> tuple[Report, dict[str,
 
 def test_model_that_is_its_source_passes(options: EvaluationOptions) -> None:
     assert options.source_path is not None
-    report, values = run(options, ServedGPT2(options.source_path))
+    report, values = run(options, ServedModel(options.source_path))
     assert (report.gate.exit_code, len(report.gate.verdicts)) == (0, 1)
     assert values["identity_same_tokens"] == 1.0
     assert values["identity_relative_difference"] < ROUNDING
@@ -110,7 +110,7 @@ def test_model_that_is_its_source_passes(options: EvaluationOptions) -> None:
 def test_rows_of_a_request_are_all_compared(options: EvaluationOptions) -> None:
     assert options.source_path is not None
     identity = IdentityOptions(samples=5, batch_size=2, input_len=20, min_input_len=6, output_len=4)
-    model = ServedGPT2(options.source_path)
+    model = ServedModel(options.source_path)
     report, values = run(replace(options, identity=identity), model)
     assert sorted(model.sizes) == [1, 2, 2]
     assert values["identity_same_tokens"] == 1.0
@@ -127,20 +127,19 @@ def test_rows_of_a_request_are_all_compared(options: EvaluationOptions) -> None:
 def test_rows_may_all_have_one_length(options: EvaluationOptions) -> None:
     assert options.source_path is not None
     identity = IdentityOptions(samples=3, batch_size=3, input_len=9, min_input_len=9, output_len=2)
-    run(replace(options, identity=identity), ServedGPT2(options.source_path))
+    run(replace(options, identity=identity), ServedModel(options.source_path))
     assert [len(row.split()) for row in _texts(options)[0].split(";")] == [9, 9, 9]
 
 
 def test_release_of_mesh_transformer_jax_is_computed_too(
-    options: EvaluationOptions, shared: Path
+    options: EvaluationOptions, shared: Path, tmp_path: Path
 ) -> None:
-    """The model that answers is transformers' own, loaded from the same weights."""
+    """The model that answers is transformers' own, of a folder with the same weights."""
     given = (("head_num", "4"), ("rotary_embedding", "2"))
     source = shared / "golden/gptj_slim/tiny/source"
-    loaded = load_checkpoint(source, given)
-    served = ServedGPT2.__new__(ServedGPT2)
-    FakeModel.__init__(served)
-    served.model, served.error, served.token, served.sizes = loaded.model, 0.0, 0, []
+    kind = {"output_format": "huggingface", "given": given}
+    request = ConversionRequest(source, tmp_path / "folder", 1, "fp32", **kind)  # type: ignore[arg-type]
+    served = ServedModel(convert(request).ft_dir)
     report, values = run(replace(options, source_path=source, given=given), served)
     assert report.gate.exit_code == 0
     assert values["identity_same_tokens"] == 1.0
@@ -156,7 +155,7 @@ def test_one_wrong_logit_shows_in_log_probabilities_and_tokens(
     options: EvaluationOptions,
 ) -> None:
     assert options.source_path is not None
-    report, values = run(options, ServedGPT2(options.source_path, error=100.0))
+    report, values = run(options, ServedModel(options.source_path, error=100.0))
     assert report.gate.exit_code == 3
     # It always wins now, with a log probability of 0.
     assert values["identity_same_tokens"] < 1.0
@@ -177,7 +176,7 @@ def test_hidden_states_are_compared_in_their_own_unit(
 def test_breach_names_the_command_that_finds_the_tensor(options: EvaluationOptions) -> None:
     assert options.source_path is not None
     options.weights_dir.mkdir(parents=True)  # type: ignore[union-attr]
-    model = ServedGPT2(options.source_path, error=100.0)
+    model = ServedModel(options.source_path, error=100.0)
     report = evaluate(options, RunFacts(name="tiny"), model=model)
     (breach,) = report.gate.of("breached")
     assert str(breach).endswith(
@@ -196,7 +195,7 @@ def test_tolerance_is_that_of_the_coarsest_type_unless_given(
 ) -> None:
     assert options.source_path is not None
     identity = replace(options.identity, tolerance=tolerance)
-    model = ServedGPT2(options.source_path)
+    model = ServedModel(options.source_path)
     report, _ = run(replace(options, identity=identity, types=types), model)
     assert report.bounds == {"identity_relative_difference": Bound(max=limit)}
 
@@ -204,7 +203,7 @@ def test_tolerance_is_that_of_the_coarsest_type_unless_given(
 def test_bound_of_the_user_takes_the_place_of_the_tolerance(options: EvaluationOptions) -> None:
     assert options.source_path is not None
     gate = {"identity_relative_difference": {"max": 1e-12}}
-    report, _ = run(replace(options, gate=gate), ServedGPT2(options.source_path, error=1e-3))
+    report, _ = run(replace(options, gate=gate), ServedModel(options.source_path, error=1e-3))
     assert report.gate.exit_code == 3
     assert "inference.certify" in str(report.gate.of("breached")[0])
 
