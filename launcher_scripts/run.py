@@ -232,18 +232,7 @@ class Run:
 
     def _submit(self, name: str) -> JobHandle:
         after = dependency([(each.job, each.job_id) for each in self.handles.values()])
-        self.announce(name, after)
-        job = self.jobs[name]
-        try:
-            handle = self.launcher.submit(job, after)
-        except SubmissionError as error:
-            changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
-            record.update_record(job.record_path, "", **changes)
-            raise
-        self.handles[name] = handle
-        with (job.folder / "launcher.log").open("a", encoding="utf-8") as log:
-            log.write(f"{record.now()} Submitted {self.launcher.name} job {handle.job_id}\n")
-        self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
+        (handle,) = submit_jobs([self], name, after)
         return handle
 
     def announce(self, name: str, after: str) -> None:
@@ -338,6 +327,38 @@ class Run:
             if handle.poll() is None:
                 name, job_id = handle.job.stage.name, handle.job_id
                 self.console.say(f"{name}: job {job_id} does not end; see action=status")
+
+
+def submit_jobs(
+    runs: Sequence[Run], name: str, after: str, folder: Path | None = None
+) -> Sequence[JobHandle]:
+    """Submit the jobs of a stage, those of several runs as an array with files in `folder`.
+
+    Raises:
+        SubmissionError: the cluster refuses them, or another command has submitted one meanwhile.
+    """
+    launcher, announced = runs[0].launcher, []
+    jobs = [run.jobs[name] for run in runs]
+    try:
+        for run in runs:
+            run.announce(name, after)
+            announced.append(run.jobs[name])
+        handles = (
+            [launcher.submit(jobs[0], after)]
+            if folder is None
+            else launcher.submit_array(jobs, after, folder)
+        )
+    except SubmissionError as error:
+        changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
+        for job in announced:
+            record.update_record(job.record_path, "", **changes)
+        raise
+    for run, handle in zip(runs, handles, strict=True):
+        run.handles[name] = handle
+        with (handle.job.folder / "launcher.log").open("a", encoding="utf-8") as log:
+            log.write(f"{record.now()} Submitted {launcher.name} job {handle.job_id}\n")
+        run.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
+    return handles
 
 
 def _without_time(line: str) -> str:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from hydra.core.override_parser.types import ValueType
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.diagnosis import hydra_text, read_override
-from launcher_scripts.configuration.settings import EXIT_INTERRUPTED, EXIT_OK
+from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.run import Run
+from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
+from launcher_scripts.run import Run, submit_jobs
 from stages import record
 from stages.progress import write_json
 
@@ -133,7 +135,8 @@ def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
     config = outcomes[0].run.config
     base = Path(config.base_results_dir)
     note_last_run(base, *(each.run.config.results_dir for each in outcomes))
-    status = run_sweep(outcomes, wait=config.wait, console=console)
+    folder = base / f"sweep_{datetime.now():%m%d_%H%M%S}"
+    status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder)
     results = [each.result() for each in outcomes]
     console.say(comparison(results, console))
     path = base / SUMMARY_NAME
@@ -143,34 +146,28 @@ def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
 
 
 def problems_of_room(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return why the cluster would not take all jobs at once, unless they may wait."""
+    """Return why the cluster would not take all jobs at once, unless they may follow in waves."""
     run = outcomes[0].run
     room = run.launcher.room()
     count = sum(len(each.run.jobs) for each in outcomes)
     if room is None or count <= room.free or run.config.wait:
         return []
-    return [f"the run has {count} jobs, {room}; wait=true submits each chain once there is room."]
+    return [f"the run has {count} jobs, {room}; wait=true submits them in waves."]
 
 
-def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console) -> int:
+def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> int:
     """Run the combinations, or put them into the queue; return the first bad exit status.
 
     In the foreground they run one after another. A queue gets all of them, with `wait` as soon as
     it has room, and then they are followed one after another. A combination that fails does not
-    stop the others.
+    stop the others. `folder` receives the files that the combinations share.
     """
-    numbered = enumerate((each.combination.label for each in outcomes), start=1)
-    titles = [f"\n[{number}/{len(outcomes)}] {label}" for number, label in numbered]
     try:
-        for number, each in enumerate(outcomes):
-            if not each.run.launcher.in_foreground:
-                if wait:
-                    _await_room(each.run, [other.run for other in outcomes[:number]])
-                console.say(titles[number])
-                each.status = each.run.submit_all()
-        for each, title in zip(outcomes, titles, strict=True):
+        if not outcomes[0].run.launcher.in_foreground:
+            _submit_all(outcomes, wait=wait, console=console, folder=folder)
+        for number, each in enumerate(outcomes, start=1):
             if each.status is None or (each.status == EXIT_OK and wait):
-                console.say(title)
+                console.say(f"\n[{number}/{len(outcomes)}] {each.combination.label}")
                 each.status = each.run.run_all(wait=wait)
             if each.status == EXIT_INTERRUPTED:
                 break
@@ -179,15 +176,60 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console) -> i
     return next((each.status for each in outcomes if each.status), EXIT_OK)
 
 
-def _await_room(run: Run, before: Sequence[Run]) -> None:
-    """Wait until the queue takes the jobs of a run, as long as jobs of those before it may end."""
+def _submit_all(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> None:
+    """Put combinations into the queue, as many at a time as one array holds and there is room for.
+
+    Those that fit no array are submitted one by one.
+    """
+    done = 0
+    while done < len(outcomes):
+        part = outcomes[done : done + _size(outcomes, done, wait=wait)]
+        place = folder if len(part) == len(outcomes) else folder / f"from_{done + 1}"
+        if _submit_as_arrays(part, place, console):
+            console.say(f"submitted as job arrays; their logs are in {place}")
+        for number, each in enumerate(part, start=done + 1):
+            if each.status is None:
+                console.say(f"\n[{number}/{len(outcomes)}] {each.combination.label}")
+                each.status = each.run.submit_all()
+        done += len(part)
+
+
+def _size(outcomes: Sequence[Outcome], done: int, *, wait: bool) -> int:
+    """Return how many of the combinations after the first `done` the queue takes together."""
+    launcher = outcomes[0].run.launcher
+    needed = max(len(each.run.jobs) or 1 for each in outcomes[done:])
     deadline = time.monotonic() + _ROOM_WAIT_S  # a job that has ended leaves the queue later
-    while (room := run.launcher.room()) is not None and room.free < len(run.jobs):
-        if not all(each.has_ended() for each in before):
+    while wait and (room := launcher.room()) is not None:
+        if room.free >= needed or time.monotonic() > deadline:
+            return max(min(room.free // needed, launcher.largest_array()), 1)
+        if not all(each.run.has_ended() for each in outcomes[:done]):
             deadline = time.monotonic() + _ROOM_WAIT_S
-        elif time.monotonic() > deadline:
-            return
         time.sleep(_ROOM_POLL_S)
+    return launcher.largest_array()
+
+
+def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
+    """Submit each stage of all combinations as one job array; False where they differ too much.
+
+    Each job waits for its own of the stage before.
+    """
+    runs, after, status = [each.run for each in outcomes], "", EXIT_OK
+    names, launcher = list(runs[0].jobs), runs[0].launcher
+    is_alike = names and all(list(run.jobs) == names for run in runs)
+    if not is_alike or not all(launcher.fits_array([run.jobs[n] for run in runs]) for n in names):
+        return False
+    try:
+        for name in names:
+            first, *_ = submit_jobs(runs, name, after, folder / name)
+            after = f"{AFTER_TWIN}:{first.job_id.partition('_')[0]}"
+    except SubmissionError as error:
+        console.say(f"a job array was refused: {error}")
+        for run in runs:
+            run.stop_all()
+        status = EXIT_FAILED
+    for outcome in outcomes:
+        outcome.status = status
+    return True
 
 
 def comparison(results: Sequence[Mapping[str, Any]], console: Console) -> str:

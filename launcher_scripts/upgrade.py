@@ -46,7 +46,7 @@ _OF_ALL = (
     "export.accuracy",
 )
 # Names in upgrade.output_dir that are not a row's.
-_TAKEN = ("junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
+_TAKEN = ("jobs", "junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
 _GATED = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
@@ -148,7 +148,7 @@ def run_and_decide(config: Config, outcomes: Sequence[Outcome], console: Console
     from inference.compare import decide
 
     folder = Path(config.upgrade.output_dir)
-    status = run_sweep(outcomes, wait=config.wait, console=console)
+    status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder / "jobs")
     if status == EXIT_INTERRUPTED:
         return status
     queued = [each for each in outcomes if each.run.jobs and not each.run.launcher.in_foreground]

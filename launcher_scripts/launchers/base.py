@@ -16,12 +16,14 @@ from stages.base import Stage
 from stages.record import RECORD_NAME
 from stages.step import JobStep
 
-# Folder of pickles and batch scripts, within that of a job.
+# Folder of pickles and batch scripts, within that of a job or of an array.
 SUBMITIT_NAME = "submitit"
 # A busy controller, or one that fails over, may not answer for some minutes.
 PATIENCE_S = 300.0
 # Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
+# In an array: each job waits for the one with its own number.
+AFTER_TWIN = "aftercorr"
 # Variables of an enclosing job or launcher, which would bind our jobs to the wrong resources.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
@@ -178,6 +180,19 @@ class Launcher(ABC):
         """Return how many jobs more the user may have in the queue; None for any number."""
         return None
 
+    def fits_array(self, jobs: Sequence[Job]) -> bool:
+        """Return whether jobs of several configurations can be an array."""
+        del jobs
+        return False
+
+    def largest_array(self) -> int:
+        """Return how many jobs an array can have."""
+        return sys.maxsize
+
+    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> Sequence[JobHandle]:
+        """Queue jobs as an array, whose files are in `folder`, as `submit` does one."""
+        raise NotImplementedError  # where nothing fits one
+
 
 def fill(template: str, **values: Any) -> str:
     """Return a template of this folder with values, quoted for a shell by `quote` and `words`."""
@@ -198,7 +213,7 @@ def job_script(
     """Return the script of a job: variables, setup, and the job's Python in place of bash.
 
     Args:
-        job: The job.
+        job: The job, or any one of an array.
         step: What it will start.
         folder: With its pickle.
         flags: Options of sbatch.

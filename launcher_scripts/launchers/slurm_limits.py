@@ -21,6 +21,7 @@ from stages.base import Stage
 _SINFO = "%P|%l|%s|%D|%G|%m"
 _MEMORY = "MB"  # among the generic resources
 _MB_OF = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+_MOST_OF_ARRAY = 1001  # Slurm's default of MaxArraySize
 
 
 def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
@@ -169,3 +170,10 @@ def _table(command: Sequence[str]) -> list[list[str]]:
     """Return the fields of each line that a command prints; none where it fails."""
     answer = ask_slurm(command)
     return [line.split("|") for line in answer.text.splitlines()] if answer.status == 0 else []
+
+
+def largest_array() -> int:
+    """Return how many jobs an array can have here (MaxArraySize)."""
+    answer = ask_slurm(["scontrol", "show", "config"])
+    found = re.search(r"MaxArraySize\s*= (\d+)", answer.text) if answer.status == 0 else None
+    return max(int(found[1]), 1) if found else _MOST_OF_ARRAY

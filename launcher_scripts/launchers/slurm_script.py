@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import Job, job_script
+from launcher_scripts.launchers.base import SUBMITIT_NAME, Job, job_script
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -32,32 +32,43 @@ _CONTAINERS = ("--container-image", "--container-name")
 _PROFILE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
-def batch_script(job: Job, after: str) -> str:
+def batch_script(job: Job, after: str, *, array: Path | None = None, size: int = 1) -> str:
     """Return the script for sbatch: options, environment, and the job's Python in place of bash.
 
-    Python replaces the shell: it receives the signal before the time limit and can requeue.
+    Python replaces the shell: it receives the signal before the time limit and can requeue. The
+    script of an array of `size` jobs serves each of them, and `job` is any one; the folder `array`
+    receives their pickles and logs.
     """
-    flags = [flag(name, value) for name, value in sorted(sbatch_options(job, after).items())]
+    options = sbatch_options(job, after)
+    job_id, folder = "$SLURM_JOB_ID", job.submitit_folder
+    if array is not None:
+        options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
+        job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
+    flags = [flag(name, value) for name, value in sorted(options.items())]
     variables = {
-        JOB_ID_VARIABLE: "$SLURM_JOB_ID",
+        JOB_ID_VARIABLE: job_id,
         # Another cluster with nodes of this machine may count to the same id.
-        MARK_VARIABLE: f"slurm-$SLURM_JOB_ID:{shlex.quote(str(job.submitit_folder))}",
+        MARK_VARIABLE: f"slurm-{job_id}:{shlex.quote(str(folder))}",
         "SUBMITIT_EXECUTOR": "slurm",
     }
-    step = step_of(job)
-    return job_script(
-        job, step, job.submitit_folder, flags=[*filter(None, flags)], variables=variables
-    )
+    return job_script(job, step_of(job), folder, flags=[*filter(None, flags)], variables=variables)
 
 
 def _needs_gpus(job: Job) -> bool:
     return job.stage.name == "deploy" or job.stage.job.resources.gpus_per_node is not None
 
 
-def log_path(job: Job, job_id: str) -> Path:
+def log_path(job: Job, job_id: str, array: Path | None = None) -> Path:
     """Return the log of a job; the CI switch of the NeMo launcher puts everything into one."""
     name = f"slurm_{job_id}" if is_set(CI) else f"log-{job.full_name}_{job_id}"
-    return job.folder / f"{name}.out"
+    return (array or job.folder) / f"{name}.out"
+
+
+def shape(job: Job) -> dict[str, Any]:
+    """Return the options that the jobs of an array share: all but their logs."""
+    options = sbatch_options(job, "")
+    common = {name: value for name, value in options.items() if name not in ("output", "error")}
+    return common | {"environment": job.environment, "setup": job.config.cluster.setup}
 
 
 def sbatch_options(job: Job, after: str) -> dict[str, Any]:

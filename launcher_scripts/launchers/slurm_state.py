@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
+from stages.progress import DamagedFileError, read_as
 
 ASK_S = 20.0
 # An order is given again for so long: a controller that restarts or fails over is away for a while.
@@ -61,6 +63,7 @@ _REMEDIES = {
 # A field in a line of scontrol; a reason or a path may hold blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
 UNREACHABLE = "Slurm does not answer; its jobs are shown as they were last recorded"
+FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
 
 
 @dataclass(frozen=True)
@@ -232,9 +235,7 @@ def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobReco
     again = record.read_record(record_path)
     if answer is None or again is None or again.is_final:
         return again
-    # Jobs of an array, as 0.2 submitted them, share the script of another folder.
-    script = Path("" if "_" in found.job_id else answer.script)
-    if other := _other_folder(script, record_path.parent):
+    if answer.script and (other := _other_folder(Path(answer.script), record_path.parent)):
         error = f"{record_path.parent} is a copy of {other}, to which job {found.job_id} belongs"
         return record.correct_record(record_path, again, state=record.LOST, error=error)
     state = answer.state
@@ -260,18 +261,27 @@ def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
         script = Path(job.script)
         if script.parent.name != SUBMITIT_NAME:
             continue
-        folder = script.parent.parent
+        folders, index = _folders_of(script), job_id.partition("_")[2] or "0"
+        folder = folders[int(index)] if int(index) < len(folders) else folders[0]
         if folder.parent == results_dir.resolve():
             found.setdefault(folder.name, []).append(job_id)
     return found
+
+
+def _folders_of(script: Path) -> list[Path]:
+    """Return the folders of the jobs of a batch script, in the order of an array's numbers."""
+    listed = None
+    with suppress(DamagedFileError, OSError):
+        listed = read_as(script.with_name(FOLDERS_NAME), list[str], "the folders of an array")
+    return [Path(each) for each in listed or [str(script.parent.parent)]]
 
 
 def _other_folder(script: Path, folder: Path) -> Path | None:
     """Return the folder of a batch script's job if that is another one, and still there."""
     if script.parent.name != SUBMITIT_NAME or not script.parent.is_dir():
         return None
-    own = script.parent.parent
-    return None if folder.resolve() == own else own
+    folders = _folders_of(script)
+    return None if folder.resolve() in folders else folders[0]
 
 
 def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:

@@ -184,7 +184,29 @@ def test_chain_is_submitted_although_the_controller_restarts(
     assert queued(slurm_cluster) == []
 
 
-def test_a_sweep_that_exceeds_the_queue_waits_for_room(
+def test_jobs_of_arrays_are_found_without_their_records(
+    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmLauncher, "largest_array", lambda _: 2)
+    monkeypatch.setattr(SleepStage, "name", "convert")
+    folders = [tmp_path / str(number) for number in range(3)]
+    outcomes = []
+    for folder in folders:
+        run = make_run(SleepStage(settings(folder, "convert")), words=(LATER,))
+        outcomes.append(Outcome(Combination({"a": folder.name}, ()), run))
+    sweep = tmp_path / "sweep"
+    assert run_sweep(outcomes, wait=False, console=outcomes[0].run.console, folder=sweep) == 0
+    first, second, third = queued(slurm_cluster)
+    assert (first[-2:], second[-2:], "_" in third) == ("_0", "_1", False)
+    for folder in folders:
+        (folder / "convert" / "job.json").unlink()
+    assert [each.job_id for each in jobs_in(folders[1])] == [second]
+    (folders[1] / "convert" / "job.json").unlink()
+    assert main(["action=cancel", f"run_dir={folders[1]}"]) == 0
+    assert queued(slurm_cluster) == [first, third]
+
+
+def test_a_sweep_that_exceeds_the_queue_runs_in_waves(
     tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm's limit of jobs needs a database; here the launcher has one of its own."""
@@ -202,6 +224,6 @@ def test_a_sweep_that_exceeds_the_queue_waits_for_room(
     (problem,) = problems_of_room(outcomes)
     assert "3 jobs" in problem
     console = outcomes[0].run.console
-    assert run_sweep(outcomes, wait=True, console=console) == 0
+    assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "sweep") == 0
     assert most[-1] < 2  # jobs that have ended leave the queue a moment later
     assert [each.result()["state"] for each in outcomes] == ["completed"] * 3

@@ -92,7 +92,7 @@ def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: P
         run, _ = make_run(WriteStage(settings(tmp_path / each, "write"), fails=fails))
         outcomes.append(Outcome(Combination({"a.size": each}, ()), run))
     console = Console(io.StringIO())
-    assert run_sweep(outcomes, wait=False, console=console) == 1
+    assert run_sweep(outcomes, wait=False, console=console, folder=tmp_path) == 1
     results = [each.result() for each in outcomes]
     header, _, first, second = comparison(results, console).strip().splitlines()
     assert header.split() == ["size", "state", "seconds", "lines", "results"]

@@ -42,6 +42,7 @@ def config_of(*words: str) -> Any:
         ("{now:{},next:5}", "upgrade.rows.next=5 is not a mapping"),
         ("{now:{},a/b:{}}", "upgrade.rows.a/b: "),
         ("{now:{},..:{}}", "upgrade.rows...: "),
+        ("{now:{},jobs:{}}", "upgrade.rows.jobs: "),
         ("{now:{},next:{dry_run:false}}", "dry_run is the same for all rows"),
         ("{now:{},next:{data_dir:/x}}", "data_dir is the same for all rows"),
         ("{now:{},next:{export.accuracy.enabled:true}}", "enabled is the same for all rows"),
