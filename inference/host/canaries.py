@@ -6,6 +6,7 @@ busy; what does neither hangs.
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Canaries:
     ) -> None:
         """Start to ask; `computed_s` returns the processor time so far of this server."""
         self._hosted, self._times, self._leave = hosted, times, leave
-        self._computed_s = computed_s or _computed_s
+        self._computed_s = computed_s or ProcessorTime()
         self._targets = [_Target(model) for model in hosted.models.values()]
         self._tasks = [asyncio.create_task(self._run(each)) for each in self._targets]
 
@@ -111,7 +112,27 @@ class Canaries:
         target.faults, target.silent_since = [], None
 
 
-def _computed_s() -> float:
-    """Return the processor time of this process and all below it, in seconds."""
-    states = map(process_state, (os.getpid(), *descendants(os.getpid())))
-    return sum(state.cpu_s for state in states if state is not None)
+class ProcessorTime:
+    """The processor time of this process and of all that were below it, in seconds.
+
+    It never falls: neither a process that has ended nor one that a list of /proc has missed takes
+    its time along.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none known."""
+        self._counting = threading.Lock()
+        self._known: dict[tuple[int, int], float] = {}  # by process id and start
+        self._total_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the time so far."""
+        with self._counting:
+            pids = {os.getpid(), *descendants(os.getpid()), *(pid for pid, _ in self._known)}
+            states = {pid: state for pid in pids if (state := process_state(pid)) is not None}
+            now = {(pid, state.started): state.cpu_s for pid, state in states.items()}
+            self._total_s += sum(
+                max(cpu_s - self._known.get(key, 0.0), 0.0) for key, cpu_s in now.items()
+            )
+            self._known = now
+            return self._total_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +15,9 @@ import pytest
 from inference.front.link import CanaryTimes
 from inference.host import canaries
 from inference.host.calls import InferError
-from inference.host.canaries import Canaries
+from inference.host.canaries import Canaries, ProcessorTime
+from inference.server.processes import process_state
+from tests.waiting import until
 
 TIMES = CanaryTimes(interval_s=0.01, timeout_s=0.5)
 LONGEST_READY_S, LONGEST_S = 0.3, 2.0  # in place of 30 and 300 s
@@ -155,3 +159,13 @@ def test_the_wait_grows_with_the_slowest_answer() -> None:
         await watch.close()
 
     asyncio.run(check())
+
+
+def test_the_time_of_a_process_that_ends_is_not_taken_away() -> None:
+    computed_s = ProcessorTime()
+    busy = "import time; any(time.process_time() > 0.3 for _ in iter(int, 1)); input()"
+    process = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE)
+    until(lambda: (state := process_state(process.pid)) is not None and state.cpu_s >= 0.3)
+    before = computed_s()
+    process.communicate(b"\n")
+    assert computed_s() >= before >= 0.3
