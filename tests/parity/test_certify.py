@@ -520,6 +520,19 @@ def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
     assert key in found.verdict
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("opt", "word_embed_proj_dim", 24), ("bert", "type_vocab_size", 3)]
+)
+def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
+    name: str, key: str, value: int, tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    copy = Copy(shutil.copytree(sources(name), tmp_path / "copy"))
+    copy.setting(**{key: value})
+    found = made(sources(name), copy.path)
+    assert found.status in ("differs", "equal up to")
+    assert key in found.verdict
+
+
 @pytest.mark.parametrize("names", [["LlamaModel"], ["LlamaForSequenceClassification"], []])
 def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
     names: list[str], tmp_path: Path, sources: Callable[[str], Path]
