@@ -86,28 +86,34 @@ class Canaries:
 
     async def _ask(self, target: _Target) -> None:
         began, finished = time.monotonic(), self._hosted.advanced()
-        computed_s = await asyncio.to_thread(self._computed_s)
+        patience_s = self._patience_s(target)
+        asked = asyncio.ensure_future(self._hosted.ask(target.model, is_canary=True))
+        computed_s = since = 0.0
         try:
-            asked = self._hosted.ask(target.model, is_canary=True)
-            await asyncio.wait_for(asked, self._patience_s(target))
+            await asyncio.wait((asked,), timeout=patience_s / 2)
+            if not asked.done():  # only then: it reads all of /proc, next to the server's work
+                since, computed_s = time.monotonic(), await asyncio.to_thread(self._computed_s)
+            await asyncio.wait_for(asked, patience_s / 2)
         except TimeoutError:
-            took_s = time.monotonic() - began
+            now = time.monotonic()
             if self._hosted.advanced() != finished:
                 target.faults, target.silent_since = [], None
                 return
             target.silent_since = target.silent_since or began
-            silent_s = time.monotonic() - target.silent_since
+            silent_s = now - target.silent_since
             if silent_s > _LONGEST_S:
                 words = f"has not finished anything for {silent_s:.0f} s"
                 target.faults += [words] * _FAILURES
-            elif await asyncio.to_thread(self._computed_s) - computed_s < _COMPUTES * took_s:
-                target.faults.append(f"has not answered a canary for {took_s:.0f} s")
+            elif await asyncio.to_thread(self._computed_s) - computed_s < _COMPUTES * (now - since):
+                target.faults.append(f"has not answered a canary for {now - began:.0f} s")
             return
         except Exception as error:  # whatever it is, requests of clients would get it too
             if not isinstance(error, InferError) or error.grpc_code not in _ANSWERS:
                 target.silent_since = None
                 target.faults.append(f"answers a canary with: {error}")
                 return
+        finally:
+            asked.cancel()
         target.slowest_s = max(time.monotonic() - began, target.slowest_s or 0.0)
         target.faults, target.silent_since = [], None
 
