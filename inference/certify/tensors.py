@@ -275,7 +275,7 @@ class _Differences:
         if bad.any():
             self.bad += int(bad.sum())
             rows, columns = np.divmod(np.flatnonzero(bad) + at, width)
-            self.rows.update(rows.tolist())
+            self.rows.update(np.unique(rows).tolist())  # of a block of millions of values
             low, high = self.columns
             self.columns = (min(low, int(columns.min())), max(high, int(columns.max())))
 
