@@ -524,7 +524,7 @@ def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
     ("name", "key", "value"), [("opt", "word_embed_proj_dim", 24), ("bert", "type_vocab_size", 3)]
 )
 def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
-    name: str, key: str, value: int, tmp_path: Path, sources: Callable[[str], Path]
+    name: str, key: str, value: Any, tmp_path: Path, sources: Callable[[str], Path]
 ) -> None:
     copy = Copy(shutil.copytree(sources(name), tmp_path / "copy"))
     copy.setting(**{key: value})
