@@ -16,7 +16,6 @@ import torch
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.outputs import assemble_outputs
-from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest, RequestError
 from inference.engine.capacity import Capacity, plan_capacity
 from inference.engine.engine import Engine
@@ -25,12 +24,11 @@ from inference.engine.options import EngineOptions
 from inference.engine.sequence import GenerationStep
 from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement, RankSettings
+from tests.contract import request_of
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
 
 SLOTS = 6
-_DTYPES = {"runtime_top_p": np.float32, "random_seed": np.uint64, "temperature": np.float32}
-_FLAGS = ("is_return_log_probs", "is_return_context_cum_log_probs", "is_return_context_embeddings")
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +40,6 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(ft_dir: Path) -> Iterator[Engine]:
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=SLOTS)) as engine:
         yield engine
-
-
-def request_of(engine: Engine, prompts: list[list[int]], lengths: Any, **options: Any) -> Any:
-    """Return a request; `lengths` and each option hold one value, or one per row."""
-    width = max(len(prompt) for prompt in prompts)
-    rows = len(prompts)
-    ids = np.zeros((rows, width), np.uint32)
-    for b, prompt in enumerate(prompts):
-        ids[b, : len(prompt)] = prompt
-
-    def column(value: Any, dtype: Any) -> Any:
-        return np.broadcast_to(np.asarray(value, dtype).reshape(-1, 1), (rows, 1)).copy()
-
-    tensors = {
-        "input_ids": ids,
-        "input_lengths": column([len(prompt) for prompt in prompts], np.uint32),
-        "request_output_len": column(lengths, np.uint32),
-    }
-    for name, value in options.items():
-        dtype = np.bool_ if name in _FLAGS else _DTYPES.get(name, np.uint32)
-        tensors[name] = column(value, dtype)
-    return parse_request(tensors, limits=engine.limits)
 
 
 def answers(engine: Engine, request: GenerationRequest) -> list[tuple[int, ...]]:
@@ -90,16 +66,6 @@ def test_rows_of_a_batch_equal_the_rows_alone(engine: Engine) -> None:
     ]
 
 
-def test_requests_sent_together_equal_requests_sent_alone(engine: Engine) -> None:
-    requests = [
-        request_of(engine, [prompt], 12, runtime_top_k=10, random_seed=seed)
-        for seed, prompt in enumerate(prompts_of(8, seed=3))
-    ]
-    futures = [engine.submit(request) for request in requests]
-    together = [future.result().rows for future in futures]
-    assert together == [engine.generate(request).rows for request in requests]
-
-
 def test_greedy_answer_follows_from_the_logits(engine: Engine) -> None:
     prompt = [7, 3, 11, 2]
     answer = answers(engine, request_of(engine, [prompt], 10))[0]
@@ -120,43 +86,6 @@ def test_long_prompts_come_in_chunks_with_the_same_answer(ft_dir: Path) -> None:
         for _ in range(2):
             request = request_of(whole, prompts, 15)
             assert answers(chunked, request) == answers(whole, request)
-
-
-def test_beams_do_not_depend_on_the_batch(engine: Engine) -> None:
-    prompts = prompts_of(3, seed=5)
-    wide = request_of(engine, prompts, 9, beam_width=3, is_return_log_probs=True)
-    together = engine.generate(wide).rows
-    for prompt, row in zip(prompts, together, strict=True):
-        alone = request_of(engine, [prompt], 9, beam_width=3, is_return_log_probs=True)
-        result = engine.generate(alone).rows[0]
-        assert result.output_ids == row.output_ids
-        # Another order of summation.
-        assert result.cum_log_probs == pytest.approx(row.cum_log_probs, abs=1e-4)
-
-
-def test_beam_scores_are_the_models_own(engine: Engine) -> None:
-    prompt = [4, 8, 15, 16]
-    request = request_of(engine, [prompt], 6, beam_width=4, is_return_log_probs=True)
-    row = engine.generate(request).rows[0]
-    for tokens, score in zip(row.output_ids, row.cum_log_probs, strict=True):
-        stop = tokens.index(engine.limits.end_id) + 1 if engine.limits.end_id in tokens else 6
-        whole = prompt_logits(engine, prompt + list(tokens[:stop]))[len(prompt) - 1 : -1]
-        own = torch.log_softmax(whole, -1)[range(stop), list(tokens[:stop])].sum()
-        assert score == pytest.approx(float(own), abs=1e-3)
-
-
-def test_context_log_prob_is_added(engine: Engine) -> None:
-    prompt = [4, 8, 15, 16, 23]
-    plain = request_of(engine, [prompt], 3, is_return_log_probs=True)
-    scored = request_of(
-        engine, [prompt], 3, is_return_log_probs=True, is_return_context_cum_log_probs=True
-    )
-    context = torch.log_softmax(prompt_logits(engine, prompt), -1)[range(4), prompt[1:]].sum()
-    difference = (
-        engine.generate(scored).rows[0].cum_log_probs[0]
-        - engine.generate(plain).rows[0].cum_log_probs[0]
-    )
-    assert difference == pytest.approx(float(context), abs=1e-4)
 
 
 def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) -> None:
@@ -182,13 +111,6 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
     assert tensors["token_log_probs"][0, 0, 1] == np.float32(best)
     assert not tensors["token_log_probs"][1, 0, : len(prompts[1])].any()
     assert answers(engine, request) == answers(engine, request_of(engine, prompts, 3))
-
-
-def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"num_log_probs\[0\]=21 must be in \[0, 20\]"):
-        request_of(engine, [[1, 2]], 1, num_log_probs=21)
-    with pytest.raises(RequestError, match="num_prompt_log_probs needs beam_width=1"):
-        request_of(engine, [[1, 2]], 1, num_prompt_log_probs=1, beam_width=2)
 
 
 def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from export_scripts.families.layout.config import PromptTask
-from inference.decoding.request import parse_request
 from inference.decoding.rows import RequestError
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
+from tests.contract import request_of
 from tests.ft_folders import write_gpt
 
 VOCAB, HIDDEN = 53, 24
@@ -50,31 +50,21 @@ def table(ft_dir: Path) -> Any:
 
 
 def answers(engine: Engine, prompts: list[list[int]], **tensors: Any) -> list[list[int]]:
-    ids = np.array(prompts, np.uint32)
-    rows = len(prompts)
-    inputs = {
-        "input_ids": ids,
-        "input_lengths": np.full((rows, 1), ids.shape[1], np.uint32),
-        "request_output_len": np.full((rows, 1), 9, np.uint32),
-        **tensors,
-    }
-    request = parse_request(inputs, limits=engine.limits)
+    request = request_of(engine, prompts, 9, **tensors)
     return [list(row.output_ids[0]) for row in engine.generate(request).rows]
 
 
 def test_each_row_reads_the_table_of_its_task(engine: Engine) -> None:
-    tasks = np.array([[0], [1]], np.uint32)
     virtual = [[START, START + 1, 5, 6], [START + 2, 4, START, START + 1]]
     expected = answers(engine, [[7, 8, 5, 6], [11, 4, 9, 10]])
-    assert answers(engine, virtual, prompt_learning_task_name_ids=tasks) == expected
+    assert answers(engine, virtual, prompt_learning_task_name_ids=[0, 1]) == expected
 
 
 def test_equal_ids_of_different_tasks_share_nothing(engine: Engine) -> None:
     for task, meaning in enumerate(MEANING.values()):
-        tasks = np.array([[task]], np.uint32)
         virtual = [[START, START + 1, 5, 6, 7]]
         expected = answers(engine, [[*meaning[:2], 5, 6, 7]])
-        assert answers(engine, virtual, prompt_learning_task_name_ids=tasks) == expected
+        assert answers(engine, virtual, prompt_learning_task_name_ids=task) == expected
 
 
 def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Path) -> None:
@@ -83,29 +73,23 @@ def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Pat
         engine,
         [[START, START + 1, 5], [3, START + 1, START]],
         request_prompt_embedding=rows,
-        request_prompt_lengths=np.array([[2], [2]], np.uint32),
-        request_prompt_type=np.array([[3], [3]], np.uint32),
+        request_prompt_lengths=2,
+        request_prompt_type=3,
     )
     assert sent == answers(engine, [[20, 21, 5], [3, 23, 22]])
 
 
 def test_virtual_tokens_have_no_score_wherever_they_come_from(engine: Engine, ft_dir: Path) -> None:
-    ids = np.array([[START, START + 1, 5, 6]], np.uint32)
-    asked = {
-        "input_ids": ids,
-        "input_lengths": np.array([[4]], np.uint32),
-        "request_output_len": np.array([[1]], np.uint32),
-        "is_return_log_probs": np.array([[True]]),
-        "is_return_context_cum_log_probs": np.array([[True]]),
-    }
-    loaded = {"prompt_learning_task_name_ids": np.array([[0]], np.uint32)}
+    asked: dict[str, Any] = {"is_return_log_probs": True, "is_return_context_cum_log_probs": True}
+    loaded: dict[str, Any] = {"prompt_learning_task_name_ids": 0}
     sent = {
         "request_prompt_embedding": table(ft_dir)[[MEANING["one"]]],
-        "request_prompt_lengths": np.array([[2]], np.uint32),
-        "request_prompt_type": np.array([[3]], np.uint32),
+        "request_prompt_lengths": 2,
+        "request_prompt_type": 3,
     }
+    ids = [[START, START + 1, 5, 6]]
     first, second = (
-        engine.generate(parse_request(asked | prompt, limits=engine.limits)).rows[0].cum_log_probs
+        engine.generate(request_of(engine, ids, 1, **asked, **prompt)).rows[0].cum_log_probs
         for prompt in (loaded, sent)
     )
     assert np.isfinite(first).all()
@@ -118,27 +102,21 @@ def test_soft_prompt_comes_before_the_tokens(engine: Engine, ft_dir: Path) -> No
         engine,
         [[5, 6]],
         request_prompt_embedding=rows,
-        request_prompt_lengths=np.array([[2]], np.uint32),
-        request_prompt_type=np.array([[1]], np.uint32),
+        request_prompt_lengths=2,
+        request_prompt_type=1,
     )
     assert sent == answers(engine, [[30, 31, 5, 6]])
 
 
 def test_plain_rows_run_together_with_virtual_ones(engine: Engine) -> None:
     plain = [3, 1, 4, 1]
-    tensors = {
-        "input_ids": np.array([[START, START + 1, 5, 6]], np.uint32),
-        "input_lengths": np.array([[4]], np.uint32),
-        "request_output_len": np.array([[9]], np.uint32),
-        "prompt_learning_task_name_ids": np.array([[0]], np.uint32),
-    }
-    virtual = engine.submit(parse_request(tensors, limits=engine.limits))
+    virtual = [[START, START + 1, 5, 6]]
+    sent = engine.submit(request_of(engine, virtual, 9, prompt_learning_task_name_ids=0))
     expected = answers(engine, [[7, 8, 5, 6]])
     assert answers(engine, [plain]) == answers(engine, [plain])
-    assert [list(row.output_ids[0]) for row in virtual.result().rows] == expected
+    assert [list(row.output_ids[0]) for row in sent.result().rows] == expected
 
 
 def test_unknown_task_is_refused(engine: Engine) -> None:
-    tasks = np.array([[2]], np.uint32)
     with pytest.raises(RequestError, match=r"prompt_learning_task_name_ids\[0\]=2 is unknown"):
-        answers(engine, [[START, 5]], prompt_learning_task_name_ids=tasks)
+        answers(engine, [[START, 5]], prompt_learning_task_name_ids=2)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest, RequestError
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.engine.sequence import GenerationStep, RunningSequence
 from inference.ranks.settings import Placement
+from tests.contract import request_of
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts
@@ -31,9 +31,6 @@ TENSORS = t5_tensors(MODEL)
 TASKS = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
 TABLES = {"first": torch.randn(3, 20), "second": torch.randn(4, 20)}
 FIRST_VIRTUAL = MODEL.vocab_size
-
-_DTYPES = {"random_seed": np.uint64, "ia3_tasks": np.int32}
-_FLOATS = ("runtime_top_p", "temperature", "len_penalty", "repetition_penalty")
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +56,6 @@ def engine(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
     options = EngineOptions(max_lanes=SLOTS)
     with Engine(ft_dirs[1], Placement(device="cpu"), options=options) as engine:
         yield engine
-
-
-def request_of(
-    engine: Engine, prompts: Sequence[Sequence[int]], length: int, **options: Any
-) -> GenerationRequest:
-    """Return a request; each option holds one value, or one per row."""
-    rows, width = len(prompts), max(map(len, prompts))
-    ids = np.zeros((rows, width), np.uint32)
-    for b, prompt in enumerate(prompts):
-        ids[b, : len(prompt)] = prompt
-
-    def column(value: Any, dtype: Any) -> Any:
-        return np.broadcast_to(np.asarray(value, dtype).reshape(-1, 1), (rows, 1)).copy()
-
-    tensors = {
-        "input_ids": ids,
-        "sequence_length": column([len(prompt) for prompt in prompts], np.uint32),
-        "max_output_len": column(length, np.uint32),
-    }
-    for name, value in options.items():
-        if isinstance(value, np.ndarray):
-            tensors[name] = value
-            continue
-        dtype = np.float32 if name in _FLOATS else _DTYPES.get(name, np.uint32)
-        tensors[name] = column(value, np.bool_ if name.startswith("is_") else dtype)
-    return parse_request(tensors, limits=engine.limits)
 
 
 def answers(engine: Engine, request: GenerationRequest) -> list[tuple[int, ...]]:
@@ -132,46 +103,6 @@ def test_ranks_that_choose_penalise_from_the_second_token_on(
     options = EngineOptions(max_lanes=SLOTS)
     with Engine(ft_dirs[1], Placement(device="cpu"), options=options) as choosing:
         assert answers(choosing, request) == expected
-
-
-def test_rows_of_a_batch_equal_the_rows_alone(engine: Engine) -> None:
-    prompts = prompts_of(11)
-    seeds = list(range(11))
-    options = {"runtime_top_k": 5, "temperature": 1.3, "is_return_log_probs": True}
-    together = engine.generate(request_of(engine, prompts, 12, random_seed=seeds, **options)).rows
-    for prompt, seed, row in zip(prompts, seeds, together, strict=True):
-        request = request_of(engine, [prompt], 12, random_seed=seed, **options)
-        (alone,) = engine.generate(request).rows
-        assert alone.output_ids == row.output_ids
-        assert alone.cum_log_probs == pytest.approx(row.cum_log_probs, abs=1e-4)
-
-
-def test_requests_that_come_at_different_times_do_not_disturb_each_other(engine: Engine) -> None:
-    prompts = prompts_of(12, seed=3)
-    requests = [
-        request_of(engine, [prompt], 5 + 2 * n, beam_width=1 + n % 3)
-        for n, prompt in enumerate(prompts)
-    ]
-    futures = []
-    for request in requests:
-        futures.append(engine.submit(request))
-        time.sleep(0.003)
-    for request, future in zip(requests, futures, strict=True):
-        assert future.result().rows[0].output_ids == engine.generate(request).rows[0].output_ids
-
-
-def test_beams_have_the_scores_they_report(engine: Engine) -> None:
-    # A beam that read another's cache would not add up.
-    (row,) = engine.generate(
-        request_of(engine, [prompts_of(5)[4]], 8, beam_width=4, is_return_log_probs=True)
-    ).rows
-    reference = Reference(TENSORS, MODEL)
-    encoded = reference.encode(prompts_of(5)[4])
-    assert len(set(row.output_ids)) == 4
-    for tokens, score in zip(row.output_ids, row.cum_log_probs, strict=True):
-        logits = reference.logits(encoded, (2, *tokens[:-1]))
-        expected = logits.log_softmax(-1)[range(len(tokens)), list(tokens)].sum()
-        assert score == pytest.approx(float(expected), abs=1e-3)
 
 
 def test_ranks_and_stages_give_the_same_tokens(ft_dirs: dict[int, Path], engine: Engine) -> None:
@@ -277,11 +208,6 @@ def test_cancelled_work_makes_room(engine: Engine) -> None:
     prompt, before = prompts_of(3)[2], engine.steps
     assert answers(engine, request_of(engine, [prompt], 5)) == [greedy(prompt, 5)]
     assert engine.steps - before < 1000
-
-
-def test_unknown_ia3_tasks_are_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"ia3_tasks\[0\]=2 must be in \[0, 1\]"):
-        request_of(engine, prompts_of(1), 4, ia3_tasks=2)
 
 
 def test_positions_beyond_the_table_are_refused(engine: Engine) -> None:

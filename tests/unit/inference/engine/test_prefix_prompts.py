@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.layout.config import PromptTask
-from inference.decoding.request import parse_request
 from inference.decoding.rows import RequestError, SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
@@ -19,6 +17,7 @@ from inference.model.step import Segment
 from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement, RankSettings
+from tests.contract import request_of
 from tests.ft_folders import gpt_config, write_gpt, write_random
 
 TASKS = (PromptTask(task_name="one", prompt_length=2), PromptTask(task_name="two", prompt_length=3))
@@ -58,22 +57,11 @@ def write_prefixes(family: str, target: Path, *, tp_size: int = 1) -> Path:
     return ft_dir
 
 
-def request_of(engine: Engine, prompts: list[list[int]], **tensors: Any) -> Any:
-    width = max(map(len, prompts))
-    ids = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.uint32)
-    lengths = np.array([[len(prompt)] for prompt in prompts], np.uint32)
-    output_len = np.full((len(prompts), 1), 6, np.uint32)
-    inputs = {"input_ids": ids, "input_lengths": lengths, "request_output_len": output_len}
-    return parse_request({**inputs, **tensors}, limits=engine.limits)
-
-
-def tasks(*numbers: int) -> dict[str, Any]:
-    return {"prompt_learning_task_name_ids": np.array([[number] for number in numbers], np.uint32)}
-
-
 def check(engine: Engine, **options: Any) -> None:
     ids = [[3, 20, 4], [5, 6]]
-    prefixed = engine.generate(request_of(engine, ids, **tasks(1, 0), **options)).rows
+    prefixed = engine.generate(
+        request_of(engine, ids, prompt_learning_task_name_ids=[1, 0], **options)
+    ).rows
     whole = [MEANING["two"] + ids[0], MEANING["one"] + ids[1]]
     alone = engine.generate(request_of(engine, whole, **options)).rows
     assert [row.output_ids for row in prefixed] == [row.output_ids for row in alone]
@@ -87,7 +75,7 @@ def test_a_prefix_acts_as_the_tokens_it_was_taken_from(
     folder = write_prefixes(family, tmp_path)
     with Engine(folder, Placement(device="cpu"), options=options) as engine:
         check(engine)
-        check(engine, beam_width=np.array([[3]] * 2, np.uint32))
+        check(engine, beam_width=3)
         assert engine.load().running == 0
 
 
@@ -100,15 +88,16 @@ def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> Non
 def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path: Path) -> None:
     with Engine(write_prefixes("gpt", tmp_path), Placement(device="cpu")) as engine:
         long = [[1] * 72]
-        assert engine.generate(request_of(engine, long, **tasks(0))).rows
+        assert engine.generate(request_of(engine, long, prompt_learning_task_name_ids=0)).rows
         with pytest.raises(RequestError, match=r"prompt \(76\) .* exceeds max_pos_seq_len \(80\)"):
-            engine.submit(request_of(engine, [[1] * 73], **tasks(1)))
+            engine.submit(request_of(engine, [[1] * 73], prompt_learning_task_name_ids=1))
         with pytest.raises(RequestError, match="at least 2 tokens"):
-            request_of(engine, [[1]], **tasks(1))
-        size = {"session_len": np.array([[40]], np.uint32)}
-        first = request_of(engine, [[1, 2]], **tasks(1), **size)
+            request_of(engine, [[1]], prompt_learning_task_name_ids=1)
+        first = request_of(engine, [[1, 2]], prompt_learning_task_name_ids=1, session_len=40)
         engine.generate(first, turn=SessionTurn(1, starts=True))
         with pytest.raises(RequestError, match="a virtual prompt precedes all tokens"):
-            engine.generate(request_of(engine, [[1, 2]], **tasks(1)), turn=SessionTurn(1))
+            engine.generate(
+                request_of(engine, [[1, 2]], prompt_learning_task_name_ids=1), turn=SessionTurn(1)
+            )
         answer = engine.generate(request_of(engine, [[1, 2]]), turn=SessionTurn(1))
         assert len(answer.request.rows[0].returned_ids) == 2 + 6 + 2

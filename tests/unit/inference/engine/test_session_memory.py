@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from export_scripts.families.dense.layout import DENSE, DenseConfig
-from inference.decoding.request import parse_request
-from inference.decoding.rows import GenerationRequest, RequestError, SessionTurn
+from inference.decoding.rows import RequestError, SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
+from tests.contract import request_of
 from tests.ft_folders import write_gpt, write_random
 
 MEMORY_LEN, SESSION_LEN = 12, 60
+WHOLE = {"min_length": 6}  # as many tokens as are asked for
 TURNS = ([3, 9, 4, 1], [5, 8, 2], [6] * 3 + list(range(20)), [7])
 SAMPLED = {"runtime_top_k": 7, "repetition_penalty": 1.3}
 
@@ -43,32 +43,16 @@ def write_llama(folder: Path, *, tp_size: int = 1, sliding_window: int | None = 
     return write_random(DENSE, config, folder)
 
 
-def request_of(engine: Engine, prompt: list[int], **options: Any) -> GenerationRequest:
-    """Return a request for five tokens after one prompt."""
-    values = {
-        "input_lengths": len(prompt),
-        "request_output_len": 5,
-        "min_length": 5,
-        **options,
-    }
-    tensors = {
-        name: np.array([[value]], np.float32 if isinstance(value, float) else np.uint32)
-        for name, value in values.items()
-    }
-    ids = np.array([prompt], np.uint32)
-    return parse_request({"input_ids": ids, **tensors}, engine.limits)
-
-
 def converse(remembering: Engine, windowed: Engine, **options: Any) -> None:
     """Hold a session; compare each answer with the window's to the whole conversation."""
     history: list[int] = []
     for number, prompt in enumerate(TURNS):
         lengths = {"session_len": SESSION_LEN, "memory_len": MEMORY_LEN} if not number else {}
         turn = SessionTurn(1, starts=not number, ends=number == len(TURNS) - 1)
-        request = request_of(remembering, prompt, **lengths, **options)
+        request = request_of(remembering, [prompt], **lengths, **WHOLE, **options)
         (row,) = remembering.generate(request, turn=turn).rows
         history += prompt
-        (expected,) = windowed.generate(request_of(windowed, history, **options)).rows
+        (expected,) = windowed.generate(request_of(windowed, [history], **WHOLE, **options)).rows
         assert row.output_ids == expected.output_ids, number
         history += row.output_ids[0]
     assert len(history) > 3 * MEMORY_LEN
@@ -96,11 +80,11 @@ def test_only_the_newest_tokens_are_seen(
 
 def test_memory_that_holds_everything_changes_nothing(tmp_path: Path) -> None:
     with Engine(write_gpt(tmp_path), Placement(device="cpu")) as engine:
-        start = request_of(engine, TURNS[0], session_len=SESSION_LEN, memory_len=SESSION_LEN)
+        start = request_of(engine, TURNS[:1], session_len=SESSION_LEN, memory_len=SESSION_LEN)
         engine.generate(start, turn=SessionTurn(1, starts=True))
-        answered = engine.generate(request_of(engine, TURNS[1]), turn=SessionTurn(1, ends=True))
+        answered = engine.generate(request_of(engine, TURNS[1:2]), turn=SessionTurn(1, ends=True))
         whole = list(answered.request.rows[0].input_ids)
-        alone = engine.generate(request_of(engine, whole))
+        alone = engine.generate(request_of(engine, [whole]))
     assert answered.rows[0].output_ids == alone.rows[0].output_ids
 
 
@@ -120,4 +104,4 @@ def test_lengths_that_do_not_fit_are_refused(
         write_gpt(tmp_path), Placement(device="cpu"), options=EngineOptions(max_seq_len=20)
     )
     with pytest.raises(RequestError, match=message):
-        engine.submit(request_of(engine, TURNS[0], **lengths), turn=turn)
+        engine.submit(request_of(engine, TURNS[:1], **lengths), turn=turn)

@@ -10,10 +10,8 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest, RequestError, SessionTurn
 from inference.engine import sessions
 from inference.engine.engine import Engine
@@ -21,6 +19,7 @@ from inference.engine.errors import EngineBusyError
 from inference.engine.options import EngineOptions
 from inference.engine.sequence import GenerationStep
 from inference.ranks.settings import Placement
+from tests.contract import request_of
 from tests.ft_folders import write_gpt
 from tests.unit.inference.engine.fake_ranks import let_ranks_choose
 
@@ -28,7 +27,6 @@ SLOTS = 9
 SESSION_LEN = 70
 OUTPUT_LEN = 6  # of `request_of`
 SAMPLED: dict[str, Any] = {"runtime_top_k": 12, "random_seed": 5, "repetition_penalty": 1.3}
-_DTYPES = {"repetition_penalty": np.float32, "random_seed": np.uint64}
 
 START, NEXT, LAST = (
     SessionTurn(7, starts=True),
@@ -47,25 +45,6 @@ def engine(ft_dir: Path) -> Iterator[Engine]:
     options = EngineOptions(max_lanes=SLOTS)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
-
-
-def request_of(
-    engine: Engine, prompts: Sequence[Sequence[int]], output_len: int = 6, **options: Any
-) -> GenerationRequest:
-    """Return a request whose options hold for all rows."""
-    rows, width = len(prompts), max(map(len, prompts))
-    ids = np.zeros((rows, width), np.uint32)
-    for b, prompt in enumerate(prompts):
-        ids[b, : len(prompt)] = prompt
-    tensors: dict[str, Any] = {
-        "input_ids": ids,
-        "input_lengths": np.array([[len(prompt)] for prompt in prompts], np.uint32),
-        "request_output_len": np.full((rows, 1), output_len, np.uint32),
-    }
-    for name, value in options.items():
-        dtype = np.bool_ if name.startswith("is_") else _DTYPES.get(name, np.uint32)
-        tensors[name] = np.full((rows, 1), value, dtype)
-    return parse_request(tensors, limits=engine.limits)
 
 
 def begin(engine: Engine, prompts: Sequence[Sequence[int]], **options: Any) -> GenerationRequest:

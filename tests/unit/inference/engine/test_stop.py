@@ -12,20 +12,19 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from inference.decoding.request import parse_request
 from inference.decoding.rows import SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.ranks.settings import Placement
 from inference.system.process_memory import keep_loaded, memory_variables
+from tests.contract import request_of
 from tests.ft_folders import write_gpt
 from tests.waiting import until
 
-LONG = 60
+LONG, PROMPTS = 60, [[5, 3, 9]]
 _RUN_AND_STOP = """
 import sys
 from inference.engine.engine import Engine
@@ -50,7 +49,7 @@ import atexit, contextlib, sys, threading, time
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.ranks.settings import Placement
-from tests.unit.inference.engine.test_stop import LONG, request_of
+from tests.contract import request_of
 
 engine = Engine(sys.argv[1], Placement(device="cpu", tp_size=int(sys.argv[2])))
 atexit.register(lambda: print(engine._thread.is_alive(), engine.healthy()))  # the last
@@ -66,17 +65,11 @@ if sys.argv[3] == "loading":
 else:
     engine.start()
     frames = []
-    request = request_of(engine, request_output_len=LONG)
+    request = request_of(engine, [[5, 3, 9]], 60, end_id=0)
     engine.submit(request, on_step=lambda step: (frames.append(step), time.sleep(0.05)))
     while not frames:
         time.sleep(0.001)
 """
-
-
-def request_of(engine: Engine, **options: int) -> Any:
-    values = {"input_lengths": 3, "request_output_len": LONG, "end_id": 0, **options}
-    tensors = {name: np.array([[value]], np.uint32) for name, value in values.items()}
-    return parse_request({"input_ids": np.array([[5, 3, 9]]), **tensors}, engine.limits)
 
 
 def tensors_of(engine: Engine) -> Iterator[torch.Tensor]:
@@ -104,7 +97,7 @@ def test_no_tensor_outlives_the_stop(
     engine = Engine(write_gpt(tmp_path, tp_size=tp_size), Placement(tp_size=tp_size, device="cpu"))
     engine.start()
     keep_loaded()  # as servers do, which exempts what is loaded from collections of garbage
-    start = request_of(engine, session_len=LONG + 10, request_output_len=2)
+    start = request_of(engine, PROMPTS, 2, end_id=0, session_len=LONG + 10)
     engine.generate(start, turn=SessionTurn(1, starts=True))
     found = [weakref.ref(tensor) for tensor in tensors_of(engine)]
     assert len(found) > 20
@@ -116,7 +109,7 @@ def test_no_tensor_outlives_the_stop(
                 "inference.decoding.sampler.Sampler.step",
                 lambda *_: (_ for _ in ()).throw(RuntimeError("broken")),
             )
-            future = engine.submit(request_of(engine))
+            future = engine.submit(request_of(engine, PROMPTS, LONG, end_id=0))
             with pytest.raises(RuntimeError, match="broken"):
                 future.result()
     frames: list[Any] = []
@@ -125,7 +118,7 @@ def test_no_tensor_outlives_the_stop(
         frames.append(step)
         sleep(0.02)  # the request should not end before the engine does
 
-    future = engine.submit(request_of(engine), on_step=note)
+    future = engine.submit(request_of(engine, PROMPTS, LONG, end_id=0), on_step=note)
     until(lambda: len(frames) > 0)
     engine.stop()
     with pytest.raises(EngineFailedError, match="stopped"):
