@@ -47,6 +47,7 @@ from inference.host.models import HostedModel
 _NO_STREAMS = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 # Requests of one stream that are answered at a time; more are read once one of them has its answer.
 _MOST_AT_ONCE = 256
+_MOST_UNREAD = 64  # answers of one stream that wait for its client; models wait meanwhile
 _READY_ANSWER = b"\x08\x01"  # of ServerLive, ServerReady, and Health/Check: true, SERVING
 # An error's text: clients refuse more than 8 KiB of metadata, in which a byte may take three.
 _MOST_REASON_BYTES = 2 << 10
@@ -178,72 +179,61 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         """Yield the answers as they come, those of all requests of the stream mixed.
 
         A stream may stay open for days: each of its requests goes to the models of its own time.
-        One that is refused ends the stream once those before it are answered.
+        One that is refused ends the stream once those before it are answered. A client that reads
+        nothing keeps its models waiting, and no more than a few of their answers.
         """
         sessions = partial(self._namespace, owner, context)
-        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MOST_UNREAD)
         places = asyncio.Semaphore(_MOST_AT_ONCE)
-
-        async def answer(request: bytes, turn: asyncio.Event, next_turn: asyncio.Event) -> None:
-            try:
-                with self._context.use() as hosted:
-                    async for reply in self._frames(hosted, request, sessions, turn):
-                        answers.put_nowait(reply)
-            except Exception as error:
-                answers.put_nowait(error.with_traceback(None))
-            finally:
-                try:
-                    await turn.wait()
-                finally:  # also if this wait is cancelled: those after it wait for their turn
-                    next_turn.set()
-                    places.release()
-
         tasks: set[asyncio.Task[None]] = set()
 
+        async def answer(request: bytes, before: asyncio.Task[None] | None) -> None:
+            refused: Exception | None = None
+            try:
+                with self._context.use() as hosted:
+                    async for reply in self._frames(hosted, request, sessions, before):
+                        await answers.put(reply)
+            except Exception as error:
+                refused = error.with_traceback(None)
+            await _ended(before)
+            if refused is not None:
+                await answers.put(refused)
+            places.release()
+
         async def read() -> None:
-            turn = asyncio.Event()
-            turn.set()
-            async for request in requests:
-                await places.acquire()
-                next_turn = asyncio.Event()
-                task = asyncio.create_task(answer(request, turn, next_turn))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                turn = next_turn
+            latest: asyncio.Task[None] | None = None
+            try:
+                async for request in requests:
+                    await places.acquire()
+                    latest = asyncio.create_task(answer(request, latest))
+                    tasks.add(latest)
+                    latest.add_done_callback(tasks.discard)
+            except Exception as error:  # of the connection
+                await answers.put(error)
+            await _ended(latest)  # and thereby all of them
+            await answers.put(None)
 
         reading = asyncio.create_task(read())
-
-        async def end() -> None:
-            await asyncio.wait([reading])  # to the last request, or to one that is refused
-            await asyncio.gather(*tasks)
-            answers.put_nowait(None)
-
-        ending = asyncio.create_task(end())
-        refused: Exception | None = None
         try:
             while (reply := await answers.get()) is not None:
-                if not isinstance(reply, Exception):
-                    yield reply
-                elif refused is None:
-                    refused = reply
-                    reading.cancel()
-            if refused is not None:
-                raise refused
+                if isinstance(reply, Exception):
+                    raise reply
+                yield reply
         finally:
-            for task in (reading, ending, *tasks):
+            for task in (*tasks, reading):
                 task.cancel()
-            await asyncio.gather(reading, ending, *tasks, return_exceptions=True)
+            await asyncio.gather(reading, *tasks, return_exceptions=True)
 
     async def _frames(
         self,
         hosted: Hosted,
         request: bytes,
         sessions: Callable[[], Namespace],
-        turn: asyncio.Event,
+        before: asyncio.Task[None] | None,
     ) -> AsyncIterator[bytes]:
         """Yield the answers to one request of a stream, or the error in their place.
 
-        Those of models with one response come in the order of the requests: at their `turn`.
+        Those of models with one response come in the order of the requests: after those `before`.
         """
         model: HostedModel | None = None
         sent = SentRequest()
@@ -258,14 +248,20 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     answer.parameters[FINAL_PARAMETER].bool_param = final
                     reply = service_pb2.ModelStreamInferResponse(infer_response=answer)
                     if not model.decoupled:
-                        await turn.wait()
+                        await _ended(before)
                     yield reply.SerializeToString()
         except InferError as error:
             if model is None:
                 sent = SentRequest.model_construct(id=message_id(request))
             if model is None or not model.decoupled:
-                await turn.wait()
+                await _ended(before)
             yield _stream_error(error, model, sent)
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    """Wait for the end of a task, however it ends."""
+    if task is not None:
+        await asyncio.wait([task])
 
 
 def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:

@@ -71,7 +71,7 @@ class Calls:
 class Served:
     """The models of a repository."""
 
-    def __init__(self, model: Gate) -> None:
+    def __init__(self, model: HostedModel) -> None:
         self.models = {"m": model}
 
 
@@ -177,6 +177,53 @@ def test_a_request_that_is_refused_after_the_last_was_read_ends_its_stream() -> 
         assert dict(caught.value.trailing_metadata())["x-request-id"] == "mine"
 
     with_stream(check)
+
+
+class Talker(HostedModel):
+    """Answers with many responses."""
+
+    def __init__(self) -> None:
+        super().__init__(json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig()), "1")
+
+    async def _answer(self, _: InferRequest) -> Responses:
+        for number in range(1000):
+            yield {"x": np.array([number], np.uint32)}, number == 999
+
+
+def test_a_client_that_reads_nothing_keeps_its_model_waiting() -> None:
+    async def main() -> None:
+        model, workers = Talker(), Workers()
+        served = Served(model)
+        context = FrontContext[Any](
+            Access(),
+            served,
+            host="127.0.0.1",
+            is_ready=lambda: True,
+            note_use=lambda: None,
+            workers=workers,
+        )
+        details = SimpleNamespace(method=STREAM_CALL, invocation_metadata=())
+        handler: Any = KServeGrpc(context, port=1).service(details)
+        call: Any = SimpleNamespace(
+            set_trailing_metadata=lambda _: None, code=lambda: None, peer=lambda: "ipv4:127.0.0.1:1"
+        )
+
+        async def requests() -> AsyncIterator[bytes]:
+            request = service_pb2.ModelInferRequest(model_name="m")
+            request.inputs.add(name="x", datatype="UINT32", shape=[1])
+            request.raw_input_contents.append(bytes(4))
+            yield request.SerializeToString()
+
+        answers: AsyncIterator[bytes] = handler.stream_stream(requests(), call)
+        assert await anext(answers)
+        for _ in range(3000):  # turns of the event loop, in each of which the model may go on
+            await asyncio.sleep(0)
+        assert model.responses < 100
+        rest = [reply async for reply in answers]
+        assert len(rest) == model.responses - 1 == 999
+        workers.close()
+
+    asyncio.run(main())
 
 
 def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
