@@ -14,11 +14,11 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -28,7 +28,6 @@ from torch.distributed.distributed_c10d import Store
 
 _KEY_BYTES = _NONCE_BYTES = 32
 _DIGEST = "sha256"
-_LENGTH = struct.Struct(">I")
 _MOST_BYTES = 16 << 20  # of one message
 _GREETING_S = 5.0  # to prove possession of the key
 # Connections that have not proved it yet; further ones are closed, and try again.
@@ -161,16 +160,17 @@ class StoreServer:
                 continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
+    def _serve(self, end: socket.socket) -> None:
+        with end, contextlib.suppress(OSError, EOFError, ValueError, TypeError, RuntimeError):
             try:
-                _greet(connection, self._key, is_server=True)
+                connection = _greeted(end, self._key, is_server=True)
             finally:
                 self._greetings.release()
-            connection.settimeout(None)
-            while True:
-                operation, *arguments = json.loads(_receive(connection))
-                _send(connection, json.dumps(self._apply(operation, *arguments)).encode())
+            with connection:
+                while True:
+                    operation, *arguments = json.loads(connection.recv_bytes(_MOST_BYTES))
+                    found = self._apply(operation, *arguments)
+                    connection.send_bytes(json.dumps(found).encode())
 
     def _apply(self, operation: str, *arguments: Any) -> Any:
         if operation not in _OPERATIONS:
@@ -186,22 +186,20 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
         KeyRefusedError: What listens there holds another key.
         OSError: Nothing listens there.
     """
-    connection = socket.create_connection((host, port), timeout=_GREETING_S)
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _greet(connection, key, is_server=False)
-        connection.settimeout(timeout_s)
-    except BaseException:
-        connection.close()
-        raise
+    with socket.create_connection((host, port), timeout=_GREETING_S) as end:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.settimeout(None)
+        connection = _greeted(end, key, is_server=False)
     lock = threading.Lock()
 
     def answer(*message: Any) -> Any:
         try:
             with lock:
-                _send(connection, json.dumps(message).encode())
-                return json.loads(_receive(connection))
-        except (OSError, ValueError) as error:
+                connection.send_bytes(json.dumps(message).encode())
+                if not connection.poll(timeout_s):
+                    raise TimeoutError(f"no answer within {timeout_s:g} s")
+                return json.loads(connection.recv_bytes(_MOST_BYTES))
+        except (OSError, EOFError, ValueError) as error:
             connection.close()  # a late answer would be taken for that of the next
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
@@ -209,53 +207,39 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
     return KeyedStore(answer, connect, timeout_s)
 
 
-def _greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
-    """Prove to the other end that this one holds the key, and check that the other end does.
+def _greeted(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:
+    """Prove to the other end that this one holds the key, check that it does, and return a link.
 
     Raises:
         KeyRefusedError: The other end does not hold the key, or takes too long to prove it.
     """
-    deadline = monotonic() + _GREETING_S
-    connection.settimeout(_GREETING_S)
+    connection = Connection(os.dup(end.fileno()))
+    # Ends the wait even while single bytes arrive.
+    late = threading.Timer(_GREETING_S, partial(end.shutdown, socket.SHUT_RDWR))
+    late.daemon = True
+    late.start()
     own = secrets.token_bytes(_NONCE_BYTES)
     mine, theirs = (b"server", b"client") if is_server else (b"client", b"server")
     try:
-        connection.sendall(own)
-        other = _exactly(connection, _NONCE_BYTES, deadline)
+        connection.send_bytes(own)
+        other = connection.recv_bytes(_NONCE_BYTES)
         proof = hmac.digest(key, mine + own + other, _DIGEST)
         if not is_server:  # the client proves its key first
-            connection.sendall(proof)
+            connection.send_bytes(proof)
         expected = hmac.digest(key, theirs + other + own, _DIGEST)
-        if not hmac.compare_digest(_exactly(connection, len(expected), deadline), expected):
+        if not hmac.compare_digest(connection.recv_bytes(len(expected)), expected):
             raise KeyRefusedError("it holds another key")
         if is_server:
-            connection.sendall(proof)
-    except OSError as error:
+            connection.send_bytes(proof)
+    except (OSError, EOFError) as error:
+        connection.close()
         raise KeyRefusedError("it ended the connection before it proved its key") from error
-
-
-def _send(connection: socket.socket, message: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(message)) + message)
-
-
-def _receive(connection: socket.socket) -> bytes:
-    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    if size > _MOST_BYTES:
-        raise ValueError(f"a message of {size} bytes")
-    return _exactly(connection, size)
-
-
-def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Return the next bytes; a deadline ends the wait even while single bytes arrive."""
-    data = bytearray()
-    while len(data) < size:
-        if deadline is not None:
-            connection.settimeout(max(deadline - monotonic(), 1e-3))
-        part = connection.recv(min(size - len(data), 1 << 16))
-        if not part:
-            raise ConnectionResetError("the connection has ended")
-        data += part
-    return bytes(data)
+    except KeyRefusedError:
+        connection.close()
+        raise
+    finally:
+        late.cancel()
+    return connection
 
 
 def _text(value: str | bytes) -> str:
