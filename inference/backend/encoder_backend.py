@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
@@ -13,7 +12,7 @@ from export_scripts.triton.signature import hidden_states
 from inference.backend.arguments import config_parameters
 from inference.backend.engine_model import EngineModel
 from inference.backend.python_backend import GenerationModel
-from inference.backend.requests import InferRequest, Outputs
+from inference.backend.requests import InferRequest, Outputs, Submitted
 from inference.backend.triton_model import triton_arguments
 
 if TYPE_CHECKING:
@@ -28,9 +27,7 @@ class EncoderModel(EngineModel):
     engine_class = "inference.engine.encoder_engine:EncoderEngine"
     engine: EncoderEngine
 
-    def submit(
-        self, request: InferRequest, on_step: Callable[[Any], None]
-    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         """Queue a request, see `EngineModel`."""
         from inference.engine.encoding import parse_encoding
 

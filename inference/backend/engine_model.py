@@ -31,8 +31,8 @@ from inference.backend.requests import (
     InferRequest,
     ModelError,
     ModelHost,
-    Outputs,
     Responses,
+    Submitted,
 )
 from inference.backend.triton_model import TritonEngineModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
@@ -147,9 +147,7 @@ class EngineModel(TritonEngineModel):
             engine.start()
         return engine
 
-    def submit(
-        self, request: InferRequest, on_step: Callable[[Any], None]
-    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         """Queue a request in the engine; return its future, and what makes outputs of its result.
 
         `on_step` may be called with what a step has made, of which the same function makes outputs
@@ -166,10 +164,7 @@ class EngineModel(TritonEngineModel):
         Closing it gives the request up. `queued` gets the seconds before its first slot.
         """
         if request.is_canary:
-            steps, before = self.engine.steps, self._canary_steps
-            self._canary_steps = steps
-            if self._running and steps != before:  # the engine makes progress
-                raise ModelError(BUSY, "UNAVAILABLE")
+            self._check_progress()
         began = time.perf_counter()
         came: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -191,6 +186,8 @@ class EngineModel(TritonEngineModel):
         outcome = "cancelled"
         try:
             while (step := await came.get()) is not None:
+                if request.wants_tokens and not came.empty():
+                    continue  # what comes next has these, too
                 if (outputs := outputs_of(step)) is not None:
                     yield outputs, False
             times = getattr(future.result(), "times", None)
@@ -212,9 +209,14 @@ class EngineModel(TritonEngineModel):
             self.metrics.completed(time.perf_counter() - began, times)
         yield last, True
 
-    async def _submitted(
-        self, request: InferRequest, put: Callable[[Any], None]
-    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+    def _check_progress(self) -> None:
+        """Refuse a canary where the engine is busy, and has made steps since the last one."""
+        steps, before = self.engine.steps, self._canary_steps
+        self._canary_steps = steps
+        if self._running and steps != before:
+            raise ModelError(BUSY, "UNAVAILABLE")
+
+    async def _submitted(self, request: InferRequest, put: Callable[[Any], None]) -> Submitted:
         """Queue a request; a large one is read in a thread."""
         if sum(each.nbytes for each in request.tensors.values()) <= _INLINE_BYTES:
             return self.submit(request, put)

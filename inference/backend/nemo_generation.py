@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from inference.backend.requests import Tensors
+from inference.backend.requests import Array, Tensors
 from inference.backend.text_generation import RowRead, TextModel, column
 from inference.backend.text_models import row_texts, word_list_tensor
 from inference.decoding.request import TASK_IDS
@@ -129,7 +129,7 @@ class NemoModel(TextModel):
                 options[target] = word_list_tensor([record.getvalue()], tokenizer, name=name)
         return self.fitting([*ids, *tokenizer.encode(text)], given["max_length"]), options
 
-    def answer(self, result: GenerationResult) -> dict[str, np.ndarray[Any, Any]]:
+    def answer(self, result: GenerationResult) -> dict[str, Array]:
         """Return the outputs of a request."""
         end_id, count = self.engine.limits.end_id, len(result.rows)
         sequences = [ids for (ids,) in self.sequences(result)]

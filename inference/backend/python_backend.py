@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.engine_model import EngineModel
-from inference.backend.requests import InferRequest, Outputs
+from inference.backend.requests import TOKENS, InferRequest, Outputs, Submitted
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.grammars import Grammars, TokenTexts
 from inference.decoding.outputs import FrameStream
@@ -40,11 +39,9 @@ class GenerationModel(EngineModel):
         )
         return replace(limits, grammars=grammars)
 
-    def submit(
-        self, request: InferRequest, on_step: Callable[[Any], None]
-    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         """Queue a request, see `EngineModel`."""
-        tensors, turn, news = request.tensors, request.turn, request.steps
+        tensors, turn = request.tensors, request.turn
         if self.interactive:
             # All have one more axis, of size 1, in front.
             tensors = {name: value[0] for name, value in tensors.items()}
@@ -55,14 +52,17 @@ class GenerationModel(EngineModel):
             raise
         for warning in parsed.warnings:
             self.host.warn(warning)
+        as_declared = request.streams is None
         frames = FrameStream(
             parsed,
             strict_lengths=self.settings.strict_lengths,
-            omit_prefix=self.settings.stream_new_tokens and self.decoupled,
+            omit_prefix=self.settings.stream_new_tokens and self.decoupled and as_declared,
         )
 
         def outputs_of(state: GenerationStep | GenerationResult) -> Outputs | None:
             """Return the answer so far, None if the step has not added to it."""
+            if request.wants_tokens:
+                return {TOKENS: [row.output_ids[0] if row else () for row in state.rows]}
             # In a session the prompt that is answered is the whole conversation.
             frames.request = state.request
             frame = frames.frame(state.rows)
@@ -70,19 +70,8 @@ class GenerationModel(EngineModel):
                 frame = {name: value[None] for name, value in frame.items()}
             return frame
 
-        counts = [0] * len(parsed.rows)  # tokens that were handed on
-
-        def hand_on(step: GenerationStep) -> None:
-            assert news is not None
-            rows = [() if row is None else row.output_ids[0] for row in step.rows]
-            new = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
-            counts[:] = map(len, rows)
-            self.host.post(partial(news, new))
-
-        if news is not None:
-            on_each: Callable[[GenerationStep], None] | None = hand_on
-        else:
-            on_each = on_step if self.decoupled else None
+        streams = self.decoupled if as_declared else request.streams
+        on_each = on_step if streams else None
         return self.engine.submit(parsed, on_step=on_each, turn=turn), outputs_of
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,10 @@ Array = np.ndarray[Any, Any]
 Tensors = Mapping[str, Array]
 Outputs = Mapping[str, Any]  # arrays, torch tensors or raw ones by name
 Responses = AsyncGenerator[tuple[Outputs, bool], None]  # each with whether it is the last
+# The future of a request in an engine, and what makes outputs of its steps and its result,
+# None where there are none yet.
+Submitted = tuple[Future[Any], Callable[[Any], Outputs | None]]
+TOKENS = "tokens"  # the only output where a request wants tokens
 
 
 class ModelError(Exception):
@@ -35,8 +40,10 @@ class InferRequest:
         turn: its place in a session, None without one.
         id: chosen by the client.
         is_canary: sent by the server itself, to see whether the model answers.
-        steps: takes, after each step of a generation, the new tokens of each row in place of
-            whole responses; None for responses.
+        streams: whether a generation answers after each of its steps; None: as its model's
+            configuration says.
+        wants_tokens: an engine's answer is what it has generated so far, a list of tokens for each
+            row, in place of tensors; steps that come faster than they are taken are left out.
         parameters: those that only models of others read.
     """
 
@@ -45,7 +52,8 @@ class InferRequest:
     turn: SessionTurn | None = None
     id: str = ""
     is_canary: bool = False
-    steps: Callable[[Sequence[Sequence[int]]], None] | None = field(default=None, repr=False)
+    streams: bool | None = None
+    wants_tokens: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 

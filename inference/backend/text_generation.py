@@ -15,7 +15,7 @@ import numpy as np
 from export_scripts.ft.config_ini import read_config
 from inference.backend.arguments import RequestInputs
 from inference.backend.python_backend import GenerationModel
-from inference.backend.requests import InferRequest, Outputs, Tensors
+from inference.backend.requests import Array, InferRequest, Submitted, Tensors
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import parse_request
@@ -43,9 +43,7 @@ class TextModel(GenerationModel):
         _, config = read_config(folder)
         self.tasks = [task.task_name for task in config.tasks]
 
-    def submit(
-        self, request: InferRequest, on_step: Callable[[Any], None]
-    ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         """Queue a request, see `EngineModel`; its answer is one response."""
         del on_step
         return self.begin(RequestInputs(request.tensors)), self.answer
@@ -108,7 +106,7 @@ class TextModel(GenerationModel):
         """Return the tokens of a prompt, without those at its end for which there is no room."""
         return ids[: self._max_seq_len - output_len]
 
-    def answer(self, result: GenerationResult) -> dict[str, np.ndarray[Any, Any]]:
+    def answer(self, result: GenerationResult) -> dict[str, Array]:
         """Return the outputs of a request."""
         sequences = self.sequences(result)
         texts = [list(map(self.text, beams)) for beams in sequences]

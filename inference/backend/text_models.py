@@ -10,14 +10,12 @@ import csv
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, takewhile
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from export_scripts.triton.parameters import FLAG, TOKEN_ID, TOKEN_IDS
 from inference.backend.arguments import ModelArguments
-from inference.backend.requests import Tensors
+from inference.backend.requests import Array, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 
@@ -38,7 +36,7 @@ class _Encoder(TensorModel):
 
     def encode(
         self, texts: Sequence[str], *, name: str, special: bool = True
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    ) -> tuple[Array, Array]:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
         Raises ValueError where some texts are empty and others are not, which models do not accept
@@ -60,11 +58,11 @@ class _Encoder(TensorModel):
 class Preprocessing(_Encoder):
     """Text and word lists to token ids."""
 
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+    def run(self, tensors: Tensors) -> dict[str, Array]:
         """See `turn`."""
         return self.turn(tensors, continues=False)
 
-    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
+    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, Array]:
         """Return ids, lengths and word lists; what `continues` a conversation has no start token.
 
         Raises ValueError with every problem.
@@ -97,7 +95,7 @@ class Preprocessing(_Encoder):
 class QueryTokenizer(_Encoder):
     """Text to token ids for an encoder, which takes no word lists."""
 
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+    def run(self, tensors: Tensors) -> dict[str, Array]:
         """Return ids and lengths. Raises ValueError for input that is not text."""
         texts = row_texts("query", tensors["query"], most_bytes=self.tokenizer.most_text_bytes)
         ids, lengths = self.encode(texts, name="query")
@@ -122,7 +120,7 @@ class Postprocessing(TensorModel):
         self.streaming = arguments.flag("streaming")
         self.strict_lengths = arguments.flag("strict_lengths")
 
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+    def run(self, tensors: Tensors) -> dict[str, Array]:
         """Return the texts, (B, K). Raises ValueError for shapes that do not fit."""
         tokens = tensors["TOKENS_BATCH"]
         if tokens.ndim != 3:
@@ -149,9 +147,7 @@ class Postprocessing(TensorModel):
             texts[b, k] = self._text(ids[:start], answer, partial=bool(more)).encode()
         return {"OUTPUT": texts}
 
-    def _counts(
-        self, tensors: Tensors, starts: np.ndarray[Any, Any] | None, shape: tuple[int, ...]
-    ) -> np.ndarray[Any, Any]:
+    def _counts(self, tensors: Tensors, starts: Array | None, shape: tuple[int, ...]) -> Array:
         """Return the number of tokens of prompt and answer in each row, (B, K)."""
         if starts is None or "sequence_length" not in tensors:
             return np.full(shape[:2], shape[2])
@@ -161,7 +157,7 @@ class Postprocessing(TensorModel):
             counts = counts - starts.max(initial=0) + starts
         return counts.clip(0, shape[2])
 
-    def _starts(self, tensors: Tensors, shape: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
+    def _starts(self, tensors: Tensors, shape: tuple[int, ...]) -> Array | None:
         """Return the start of each answer, (B, K), or None if the request does not state it."""
         if not self.output_holds_prompt:
             return np.zeros(shape, np.int64)
@@ -184,14 +180,14 @@ class Postprocessing(TensorModel):
         return self.tokenizer.decode(answer, partial=partial)
 
 
-def _one_each(name: str, tensors: Tensors, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _one_each(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
     """Return an input with one value for each text, (B, K). Raises ValueError."""
     if tensors[name].size != math.prod(shape):
         raise _wrong_shape(name, shape, tensors[name])
     return tensors[name].reshape(shape)
 
 
-def _wrong_shape(name: str, shape: tuple[int, ...], value: np.ndarray[Any, Any]) -> ValueError:
+def _wrong_shape(name: str, shape: tuple[int, ...], value: Array) -> ValueError:
     return ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
 
 
@@ -210,9 +206,7 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
     return load_tokenizer(folder, kind=arguments.read("tokenizer_type", default="") or None)
 
 
-def row_texts(
-    name: str, tensor: np.ndarray[Any, Any], *, most_bytes: int = MOST_TEXT_BYTES
-) -> list[str]:
+def row_texts(name: str, tensor: Array, *, most_bytes: int = MOST_TEXT_BYTES) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
     Raises ValueError if it has another shape, a value is not UTF-8 or larger than `most_bytes`, or
@@ -252,9 +246,7 @@ def split_words(text: str) -> list[str]:
         raise ValueError(f"{shown!r} is not one CSV record: {reason}") from error
 
 
-def word_list_tensor(
-    rows: Sequence[str], tokenizer: Tokenizer, *, name: str
-) -> npt.NDArray[np.int32]:
+def word_list_tensor(rows: Sequence[str], tokenizer: Tokenizer, *, name: str) -> Array:
     """Return the (B, 2, W) tensor of the words in each row's CSV record.
 
     Ids of all words come one after another, above the offset at which each word ends; unused places
@@ -279,9 +271,7 @@ def word_list_tensor(
     return tensor
 
 
-def pad_rows(
-    rows: Sequence[Sequence[int]], *, pad_id: int
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+def pad_rows(rows: Sequence[Sequence[int]], *, pad_id: int) -> tuple[Array, Array]:
     """Return the rows padded on the right, (B, S), and their lengths, (B, 1)."""
     lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)  # (B, 1)
     ids = np.full((len(rows), max(map(len, rows), default=0)), pad_id, dtype=np.uint32)  # (B, S)

@@ -260,7 +260,9 @@ class HostedEngine(HostedModel):
         try:
             async with contextlib.aclosing(answer) as responses:
                 async for outputs, final in responses:
-                    yield {name: each for name, each in outputs.items() if name in wanted}, final
+                    if not request.wants_tokens:
+                        outputs = {name: v for name, v in outputs.items() if name in wanted}
+                    yield outputs, final
         except ModelError as error:
             raise InferError(str(error), error.code) from None
 

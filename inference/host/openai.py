@@ -4,19 +4,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.triton.model_config import parameters_of
-from inference.backend.requests import Array, InferRequest
+from inference.backend.requests import TOKENS, Array, InferRequest, Outputs
 from inference.backend.text_models import pad_rows
 from inference.front.access import OpenAIOptions
 from inference.front.context import FrontContext
@@ -134,43 +132,16 @@ class HostedGenerator:
         `job` holds the inputs. Without `streams` candidates that still grow need not come. Raises
         RejectedError if the model refuses the request, or cannot answer.
         """
-        wanted = ["output_ids", "sequence_length"]
-        wanted += _SCORES if "num_log_probs" in job else ()
-        wanted += ["cum_log_probs"] if "is_return_log_probs" in job else ()
-        came: asyncio.Queue[Any] = asyncio.Queue()
-        # Scores come with whole responses alone.
-        has_steps = len(wanted) == 2
-        steps = (came.put_nowait if streams else _ignore) if has_steps else None
-        request = InferRequest(dict(job), wanted, steps=steps)
-        answering = asyncio.create_task(self._answer(request, came))
-        rows: list[list[int]] = [[] for _ in job["input_ids"]]
+        is_scored = "num_log_probs" in job  # scores come with tensors alone
+        wanted = ["output_ids", "sequence_length", *(_SCORES if is_scored else ())]
+        request = InferRequest(dict(job), wanted, streams=streams, wants_tokens=not is_scored)
         prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
-        try:
-            while (each := await came.get()) is not None:
-                if isinstance(each, Exception):
-                    raise each
-                if isinstance(each, Mapping):
-                    outputs = {name: as_array(value) for name, value in each.items()}
+        async with contextlib.aclosing(self._model.infer(request)) as responses:
+            async for outputs, _ in responses:
+                if TOKENS in outputs:
+                    yield [Candidate(ids) for ids in outputs[TOKENS]]
+                elif outputs:
                     yield _candidates(outputs, prompt_len)
-                    continue
-                for row, new in zip(rows, each, strict=True):
-                    row += new
-                if came.empty():
-                    yield [Candidate(row) for row in rows]
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-
-    async def _answer(self, request: InferRequest, came: asyncio.Queue[Any]) -> None:
-        try:
-            async with contextlib.aclosing(self._model.infer(request)) as responses:
-                async for outputs, _ in responses:
-                    if outputs:
-                        came.put_nowait(outputs)
-        except Exception as error:  # whatever it is, the request ends with it
-            came.put_nowait(error.with_traceback(None))
-        else:
-            came.put_nowait(None)
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
         """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
@@ -188,17 +159,13 @@ class HostedGenerator:
         return np.asarray(vectors / np.maximum(norms, np.finfo(np.float32).tiny))
 
 
-def _candidates(outputs: Mapping[str, Array], prompt_len: int) -> list[Candidate]:
+def _candidates(tensors: Outputs, prompt_len: int) -> list[Candidate]:
     """Return the candidates in a model's outputs, which return so many tokens of the prompt."""
+    outputs = {name: as_array(value) for name, value in tensors.items()}
     ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
     found = []
     for row in range(len(ids)):
         own, top_ids, top = (outputs[n][row, 0] if n in outputs else None for n in _SCORES)
-        total = float(outputs["cum_log_probs"][row, 0]) if "cum_log_probs" in outputs else 0.0
         tokens = ids[row, 0, prompt_len : int(lengths[row, 0])].tolist()
-        found.append(Candidate(tokens, own, top_ids, top, total))
+        found.append(Candidate(tokens, own, top_ids, top))
     return found
-
-
-def _ignore(_: object) -> None:
-    """Take no news."""

@@ -26,7 +26,6 @@ class Candidate:
     own: Array | None = None  # (L,)
     top_ids: Array | None = None  # (L, W)
     top: Array | None = None  # (L, W)
-    cum_log_prob: float = 0.0  # of the whole answer, where it was asked for
 
     def place(self, index: int, *, best: int) -> TokenLogProbs:
         """Return the log probability of the token in a place, and the best tokens there."""
@@ -64,7 +63,6 @@ class Answer:
     tokens: int = field(default=0, init=False)  # that count, the end token included
     finish_reason: Literal["stop", "length", None] = field(default=None, init=False)
     scored: list[ScoredToken] = field(default_factory=list, init=False)
-    cum_log_prob: float = field(default=0.0, init=False)
     has_begun: bool = field(default=False, init=False)  # a chunk of it was sent
 
     def __post_init__(self) -> None:
@@ -86,7 +84,6 @@ class Answer:
         self._ids += shown
         self.tokens += len(shown) + is_ended
         self.end_id = None if end is None else new[end]
-        self.cum_log_prob = candidate.cum_log_prob
         more = not (final or is_ended or self.tokens == self.limit)
         if self.best is not None:
             first = len(self.prompt) + len(self.scored)

@@ -70,7 +70,7 @@ class CompletionRun:
                 request.sampling.best,
                 shows_special=not request.sampling.skip_special_tokens,
             )
-            answers = [begin() for _ in range(request.sampling.candidates)]
+            answers = [begin() for _ in range(request.sampling.n)]
             self._runs.append(PromptRun(number, prompt, answers))
 
     @property
@@ -80,12 +80,12 @@ class CompletionRun:
 
     @property
     def ends(self) -> list[str | None]:
-        """Why each answer has ended, those that are not returned included."""
+        """Why each answer has ended."""
         return [answer.finish_reason for run in self._runs for answer in run.answers]
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens so far; candidates that are not returned count too."""
+        """Tokens so far."""
         prompt = sum(len(run.prompt.ids) for run in self._runs)
         answers = sum(answer.tokens for run in self._runs for answer in run.answers)
         return {
@@ -135,13 +135,8 @@ class CompletionRun:
         ) as frames:
             async for _ in frames:
                 pass
-        kept: list[tuple[PromptRun, Answer]] = []
-        for run in self._runs:
-            best = list(run.answers)
-            if len(best) > self._request.sampling.n:  # the likeliest, by the mean over their tokens
-                best.sort(key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
-            kept += ((run, answer) for answer in best[: self._request.sampling.n])
-        parts = (self._part(*each, number, whole=True) for number, each in enumerate(kept))
+        every = ((run, answer) for run in self._runs for answer in run.answers)
+        parts = (self._part(*each, number, whole=True) for number, each in enumerate(every))
         return (part for part in parts if part is not None)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -157,7 +152,7 @@ class CompletionRun:
     async def _frames(self, *, streams: bool) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Run all jobs; yield after each frame of one which answers of which prompt it concerns."""
         jobs = self._jobs()
-        if len(self._runs) == 1 and self._request.sampling.candidates <= self._model.facts.max_rows:
+        if len(self._runs) == 1 and self._request.sampling.n <= self._model.facts.max_rows:
             (only,) = jobs
             async with contextlib.aclosing(self._ran(*only, streams=streams)) as frames:
                 async for frame in frames:

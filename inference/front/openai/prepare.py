@@ -218,7 +218,7 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
                 code="context_length_exceeded",
             )
         if sampling.best is not None:
-            scores += sampling.candidates * output_len * (sampling.best + 1)
+            scores += sampling.n * output_len * (sampling.best + 1)
         if sampling.prompt_best is not None:
             scores += prompt_len * (sampling.prompt_best + 1)
     if scores > MOST_SCORES:
@@ -252,7 +252,7 @@ def generation_jobs(
     sampling = request.sampling
     row = _row(facts, request, prompt)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    seeds = [(seed + n * _SEED_STEP) % (1 << 64) for n in range(sampling.candidates)]
+    seeds = [(seed + n * _SEED_STEP) % (1 << 64) for n in range(sampling.n)]
     for first in range(0, len(seeds), facts.max_rows):
         own = np.array(seeds[first : first + facts.max_rows], np.uint64)[:, None]
         job = {name: np.repeat(value[None], len(own), axis=0) for name, value in row.items()}
@@ -299,7 +299,6 @@ def _row(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> 
         np.bool_: {
             _WHOLE_BOUNDARY: is_whole or None,
             "ignore_eos": sampling.ignore_eos or None,
-            "is_return_log_probs": sampling.candidates > sampling.n or None,
         },
         np.object_: {"structured_output": json.dumps(structure).encode() if structure else None},
     }

@@ -307,13 +307,7 @@ class Sampling(RequestRecord):
     # One of the keys of `grammars.STRUCTURES`, and its value; empty for any text.
     structured_outputs: Annotated[dict[str, Any], BeforeValidator(_one_structure)] = {}
 
-    best_of: int | None = _whole(None, 1, MOST_CHOICES)
     echo: bool = _flag()
-
-    @property
-    def candidates(self) -> int:
-        """Answers to generate for a prompt, of which the likeliest are returned."""
-        return self.best_of or self.n
 
     @property
     def best(self) -> int | None:
@@ -369,16 +363,12 @@ class CompletionRequest(Sampling):
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
-        found, candidates = super().problems(), self.candidates
-        if candidates < self.n:
-            found["best_of"] = f"must be at least n, which is {self.n}"
-        elif self.stream and candidates > self.n:
-            found["best_of"] = "must equal n where the answer is streamed"
+        found = super().problems()
         if self.max_tokens == 0 and not self.echo:
             found["max_tokens"] = "must be at least 1; 0 needs echo=true"
-        if len(self.prompt) * candidates > MOST_SEQUENCES:
+        if len(self.prompt) * self.n > MOST_SEQUENCES:
             found["n"] = (
-                f"{len(self.prompt)} prompts with {candidates} answers each are more than "
+                f"{len(self.prompt)} prompts with {self.n} answers each are more than "
                 f"the {MOST_SEQUENCES} sequences of a request; send fewer"
             )
         return found

@@ -74,6 +74,19 @@ def test_steps_come_in_order_and_the_result_last() -> None:
     asyncio.run(main())
 
 
+def test_steps_of_tokens_that_a_later_one_has_too_are_left_out() -> None:
+    async def main() -> None:
+        model = Model(post)
+        asking = asyncio.create_task(answers(model, InferRequest({}, wants_tokens=True)))
+        await asyncio.sleep(0)
+        for step in ("one", "one two"):
+            model.on_step(step)
+        model.future.set_result("all")
+        assert await asking == [("all", True)]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("error", "answer", "noted"),
     [

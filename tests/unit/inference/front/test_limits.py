@@ -118,8 +118,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
     ),
     "prompts": (requests.MOST_PROMPTS, lambda n: completion(prompt=["a"] * n)),
     "`n`": (requests.MOST_CHOICES, lambda n: completion(n=n)),
-    "`best_of`": (requests.MOST_CHOICES, lambda n: completion(best_of=n)),
-    "prompts x `best_of`": (
+    "prompts x `n`": (
         requests.MOST_SEQUENCES,
         lambda n: completion(prompt=["a"] * (n // 64 + n % 64), n=64),
     ),

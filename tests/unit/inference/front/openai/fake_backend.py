@@ -112,10 +112,7 @@ class FakeModel(TokenModel):
                     if self._waits:
                         await asyncio.Event().wait()
                     raise self._failure
-                yield [
-                    Candidate(whole[:count], cum_log_prob=-float(number))
-                    for number in range(len(job["input_ids"]))
-                ]
+                yield [Candidate(whole[:count]) for _ in job["input_ids"]]
         finally:
             self.given_up.set()
 
