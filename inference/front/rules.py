@@ -2,17 +2,16 @@
 
 import re
 
-_MODEL = r"/v2/models/[^/?#%\s]+(?:/versions/[0-9]+)?"
+LIVE_PATH, READY_PATH, STATS_PATH = "/v2/health/live", "/v2/health/ready", "/v2/models/stats"
+OPENAPI_PATH, INDEX_PATH = "/openapi.json", "/v2/repository/index"
+_MODEL = r"/v2/models/(?P<model>[^/?#%\s]+)(?:/versions/(?P<version>[0-9]+))?"
 _PATHS = {
     "GET": (
-        r"/v2",
-        r"/v2/health/(?:live|ready)",
-        r"/v2/models/stats",
-        rf"{_MODEL}(?:/(?:ready|config|stats))?",
+        "/v2", LIVE_PATH, READY_PATH, STATS_PATH, OPENAPI_PATH,
+        rf"{_MODEL}(?:/(?P<action>ready|config|stats))?",
     ),
-    "POST": (rf"{_MODEL}/(?:infer|generate|generate_stream)", r"/v2/repository/index"),
-}
-READY_PATH = "/v2/health/ready"
+    "POST": (rf"{_MODEL}/(?P<action>infer|generate|generate_stream)", INDEX_PATH),
+}  # fmt: skip
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFER_CALL = f"{SERVICE}ModelInfer"
@@ -38,10 +37,15 @@ _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+
 _SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
 
 
-def passes_http(method: str, path: str) -> bool:
-    """Return whether a request of HTTP is one that clients may send."""
-    paths = _PATHS.get("GET" if method == "HEAD" else method, ())
-    return any(re.fullmatch(each, path) for each in paths)
+def parts_of_path(method: str, path: str) -> dict[str, str] | None:
+    """Return model, version and action of a path of HTTP, "" for none.
+
+    None means that clients may not send such a request.
+    """
+    for each in _PATHS.get("GET" if method == "HEAD" else method, ()):
+        if found := re.fullmatch(each, path):
+            return {"model": "", "version": "", "action": "", **found.groupdict("")}
+    return None
 
 
 def passes_grpc(call: str) -> bool:
@@ -51,7 +55,7 @@ def passes_grpc(call: str) -> bool:
 
 def is_health(target: str) -> bool:
     """Return whether a path of HTTP or a call of gRPC asks for health, which needs no token."""
-    return target in ("/v2/health/live", READY_PATH, *_HEALTH_CALLS)
+    return target in (LIVE_PATH, READY_PATH, *_HEALTH_CALLS)
 
 
 def without_internal_names(text: str) -> str:

@@ -4,9 +4,10 @@ Silence alone ends nothing. What is silent and advances is busy; what is silent 
 busy; what does neither hangs.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,20 @@ class _Target:
     silent_since: float | None = None
 
 
+class Computed(dict[tuple[int, int], float]):
+    """Processor time of processes so far, in seconds, by their ids and starts."""
+
+    def since(self, before: Computed) -> float:
+        """Return the time that processes of this list have taken since an earlier one."""
+        return sum(max(cpu_s - before.get(key, 0.0), 0.0) for key, cpu_s in self.items())
+
+
+def computed_by(root: int) -> Computed:
+    """Return the processor time of a process and of all below it."""
+    states = {pid: process_state(pid) for pid in (root, *descendants(root))}
+    return Computed({(n, state.started): state.cpu_s for n, state in states.items() if state})
+
+
 class Canaries:
     """Asks each model in a task of its own; calls `leave` with what does not answer and why."""
 
@@ -51,11 +66,11 @@ class Canaries:
         times: CanaryTimes,
         *,
         leave: Callable[[str], None],
-        computed_s: Callable[[], float] | None = None,
+        computed: Callable[[], Computed] = lambda: computed_by(os.getpid()),
     ) -> None:
-        """Start to ask; `computed_s` returns the processor time so far of this server."""
+        """Start to ask; `computed` returns the processor time so far of this server's processes."""
         self._hosted, self._times, self._leave = hosted, times, leave
-        self._computed_s = computed_s or ProcessorTime()
+        self._computed = computed
         self._targets = [_Target(model) for model in hosted.models.values()]
         self._tasks = [asyncio.create_task(self._run(each)) for each in self._targets]
 
@@ -88,11 +103,11 @@ class Canaries:
         began, finished = time.monotonic(), self._hosted.advanced()
         patience_s = self._patience_s(target)
         asked = asyncio.ensure_future(self._hosted.ask(target.model, is_canary=True))
-        computed_s = since = 0.0
+        since, before = 0.0, Computed()
         try:
             await asyncio.wait((asked,), timeout=patience_s / 2)
             if not asked.done():  # only then: it reads all of /proc, next to the server's work
-                since, computed_s = time.monotonic(), await asyncio.to_thread(self._computed_s)
+                since, before = time.monotonic(), await asyncio.to_thread(self._computed)
             await asyncio.wait_for(asked, patience_s / 2)
         except TimeoutError:
             now = time.monotonic()
@@ -104,7 +119,9 @@ class Canaries:
             if silent_s > _LONGEST_S:
                 words = f"has not finished anything for {silent_s:.0f} s"
                 target.faults += [words] * _FAILURES
-            elif await asyncio.to_thread(self._computed_s) - computed_s < _COMPUTES * (now - since):
+                return
+            taken_s = (await asyncio.to_thread(self._computed)).since(before)
+            if taken_s < _COMPUTES * (now - since):
                 target.faults.append(f"has not answered a canary for {now - began:.0f} s")
             return
         except Exception as error:  # whatever it is, requests of clients would get it too
@@ -116,29 +133,3 @@ class Canaries:
             asked.cancel()
         target.slowest_s = max(time.monotonic() - began, target.slowest_s or 0.0)
         target.faults, target.silent_since = [], None
-
-
-class ProcessorTime:
-    """The processor time of this process and of all that were below it, in seconds.
-
-    It never falls: neither a process that has ended nor one that a list of /proc has missed takes
-    its time along.
-    """
-
-    def __init__(self) -> None:
-        """Begin with none known."""
-        self._counting = threading.Lock()
-        self._known: dict[tuple[int, int], float] = {}  # by process id and start
-        self._total_s = 0.0
-
-    def __call__(self) -> float:
-        """Return the time so far."""
-        with self._counting:
-            pids = {os.getpid(), *descendants(os.getpid()), *(pid for pid, _ in self._known)}
-            states = {pid: state for pid in pids if (state := process_state(pid)) is not None}
-            now = {(pid, state.started): state.cpu_s for pid, state in states.items()}
-            self._total_s += sum(
-                max(cpu_s - self._known.get(key, 0.0), 0.0) for key, cpu_s in now.items()
-            )
-            self._known = now
-            return self._total_s

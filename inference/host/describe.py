@@ -9,6 +9,9 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from inference.front import rules
+from inference.front.openapi import openapi, schemas_of
+from inference.front.validation import GenerateRequest, IndexRequest, SentRequest
 from inference.host.calls import InferError
 from inference.host.models import HostedModel
 
@@ -22,6 +25,26 @@ _EVERY_FIELD = next(
     for name in ("always_print_fields_with_no_presence", "including_default_value_fields")
     if name in signature(json_format.MessageToDict).parameters
 )
+
+
+def api_description() -> dict[str, Any]:
+    """Return the description of KServe's protocol over HTTP, as these ports speak it."""
+    schemas = schemas_of((SentRequest, GenerateRequest, IndexRequest))
+    generate = schemas[GenerateRequest.__name__]  # inputs stand next to its fields
+    del generate["properties"]["tensors"]
+    generate["additionalProperties"] = True
+    calls: dict[tuple[str, str], Any] = dict.fromkeys(
+        ("get", path)
+        for path in ("/v2", rules.LIVE_PATH, rules.READY_PATH, rules.STATS_PATH, rules.OPENAPI_PATH)
+    )
+    calls["post", rules.INDEX_PATH] = IndexRequest
+    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        calls |= {("get", model + action): None for action in ("", "/ready", "/config", "/stats")}
+        calls["post", f"{model}/infer"] = SentRequest
+        calls["post", f"{model}/generate"] = calls["post", f"{model}/generate_stream"] = (
+            GenerateRequest
+        )
+    return openapi(calls, schemas)
 
 
 def server_metadata() -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import math
-import re
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from http import HTTPStatus
@@ -28,6 +27,7 @@ from inference.front.validation import (
 )
 from inference.host.calls import InferError
 from inference.host.describe import (
+    api_description,
     config_json,
     found_model,
     index_json,
@@ -46,10 +46,6 @@ from inference.host.messages import (
 from inference.host.models import HostedModel
 from inference.host.statistics import triton_metrics, with_vllm_names
 
-_PATH = re.compile(
-    r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?(?:/(?P<action>\w+))?"
-)
-_LIVE_PATH, _ALL_STATS = "/v2/health/live", "/v2/models/stats"
 _METRICS_PATH = "/metrics"
 _JSON_LENGTH = "Inference-Header-Content-Length"
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
@@ -74,16 +70,17 @@ class KServeHttp:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         try:
-            is_open = rules.passes_http(request.method, request.path)
-            owner = self._admitted(request, is_open=is_open)
+            parts = rules.parts_of_path(request.method, request.path)
+            owner = self._admitted(request, is_open=parts is not None)
+            assert parts is not None, "others are refused"
             if request.path == rules.READY_PATH and not self._context.is_ready():
                 reason = "the server is starting, or a model does not answer its owner"
                 raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             if request.method != "POST":
-                return self._got(self._context.current, request)
+                return _got(self._context.current, request.path, **parts)
             with self._context.use() as hosted:
                 body = await self._guard.body(request)
-                return await self._posted(hosted, request, body, owner)
+                return await self._posted(hosted, request, body, owner, **parts)
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
@@ -121,38 +118,27 @@ class KServeHttp:
         (address, port, *_), (_, own_port, *_) = ends
         return self._context.sessions.namespace(owner, address, port, own_port)
 
-    def _got(self, hosted: Hosted, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request without a body. Raises RejectedError."""
-        path, models = request.path, hosted.models
-        if path in (_LIVE_PATH, rules.READY_PATH):
-            return web.Response(content_type="text/plain")
-        if path == _ALL_STATS:
-            return _json(statistics_json(models))
-        if (found := _PATH.fullmatch(path)) is None:
-            return _json(server_metadata())
-        name, version, action = found["model"], found["version"] or "", found["action"]
-        if action == "ready":
-            if not hosted.has(name, version):
-                raise RejectedError("Model version not ready")
-            return web.Response(content_type="text/plain")
-        if action == "stats":
-            return _json(statistics_json(models, name, version))
-        model = found_model(models, name, version)
-        return _json(config_json(model) if action == "config" else model_metadata(model))
-
     async def _posted(
-        self, hosted: Hosted, request: web.BaseRequest, body: bytes, owner: str | None
+        self,
+        hosted: Hosted,
+        request: web.BaseRequest,
+        body: bytes,
+        owner: str | None,
+        *,
+        model: str,
+        version: str,
+        action: str,
     ) -> web.StreamResponse:
         """Answer a request with a body, of the holder of a token. Raises RejectedError."""
-        if (found := _PATH.fullmatch(request.path)) is None:
+        if not model:
             if body:
                 await self._context.workers.check(check_index, body, size_bytes=len(body))
             return _json(index_json(hosted.models))
-        model = found_model(hosted.models, found["model"], found["version"] or "")
-        if found["action"] == "infer":
-            return await self._inferred(model, request, body, owner)
-        streams = found["action"] == "generate_stream"
-        return await self._generated(model, request, body, owner, streams=streams)
+        found = found_model(hosted.models, model, version)
+        if action == "infer":
+            return await self._inferred(found, request, body, owner)
+        streams = action == "generate_stream"
+        return await self._generated(found, request, body, owner, streams=streams)
 
     async def _inferred(
         self, model: HostedModel, request: web.BaseRequest, body: bytes, owner: str | None
@@ -198,6 +184,24 @@ class KServeHttp:
             return web.Response(body=answer, content_type="application/json")
         async with contextlib.aclosing(_frames(model, asked)) as frames:
             return await _streamed(request, frames, encoded)
+
+
+def _got(hosted: Hosted, path: str, *, model: str, version: str, action: str) -> web.StreamResponse:
+    """Answer a request without a body. Raises RejectedError."""
+    if path in (rules.LIVE_PATH, rules.READY_PATH):
+        return web.Response(content_type="text/plain")
+    if path == rules.OPENAPI_PATH:
+        return _json(api_description())
+    if path == rules.STATS_PATH or action == "stats":
+        return _json(statistics_json(hosted.models, model, version))
+    if not model:
+        return _json(server_metadata())
+    if action == "ready":
+        if not hosted.has(model, version):
+            raise RejectedError("Model version not ready")
+        return web.Response(content_type="text/plain")
+    found = found_model(hosted.models, model, version)
+    return _json(config_json(found) if action == "config" else model_metadata(found))
 
 
 def _json_length(request: web.BaseRequest, body: bytes) -> int:

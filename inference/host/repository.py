@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +176,15 @@ class Repository:
 
     def _in_order(self) -> Iterator[str]:
         """Yield the ensembles, each after those that it contains."""
-        pending = {n: config for n, (config, _) in self.configs.items() if _is_ensemble(config)}
-        while pending:
-            ready = [
-                name
-                for name, config in pending.items()
-                if pending.keys().isdisjoint(s.model_name for s in config.ensemble_scheduling.step)
-            ]
-            if not ready:
-                raise ValueError(f"the ensembles {', '.join(pending)} contain each other")
-            for name in ready:
-                del pending[name]
-                yield name
+        parts = {
+            name: [step.model_name for step in config.ensemble_scheduling.step]
+            for name, (config, _) in self.configs.items()
+            if _is_ensemble(config)
+        }
+        try:
+            yield from filter(parts.__contains__, TopologicalSorter(parts).static_order())
+        except CycleError as error:
+            raise ValueError(f"the ensembles {', '.join(parts)} contain each other") from error
 
     def _loaded(self, name: str, mailbox: Mailbox, say: Callable[[str], None]) -> HostedModel:
         config, version = self.configs[name]

@@ -152,13 +152,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # Runs in the server, which has the whole project.
     "export_scripts.triton.backends": ("inference.backend",),
     "inference.front": (
+        "export_scripts.__init__",
         "export_scripts.files",
         "export_scripts.values",
         "export_scripts.wire_format",
         "inference.system",
     ),
     "inference.front.openai": (
-        "export_scripts.__init__",
         "export_scripts.ft",
         "inference.backend",
         "inference.decoding",

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
-
 from inference.front.openai.requests import (
     SPELLINGS,
     ChatRequest,
@@ -13,6 +11,7 @@ from inference.front.openai.requests import (
     RequestRecord,
     TokenizeRequest,
 )
+from inference.front.openapi import openapi, schemas_of
 
 KINDS: dict[str, type[RequestRecord]] = {
     "/v1/completions": CompletionRequest,
@@ -23,13 +22,11 @@ KINDS: dict[str, type[RequestRecord]] = {
 }
 
 
-def described(version: str) -> dict[str, Any]:
+def described() -> dict[str, Any]:
     """Return the description; fields that change nothing here have the values that are taken."""
-    form = "#/components/schemas/{model}"
-    inputs: list[Any] = [(kind, "validation") for kind in KINDS.values()]
-    _, schemas = models_json_schema(inputs, ref_template=form)
+    schemas = schemas_of(KINDS.values())
     for kind in KINDS.values():
-        properties = schemas["$defs"][kind.__name__]["properties"]
+        properties = schemas[kind.__name__]["properties"]
         for name, names in SPELLINGS.items():
             if name in properties:
                 properties |= dict.fromkeys(names, properties[name])
@@ -39,20 +36,4 @@ def described(version: str) -> dict[str, Any]:
         for name, (values, reason) in kind.fixed().items():
             taken = {} if values is None else {"enum": [*values, None]}
             properties[name] = {"description": reason, **taken}
-    paths = {path: {"post": _operation(form.format(model=kind.__name__))}
-             for path, kind in KINDS.items()}  # fmt: skip
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Slipway", "version": version},
-        "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
-    }
-
-
-def _operation(schema: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": schema}}}
-    answers = {"200": "the answer", "400": "an error that names the fields"}
-    return {
-        "requestBody": {"required": True, "content": content},
-        "responses": {status: {"description": words} for status, words in answers.items()},
-    }
+    return openapi({("post", path): kind for path, kind in KINDS.items()}, schemas)

@@ -14,7 +14,6 @@ from typing import Any
 
 from aiohttp import web
 
-from export_scripts import __version__
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
@@ -234,7 +233,7 @@ class OpenAIEndpoint:
         return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
 
     async def _description(self, _: web.BaseRequest) -> web.Response:
-        return web.json_response(described(__version__))
+        return web.json_response(described())
 
     async def _tokenizer_info(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(self._codec.description())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from inference.front.link import CanaryTimes
 from inference.host import canaries
 from inference.host.calls import InferError
-from inference.host.canaries import Canaries, ProcessorTime
+from inference.host.canaries import Canaries, Computed, computed_by
 from inference.server.processes import process_state
 from tests.waiting import until
 
@@ -38,7 +39,7 @@ class Served:
             self,  # type: ignore[arg-type]
             TIMES,
             leave=self.lost.append,
-            computed_s=lambda: self.share * time.monotonic(),
+            computed=lambda: Computed({(1, 1): self.share * time.monotonic()}),
         )
 
     async def ask(self, model: Any, *, is_canary: bool) -> None:
@@ -161,11 +162,11 @@ def test_the_wait_grows_with_the_slowest_answer() -> None:
     asyncio.run(check())
 
 
-def test_the_time_of_a_process_that_ends_is_not_taken_away() -> None:
-    computed_s = ProcessorTime()
+def test_a_process_that_ends_takes_no_time_away() -> None:
     busy = "import time; any(time.process_time() > 0.5 for _ in iter(int, 1)); input()"
     process = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE)
     until(lambda: (state := process_state(process.pid)) is not None and state.cpu_s > 0.3)
-    before = computed_s()
+    before = computed_by(os.getpid())
+    assert before.since(Computed()) > 0.3
     process.communicate(b"\n")
-    assert computed_s() >= before > 0.3
+    assert computed_by(os.getpid()).since(before) >= 0

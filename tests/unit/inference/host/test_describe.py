@@ -8,7 +8,8 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
-from inference.host.describe import config_json, config_message, model_metadata
+from inference.front.rules import parts_of_path
+from inference.host.describe import api_description, config_json, config_message, model_metadata
 from inference.host.models import HostedEnsemble, HostedModel
 
 
@@ -43,3 +44,20 @@ def test_an_ensemble_answers_as_often_as_its_steps(decoupled: bool) -> None:
         return
     with pytest.raises(ValueError, match=r"config\.pbtxt of outer: .*inner .*decoupled"):
         HostedEnsemble(outer, "1", models)
+
+
+def test_every_path_of_the_description_is_open_and_every_body_described() -> None:
+    found = api_description()
+    for path, operations in found["paths"].items():
+        for method, operation in operations.items():
+            named = path.format(model="m", version="1")
+            assert parts_of_path(method.upper(), named) is not None, path
+            assert [each["name"] for each in operation["parameters"]] == [
+                name for name in ("model", "version") if f"{{{name}}}" in path
+            ]
+            if method == "post":
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                assert schema.rpartition("/")[2] in found["components"]["schemas"]
+    fields = found["components"]["schemas"]
+    assert fields["SentTensor"]["required"] == ["name", "datatype", "shape"]
+    assert "tensors" not in fields["GenerateRequest"]["properties"]
