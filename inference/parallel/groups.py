@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import (
 from inference.parallel.epilogue import added
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.peer_memory import PeerMemory, open_peer_memory
+from inference.parallel.reachability import check_reachable, listening_address
 from inference.parallel.shared_memory import SharedMemoryGroup, open_group
 
 if TYPE_CHECKING:
@@ -66,20 +67,23 @@ class RankGroups:
         device: torch.device,
         timeout_s: float,
         shared_memory: bool = True,
+        address: str = "127.0.0.1",
     ) -> None:
         """Connect; every rank must do so at the same time.
 
         `store` is shared by all ranks and was not used by any earlier groups. Hidden states and
         logits travel by NCCL on CUDA, and for the sums of few tokens by peer memory; on CPU by
-        shared memory unless `shared_memory` is False, or by gloo between hosts.
+        shared memory unless `shared_memory` is False, or by gloo between hosts, at this rank's
+        `address`.
 
         Raises:
-            RuntimeError: A rank did not join in time.
+            RuntimeError: A rank did not join in time, or cannot be reached.
         """
         self.layout = layout
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._may_share_memory = shared_memory
+        self._default_address = address
         self._shared: list[SharedMemoryGroup] = []
         self._nccl: list[ProcessGroup] = []
         everyone = list(range(layout.world_size))
@@ -106,7 +110,15 @@ class RankGroups:
             if shared := open_group(store, place, len(ranks), timeout_s=timeout_s):
                 self._shared.append(shared)
                 return cast(ProcessGroup, shared)
-        return cast(ProcessGroup, ProcessGroupGloo(store, place, len(ranks), self._timeout))
+        address = listening_address(self._default_address)
+        if name == "control":
+            timeout_s = self._timeout.total_seconds()
+            check_reachable(store, address, place, len(ranks), timeout_s=timeout_s)
+        # As torch.distributed itself makes them.
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        return cast(ProcessGroup, ProcessGroupGloo(store, place, len(ranks), options))
 
     def _open_peers(self, store: Store) -> None:
         from inference.parallel.peer_cuda import PeerSums, memory_bytes

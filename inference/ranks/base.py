@@ -28,6 +28,7 @@ from inference.parallel.epilogue import ordered_sum
 from inference.parallel.groups import RankGroups
 from inference.parallel.linear import AllReduce
 from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
+from inference.ranks.keyed_store import KeyedStore
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
@@ -135,6 +136,7 @@ class RankBase(ABC):
             device=self.device,
             timeout_s=settings.rank_timeout_s,
             shared_memory=settings.shared_memory,
+            address=store.address if isinstance(store, KeyedStore) else "127.0.0.1",
         )
         return self._groups
 

@@ -46,21 +46,25 @@ class KeyRefusedError(RuntimeError):
 
 def write_key(path: Path) -> bytes:
     """Write a new key to a file that only its owner can read, and return it."""
-    key = secrets.token_bytes(_KEY_BYTES)
+    write_private(path, key := secrets.token_bytes(_KEY_BYTES))
+    return key
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(key)
+        file.write(data)
     partial.replace(path)
-    return key
 
 
-def read_key(path: Path) -> bytes:
-    """Return the key in a file.
+def read_private(path: Path) -> bytes:
+    """Return what is in a file of `write_private`.
 
     Raises:
-        OSError: There is none yet.
+        OSError: There is no such file.
         PermissionError: It belongs to another user, or others can read it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -72,11 +76,18 @@ def read_key(path: Path) -> bytes:
 
 
 class KeyedStore(Store):
-    """One connection to the values of a launch; raises RuntimeError, as torch's stores do."""
+    """One connection to the values of a launch; raises RuntimeError, as torch's stores do.
 
-    def __init__(self, answer: Answer, connect: Callable[[], KeyedStore], timeout_s: float) -> None:
+    Attributes:
+        address: This process's own, on the network of the rendezvous.
+    """
+
+    def __init__(
+        self, answer: Answer, connect: Callable[[], KeyedStore], address: str, timeout_s: float
+    ) -> None:
         """Take the ways to the values: `answer` applies an operation, by name and arguments."""
         super().__init__()
+        self.address = address
         self._answer, self._connect, self._timeout_s = answer, connect, timeout_s
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -137,7 +148,8 @@ class StoreServer:
 
     def store(self) -> KeyedStore:
         """Return the values as rank 0 sees them."""
-        return KeyedStore(self._apply, self.store, self._timeout_s)
+        address = self.listener.getsockname()[0]
+        return KeyedStore(self._apply, self.store, address, self._timeout_s)
 
     def close(self) -> None:
         """Accept no further connection; open ones stay."""
@@ -204,7 +216,7 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
     connect = partial(connect_store, host, port, key, timeout_s=timeout_s)
-    return KeyedStore(answer, connect, timeout_s)
+    return KeyedStore(answer, connect, connection.getsockname()[0], timeout_s)
 
 
 def _greeted(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:

@@ -6,6 +6,7 @@ heartbeat every second. The model's own connections are made later, through the 
 
 import contextlib
 import errno
+import hmac
 import json
 import logging
 import os
@@ -26,8 +27,9 @@ from inference.ranks.keyed_store import (
     KeyRefusedError,
     StoreServer,
     connect_store,
-    read_key,
+    read_private,
     write_key,
+    write_private,
 )
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import failure_of, report_failure
@@ -42,6 +44,7 @@ _POLL_S = 0.1
 _REFUSAL_S = 8.0  # for ranks that still start to join a launch that has failed
 _LEAVE_S = 2.0  # for an orderly shutdown in progress
 _FOREIGN_S = 10.0  # a store of this launch identifies itself at once
+_UNREACHED_S = 20.0  # a rank 0 that has left its key listens already
 JOIN_TIMEOUT_S = 240.0  # less than a server may take to load, whose failure then has this reason
 _WAIT_FOREVER = timedelta(days=30)  # the heartbeat ends a process whose rank 0 is gone
 
@@ -92,7 +95,7 @@ class Rendezvous:
             raise RendezvousError(
                 f"the key of the launch cannot be left in {key_file}: {error.strerror}"
             ) from error
-        self._key_file = key_file
+        self._key_file, self._key = key_file, key
         self._server = StoreServer(listener, key, timeout_s=timeout_s)
         self.store: Store = self._server.store()
         self.store.set("job", _job_text(place))
@@ -126,6 +129,8 @@ class Rendezvous:
         now = monotonic()
         count = self.store.add(f"heartbeat/{rank}", 0)
         if count == 0:
+            if reason := self._unreached(rank):
+                return reason
             if now - self._opened < JOIN_TIMEOUT_S:
                 return None
             return f"did not reach {self._address} within {JOIN_TIMEOUT_S:g} s; is the port open?"
@@ -137,6 +142,19 @@ class Rendezvous:
             return f"has sent no heartbeat for {now - since:.1f} s ({who})"
         return None
 
+    def _unreached(self, rank: int) -> str | None:
+        """Return what a rank that cannot connect has left next to the key of this launch."""
+        try:
+            note = read_private(_note_file(self._key_file, rank))
+        except OSError:
+            return None
+        mark = _mark(self._key)
+        if not hmac.compare_digest(note[: len(mark)], mark):
+            return None
+        text = note[len(mark) :].decode(errors="replace")
+        address = self._server.listener.getsockname()[0]
+        return f"{text}; rank 0 listens at {address} on {socket.gethostname()}; is the port open?"
+
     def close(self, *, grace_s: float) -> None:
         """Ask the other ranks to leave and wait for them; may be called again."""
         with self._lock:
@@ -147,6 +165,9 @@ class Rendezvous:
             self.store.set("over", "")
             joined = [rank for rank in self.others if self.store.add(f"heartbeat/{rank}", 0)]
             self.store.wait([f"left/{rank}" for rank in joined], timedelta(seconds=grace_s))
+        for rank in self.others:
+            if self._unreached(rank):
+                _note_file(self._key_file, rank).unlink(missing_ok=True)
         # The port comes last: the next launch that takes it writes its own key there.
         self._key_file.unlink(missing_ok=True)
         self._server.close()
@@ -165,7 +186,7 @@ class Follower:
                 joined as this rank.
         """
         self.place = place
-        store = _join(host, port, key_file, timeout_s=timeout_s)
+        store = _join(host, port, key_file, place.rank, timeout_s=timeout_s)
         self.store: Store = store
         with _store_errors(f"rank 0 at {host}:{port} is gone"):
             self._pulse = store.clone()
@@ -262,17 +283,31 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
     return f"port {port} of the rendezvous {problem}; choose another MASTER_PORT"
 
 
-def _join(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedStore:
+def _mark(key: bytes) -> bytes:
+    return hmac.digest(key, b"unreached", "sha256")
+
+
+def _note_file(key_file: Path, rank: int) -> Path:
+    return key_file.with_name(f"{key_file.name}.rank{rank}")
+
+
+def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) -> KeyedStore:
     """Wait for rank 0 and its key, and return a connection to its store.
+
+    A rank that sees the key and not the port leaves a note for rank 0 next to the key.
 
     Raises:
         RendezvousError: Rank 0 does not answer, or another process listens there.
     """
     deadline = monotonic() + JOIN_TIMEOUT_S
     refused_since: float | None = None
+    unreached_since: float | None = None
+    noted = b""
     while True:
+        key = b""
         try:
-            return connect_store(host, port, read_key(key_file), timeout_s=timeout_s)
+            key = read_private(key_file)
+            return connect_store(host, port, key, timeout_s=timeout_s)
         except KeyRefusedError as error:
             # The key may be that of an earlier launch, which this one's is about to replace.
             refused_since = refused_since or monotonic()
@@ -293,7 +328,16 @@ def _join(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedSto
                     f"{key_file}); choose another MASTER_PORT, end that one, or check that all "
                     "nodes see that folder"
                 ) from error
-            if monotonic() > deadline:
+            unreached_since = (unreached_since or monotonic()) if key else None
+            if unreached_since is not None and monotonic() - unreached_since > _UNREACHED_S:
+                words = (
+                    f"process {os.getpid()} on {socket.gethostname()} cannot reach {host}:{port} "
+                    f"({error.strerror or error})"
+                )
+                if noted != key:
+                    write_private(_note_file(key_file, rank), _mark(key) + words.encode())
+                    noted = key
+            if monotonic() > deadline or (noted and not key):
                 raise RendezvousError(
                     f"rank 0 does not answer at {host}:{port} ({error}); do MASTER_ADDR and "
                     "MASTER_PORT name its host, is the port open between the nodes, and do all "

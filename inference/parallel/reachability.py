@@ -1,0 +1,78 @@
+"""Whether ranks reach each other, asked before gloo is.
+
+gloo waits for five times its timeout, and then names neither both hosts nor a cause.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_INTERFACE = struct.Struct("16s4x4s8x")  # struct ifreq: a name, and an IPv4 address
+
+
+def listening_address(default: str) -> str:
+    """Return the address at which this rank awaits the others: `default`, or GLOO_SOCKET_IFNAME's.
+
+    Raises:
+        RuntimeError: That interface has no IPv4 address.
+    """
+    name = os.environ.get(_INTERFACE_VARIABLE, "").partition(",")[0]
+    if not name:
+        return default
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = _INTERFACE.pack(name.encode(), b"")
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+    except (OSError, struct.error) as error:
+        raise RuntimeError(
+            f"{_INTERFACE_VARIABLE}={name} has no IPv4 address on {socket.gethostname()} "
+            f"({error}); without the variable, ranks listen at {default}"
+        ) from error
+    return socket.inet_ntoa(_INTERFACE.unpack(answer)[1])
+
+
+def check_reachable(store: Store, address: str, place: int, size: int, *, timeout_s: float) -> None:
+    """Return once each of `size` ranks has reached a free port of each other one.
+
+    Every rank calls this, with its `place`, its `address` and a store that nothing else uses.
+
+    Raises:
+        RuntimeError: naming the hosts, addresses and ports of the ranks that did not.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # The kernel takes connections of its backlog, whether or not they are accepted.
+    with socket.create_server((address, 0), family=family, backlog=size) as listener:
+        own = [socket.gethostname(), *listener.getsockname()[:2]]
+        store.set(f"at/{place}", json.dumps(own))
+        others = [rank for rank in range(size) if rank != place]
+        with ThreadPoolExecutor(len(others)) as pool:
+            places = [json.loads(store.get(f"at/{rank}")) for rank in others]
+            problems = pool.map(lambda there: _problem(there, timeout_s), places)
+            store.set(f"tried/{place}", json.dumps(list(problems)))
+        tried = [f"tried/{rank}" for rank in range(size)]
+        store.wait(tried, timedelta(seconds=2 * timeout_s))
+        found = [each for name in tried for each in json.loads(store.get(name)) if each]
+    if found:
+        raise RuntimeError(
+            f"{'; '.join(found)}. Ranks of several nodes need every TCP port between them; "
+            f"{_INTERFACE_VARIABLE} names the interface of another network"
+        )
+
+
+def _problem(there: Sequence[str | int], timeout_s: float) -> str | None:
+    host, address, port = there
+    try:
+        with socket.create_connection((str(address), int(port)), timeout=timeout_s):
+            return None
+    except OSError as error:
+        own = socket.gethostname()
+        return f"{own} cannot reach {host} at {address}, port {port}: {error.strerror or error}"
