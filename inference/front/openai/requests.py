@@ -5,6 +5,7 @@ change nothing here are in fields.tsv.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
@@ -172,7 +173,7 @@ def _fixed_fields() -> Iterator[tuple[str, str, _Fixed]]:
 
 
 _FIXED = tuple(_fixed_fields())
-# Names of an answer's length, the first of which counts, and of its form: OpenAI's, vLLM's former
+# Names of an answer's length, of which each is a bound, and of its form: OpenAI's, vLLM's former
 # ones and its present one.
 SPELLINGS = {
     "max_tokens": ("max_completion_tokens", "max_tokens", "max_new_tokens"),
@@ -491,9 +492,16 @@ def _with_one_name(values: dict[str, Any]) -> dict[str, str]:
     spelled: dict[str, str] = {}
     for field, names in SPELLINGS.items():
         if given := {name: values.pop(name) for name in names if name in values}:
-            spelled[field], first = next(iter(given.items()))
-            values[field] = given if field == "structured_outputs" else first
+            if field == "structured_outputs":
+                spelled[field], values[field] = next(iter(given)), given
+            else:  # a value of another type comes first, and is refused by its name
+                spelled[field] = min(given, key=lambda name: _rank(given[name]))
+                values[field] = given[spelled[field]]
     return spelled
+
+
+def _rank(value: Any) -> float:
+    return value if isinstance(value, int | float) else -math.inf
 
 
 def _words(kind: type[RequestRecord], error: Any) -> str:

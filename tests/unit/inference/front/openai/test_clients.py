@@ -14,8 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference.backend.tokenizer import load_tokenizer
 from inference.front.access import OpenAIOptions, add_openai_options, openai_of
+from inference.front.guard import RejectedError
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
-from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
+from inference.front.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+    read_request,
+)
 from tests.unit.inference.front.openai.fake_backend import (
     END,
     INPUTS,
@@ -47,11 +53,28 @@ def test_a_recorded_body_is_taken(record: dict[str, Any]) -> None:
         assert getattr(request, name) == value
 
 
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_the_generation_files_of_lm_eval_are_taken(kind: type[Sampling]) -> None:
+    # The distinct options of the 4,793 files with generation_kwargs of lm-eval 0.4.13.
+    prompt = {"messages": TALK} if kind is ChatRequest else {"prompt": ["a"]}
+    for body in json.loads((Path(__file__).parent / "lm_eval_bodies.json").read_text()):
+        if body.get("num_beams", 1) > 1:
+            with pytest.raises(RejectedError, match="num_beams"):
+                read_request(kind, {**prompt, **body})
+            continue
+        request = read_request(kind, {**prompt, **body})
+        assert request.max_tokens == min(v for k, v in body.items() if k.startswith("max_"))
+        assert request.stop == [each for each in body["stop"] if each]
+        assert request.temperature == body["temperature"]
+        assert request.top_p == body.get("top_p", 1)
+
+
 @pytest.mark.parametrize(
     ("body", "read"),
     [
         ({"max_new_tokens": 3}, {"max_tokens": 3}),
         ({"max_completion_tokens": 3, "max_tokens": 9}, {"max_tokens": 3}),
+        ({"max_tokens": 9, "max_new_tokens": 4.0}, {"max_tokens": 4}),
         ({"max_tokens": 4.0, "n": 2.0, "seed": 7.0}, {"max_tokens": 4, "n": 2, "seed": 7}),
         ({"stop": list("abcdefghijklmnop")}, {"stop": list("abcdefghijklmnop")}),
         ({"stop_token_ids": [1, 2.0]}, {"stop_token_ids": [1, 2]}),
@@ -84,6 +107,7 @@ def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -
         ({"min_tokens": 17}, "min_tokens"),  # more than the 16 of a completion
         ({"max_tokens": 4.5}, "max_tokens"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_tokens": 4, "max_new_tokens": "8"}, "max_new_tokens"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"chat_template": "{{ 1 }}", "messages": TALK}, "chat_template"),
         ({"continue_final_message": True, "messages": TALK}, "continue_final_message"),
