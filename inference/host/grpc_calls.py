@@ -76,28 +76,40 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call."""
         call = details.method
-        if not rules.passes_grpc(call):
-            return _refusal(grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED)
-        if rules.is_health(call):
-            return self._health(call)
         metadata = dict(details.invocation_metadata or ())
+        name = accepted_id(str(metadata.get(REQUEST_ID.lower(), "")))
+        if not rules.passes_grpc(call):
+            return self._refusal(name, call, grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED)
+        if rules.is_health(call):
+            return self._health(name, call)
         try:
             owner = self._context.guard.token_owner(metadata.get("authorization"))
         except RejectedError as error:
-            return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        name = accepted_id(str(metadata.get(REQUEST_ID.lower(), "")))
+            return self._refusal(name, call, grpc.StatusCode.UNAUTHENTICATED, str(error))
         if call == rules.STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, name, owner))
         return grpc.unary_unary_rpc_method_handler(partial(self._unary, name, call, owner))
 
-    def _health(self, call: str) -> grpc.RpcMethodHandler:
+    def _health(self, name: str, call: str) -> grpc.RpcMethodHandler:
         """Return the handler of a call that needs no token, and whose message says nothing."""
 
-        async def answer(_requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
-            if call in rules.UNREADY_ANSWERS and not self._context.is_ready():
-                yield rules.UNREADY_ANSWERS[call]
-            else:
-                yield _READY_ANSWER
+        async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            with self._named(name, call, context):
+                if call in rules.UNREADY_ANSWERS and not self._context.is_ready():
+                    yield rules.UNREADY_ANSWERS[call]
+                else:
+                    yield _READY_ANSWER
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    def _refusal(
+        self, name: str, call: str, code: grpc.StatusCode, reason: str
+    ) -> grpc.RpcMethodHandler:
+        # As a stream, of which no message is read.
+        async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            with self._named(name, call, context):
+                await context.abort(code, reason)
+                yield b""  # never: interceptors iterate over the answers of a stream
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
@@ -274,15 +286,6 @@ def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:
     if len(reason) > _MOST_REASON_BYTES:
         reason = reason[:_MOST_REASON_BYTES] + b" ..."
     return code, reason.decode(errors="ignore")
-
-
-def _refusal(code: grpc.StatusCode, reason: str) -> grpc.RpcMethodHandler:
-    # As a stream, of which no message is read.
-    async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        await context.abort(code, reason)
-        yield b""  # never: interceptors iterate over the answers of a stream
-
-    return grpc.stream_stream_rpc_method_handler(answer)
 
 
 def _stream_error(error: InferError, model: HostedModel | None, sent: SentRequest) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -48,8 +49,8 @@ class Gate(HostedModel):
 class Calls:
     """A server of gRPC with one model, and a stream to it."""
 
-    def __init__(self, context: FrontContext[Any], call: Any) -> None:
-        self.context, self.call = context, call
+    def __init__(self, context: FrontContext[Any], channel: Any, call: Any) -> None:
+        self.context, self.channel, self.call = context, channel, call
         self.is_leaving = False
 
     async def ask(self, value: int) -> None:
@@ -92,12 +93,12 @@ def with_stream(check: Callable[[Calls, Gate], Awaitable[None]]) -> None:
         )
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
-        server.add_generic_rpc_handlers((KServeGrpc(context, port=port),))
+        server.add_generic_rpc_handlers((KServeGrpc(context, port=port, logs=True),))
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 call = channel.stream_stream(STREAM_CALL)(metadata=(("x-request-id", "mine"),))
-                calls = Calls(context, call)
+                calls = Calls(context, channel, call)
                 await asyncio.wait_for(check(calls, model), 60)
         finally:
             await server.stop(0)
@@ -236,6 +237,10 @@ def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
         handler: Any = KServeGrpc(context, port=1).service(details)
 
         class Context:
+            def set_trailing_metadata(self, _: object) -> None: ...
+
+            def code(self) -> None: ...
+
             async def abort(self, code: grpc.StatusCode, _: str) -> None:
                 raise LookupError(code.name)
 
@@ -244,3 +249,26 @@ def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
             await anext(answers)
 
     asyncio.run(main())
+
+
+def test_refused_calls_and_streams_have_their_lines_in_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    closed = "/inference.GRPCInferenceService/RepositoryModelLoad"
+    health = "/grpc.health.v1.Health/Check"
+
+    async def check(calls: Calls, _: Gate) -> None:
+        await calls.channel.unary_unary(health)(b"", metadata=(("x-request-id", "probe"),))
+        refused = calls.channel.stream_stream(closed)(metadata=(("x-request-id", "closed"),))
+        assert await refused.code() is grpc.StatusCode.PERMISSION_DENIED
+        calls.is_leaving = True
+        await calls.ask(QUICK)
+        assert await calls.call.code() is grpc.StatusCode.UNAVAILABLE
+
+    with_stream(check)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line[:1] == "{"]
+    assert [(each["request_id"], each["path"], each["status"]) for each in lines] == [
+        ("probe", health, "OK"),
+        ("closed", closed, "PERMISSION_DENIED"),
+        ("mine", STREAM_CALL, "UNAVAILABLE"),
+    ]
