@@ -22,8 +22,7 @@ from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.record import Report
 from inference.evaluation.report.compare import ComparedRun, Run, SideBySide, compare_runs
 from inference.evaluation.report.document import terminal_text
-from inference.evaluation.report.files import read_run, verdicts_junit
-from inference.evaluation.report.history import find_run
+from inference.evaluation.report.files import REPORT_JSON, read_run, verdicts_junit
 
 # Bounds of an upgrade for each metric by its unit, unless its gate names bounds.
 DEFAULT_BOUNDS = {
@@ -146,8 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m inference.compare", description="Compare evaluations with the first one."
     )
-    parser.add_argument("runs", nargs="+", help="a report.json, its folder, a run id, or latest~1")
-    parser.add_argument("--history-dir", type=Path, help="run store that ids are looked up in")
+    parser.add_argument("runs", nargs="+", type=Path, help="a report.json, or its folder")
     parser.add_argument("--output", type=Path, help="also write the comparison as an HTML page")
     parser.add_argument(
         "--gate",
@@ -173,7 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--bound is for --gate: name its folder, too.")
         if options.gate is not None and options.output is not None:
             raise ValueError("--gate writes a page into its folder: leave --output out.")
-        paths = [find_run(run, history_dir=options.history_dir) for run in options.runs]
+        paths = [path / REPORT_JSON if path.is_dir() else path for path in options.runs]
+        if missing := [path for path in paths if not path.is_file()]:
+            raise ValueError(f"there is no report at {missing[0]}; name a report.json's folder.")
         found = [(path.parent.name, read_run(path)) for path in paths]
         runs = dict(found)
         if len(runs) < len(found):

@@ -77,17 +77,14 @@ def look_after(config: Config, console: Console) -> int:
 
 
 def _compare(config: Config, console: Console) -> int:
-    """Print the differences of two evaluations, and draw them in the run store if there is one."""
+    """Print the differences of evaluations, and draw them in a page of `base_results_dir`."""
     from inference.compare import main as compare
 
     if len(config.runs) < 2:
-        console.say("action=compare needs two runs, such as action=compare latest~1 latest.")
+        console.say("action=compare needs two runs: the folders of two reports.")
         return EXIT_USAGE
-    history_dir = config.evaluate.history_dir
-    if history_dir is None:  # two reports by their paths, without a page
-        return compare(config.runs)
-    page = Path(history_dir) / "comparison.html"
-    return compare([*config.runs, "--history-dir", history_dir, "--output", str(page)])
+    page = Path(config.base_results_dir) / "comparison.html"
+    return compare([*config.runs, "--output", str(page)])
 
 
 def _run_dirs(config: Config) -> list[Path]:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from inference.evaluation.task import Metric
 from launcher_scripts.configuration.schema import WatchSection
@@ -197,15 +198,15 @@ class WatchState:
 
     def page(self) -> str:
         """Return the page of the watch, which charts every metric over the steps."""
-        from inference.evaluation.record import HistoryPoint
         from inference.evaluation.report.document import Page, markdown
 
-        points: list[HistoryPoint] = []
+        points: list[dict[str, Any]] = []
         rows: list[tuple[str, ...]] = []
         for each in self.in_order:
             step, report = f"step {each.step}", ""
             if each.metrics:
-                points.append(HistoryPoint(step, str(self.run), step, {}, each.metrics))
+                metrics = {name: asdict(metric) for name, metric in each.metrics.items()}
+                points.append({"run_id": step, "started_at": step, "metrics": metrics})
                 report = f"step_{each.step:07d}/results/evaluate/report.html"
             remarks = (each.verdict or "-", each.problem or "-")
             rows.append(
@@ -215,7 +216,7 @@ class WatchState:
         return Page(
             title,
             markdown("checkpoints", title=title, rows=rows),
-            {"checkpoints": [asdict(each) for each in points]},
+            {"checkpoints": points},
             footer=f"This page loads itself again every {_RELOAD_S} seconds.",
             reload_s=_RELOAD_S,
         ).html()

@@ -167,7 +167,7 @@ class EvaluateStage(Stage):
                 self.endpoint_path.with_name(STOP_NAME).touch()
 
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
-        from inference.evaluation.report.formatting import references, times
+        from inference.evaluation.report.formatting import references, time_text
         from inference.evaluation.run.evaluator import evaluate
 
         def report_progress(state: EvaluationProgress) -> None:
@@ -186,7 +186,7 @@ class EvaluateStage(Stage):
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
             "references": references(report),
-            "times": times(report),
+            "times": {task.name: time_text(task.requests) for task in report.tasks},
             "remarks": [str(each) for each in report.gate.verdicts if each.drop is not None],
             "report": str(self._output_dir / _REPORT_PAGE),
         }

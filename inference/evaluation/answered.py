@@ -33,7 +33,7 @@ _NEARLY = 1e-3  # as far as the load moves a log probability
 _NOT_ASKED = (
     "name", "time_limit", "ca", "token_file", "output_dir", "concurrency", "request_timeout_s",
     "retry_s", "reference", "gate", "advisory", "baseline", "baseline_path",
-    "history_dir", "cpus_per_task", "mem_gb", "latency", "harness", "tasks", "url",
+    "cpus_per_task", "mem_gb", "latency", "harness", "tasks", "url",
     "openai_url", "left_out",
 )  # fmt: skip
 

@@ -83,9 +83,7 @@ class PairedBound:
         if self.word not in (word, CHANGE):
             raise ValueError(f"{baseline.name} gets worse by a {word}; write 'no {word}'.")
         if self.word != CHANGE and not baseline.scale:
-            raise ValueError(
-                f"{baseline.name} is made of all answers together; use 'no change', or margin."
-            )
+            raise ValueError(f"{baseline.name} is made of all answers together; use 'no change'.")
         if self.unit == "point" and baseline.unit != "fraction":
             raise ValueError(f"{baseline.name} is not measured in points; write a number or %.")
         number, unit = self.amount, self.unit
@@ -147,15 +145,14 @@ def _limit_problem(name: str, value: Any) -> str:
     known = [each.name for each in fields(Bound)]
     if name not in known:
         return f": there is no such bound{did_you_mean(name, known)}; use {', '.join(known)}."
-    if value is None:
-        return ""
-    if name != "paired":
-        return "" if is_number(value) else f"={value}: expected a number."
-    try:
-        if not sentences_of(Bound(paired=str(value))):
-            PairedBound.parse(str(value))
-    except ValueError as error:
-        return f": {error}"
+    if name == "paired" and value is not None:
+        try:
+            if not sentences_of(Bound(paired=str(value))):
+                PairedBound.parse(str(value))
+        except ValueError as error:
+            return f": {error}"
+    elif value is not None and not is_number(value):
+        return f"={value}: expected a number."
     return ""
 
 
@@ -171,9 +168,7 @@ def check_bounds(bounds: Bounds, *, known: Sequence[str]) -> list[str]:
                 f"of this run: {measured}."
             )
         if bound.min is None and bound.max is None and not bound.is_relative:
-            problems.append(f"{key} has no bound; set min, max, paired or margin.")
+            problems.append(f"{key} has no bound; set min, max or paired.")
         if bound.min is not None and bound.max is not None and bound.min > bound.max:
             problems.append(f"{key}.min={bound.min} is above {key}.max={bound.max}.")
-        if bound.margin is not None and bound.margin < 0:
-            problems.append(f"{key}.margin={bound.margin} must not be negative.")
     return problems

@@ -43,7 +43,7 @@ class Verdict:
         bound: in words, such as `min 0.13`, or its sentence.
         status: held, breached, or insufficient: the samples show neither.
         tier: an advisory bound does not decide the exit status.
-        limit: the number that an absolute or unpaired bound came to.
+        limit: the number of an absolute bound.
         baseline: the baseline's value for a relative bound.
         drop, low, high: how much worse than the baseline the paired samples are, and its limits,
             each at the bound's confidence; of a perplexity, of its logarithm.
@@ -79,8 +79,8 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The drop with its limits, or the value with its, and what follows from it."""
-        parts = [self._drop_text if self.drop is not None else f"{self.value:.6g}{self._limits}"]
+        """The drop with its limits, or the value, and what follows from it."""
+        parts = [self._drop_text if self.drop is not None else f"{self.value:.6g}"]
         if self.status == INSUFFICIENT and self.needed is None:
             parts.append("no number of samples would decide, allow more")
         elif self.status == INSUFFICIENT:
@@ -94,16 +94,10 @@ class Verdict:
     def __str__(self) -> str:
         verb = {HELD: "holds", BREACHED: "breaches"}.get(self.status, "is insufficient for")
         tier = " (advisory)" * (self.tier == ADVISORY)
-        text = f"{self.metric} = {self.value:.6g} {verb} {self.bound}{self._limits}{tier}"
+        text = f"{self.metric} = {self.value:.6g} {verb} {self.bound}{tier}"
         if self.drop is not None:
             return f"{text}: {self.text}"
         return "; ".join(part for part in (text, self.note, self.remedy) if part)
-
-    @property
-    def _limits(self) -> str:
-        if self.drop is not None or self.limit is None or self.baseline is None:
-            return ""
-        return f" (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
 
     @property
     def _drop_text(self) -> str:
@@ -229,10 +223,8 @@ def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[Gate
 
 
 def _verdicts(own: Measured, bound: Bound, tested: int) -> list[Verdict]:
-    found = _absolute(own, bound)
-    if bound.margin is not None:
-        found.append(_unpaired(own, bound.margin))
-    return [*found, *(_sentence(own, each, tested) for each in sentences_of(bound))]
+    sentences = (_sentence(own, each, tested) for each in sentences_of(bound))
+    return [*_absolute(own, bound), *sentences]
 
 
 def _absolute(own: Measured, bound: Bound) -> list[Verdict]:
@@ -246,24 +238,6 @@ def _absolute(own: Measured, bound: Bound) -> list[Verdict]:
         own.verdict(f"{word} {limit:g}", HELD if holds else BREACHED, limit=limit)
         for word, limit, holds in limits
     ]
-
-
-def _unpaired(own: Measured, margin: float) -> Verdict:
-    """Return the verdict of a bound that takes the two runs for independent."""
-    metric = own.metric
-    sign = 1.0 if metric.higher_is_better else -1.0
-    limit = own.before.value - sign * margin
-    holds = sign * (metric.value - limit) >= 0
-    note = "takes the runs for independent: samples that changed are not counted"
-    if metric.unit == "fraction" and metric.higher_is_better and limit <= 0:
-        note = "cannot be breached: a model that gets nothing right would pass"
-    return own.verdict(
-        f"baseline {'-' if metric.higher_is_better else '+'} {margin:.6g}",
-        HELD if holds else BREACHED,
-        limit=limit,
-        baseline=own.before.value,
-        note=f"{note}; use paired",
-    )
 
 
 def _sentence(own: Measured, bound: PairedBound, tested: int) -> Verdict:
@@ -362,27 +336,30 @@ def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:
         for bound in sentences_of(each)
         if bound.word != CHANGE
     ]
-    lines = []
-    for name, bound in tested:
-        metric = baseline[name]
-        margin, level = bound.margin(metric), 1 - bound.confidence
-        alpha = level / len(tested)
-        # A mean's standard error gives the deviation of one sample; a perplexity's is relative.
-        one = metric.stderr * math.sqrt(metric.count)
-        one /= metric.value if metric.scale == "exp" else 1.0
-        deviation = math.sqrt(ASSUMED_CHANGE) * (1.0 if metric.is_share else one)
-        smallest = smallest_drop(
-            metric.count, deviation, margin, alpha=alpha, binary=metric.is_share
-        )
-        caught = "no drop" if smallest is None else amount_text(smallest, metric.unit)
-        most = MOST_LOST if metric.unit == "fraction" else MOST_NATS_LOST
-        needed = samples_to_hold(margin, most, alpha=level)
-        line = (
-            f"{name}: {bound.text}{', advisory' * bound.is_advisory}: {100 * POWER:.0f} % of runs "
-            f"over {metric.count:,} samples catch {caught}, if {100 * ASSUMED_CHANGE:.0f} % of the "
-            "answers change without a cause"
-        )
-        if metric.count < needed < math.inf and not metric.is_share:
-            line += f"; {needed:,.0f} samples without a change would hold it"
-        lines.append(line)
-    return lines
+    return [_forecast(baseline[name], bound, tested=len(tested)) for name, bound in tested]
+
+
+def _forecast(metric: Metric, bound: PairedBound, *, tested: int) -> str:
+    margin, level = bound.margin(metric), 1 - bound.confidence
+    # A mean's standard error gives the deviation of one sample; a perplexity's is relative.
+    one = 1.0 if metric.is_share else metric.stderr * math.sqrt(metric.count)
+    one /= metric.value if metric.scale == "exp" else 1.0
+    smallest = smallest_drop(
+        metric.count,
+        math.sqrt(ASSUMED_CHANGE) * one,
+        margin,
+        alpha=level / tested,
+        binary=metric.is_share,
+    )
+    caught = "no drop" if smallest is None else amount_text(smallest, metric.unit)
+    needed = samples_to_hold(
+        margin, MOST_LOST if metric.unit == "fraction" else MOST_NATS_LOST, alpha=level
+    )
+    line = (
+        f"{metric.name}: {bound.text}{', advisory' * bound.is_advisory}: {100 * POWER:.0f} % of "
+        f"runs over {metric.count:,} samples catch {caught}, if {100 * ASSUMED_CHANGE:.0f} % of "
+        "the answers change without a cause"
+    )
+    if metric.count < needed < math.inf and not metric.is_share:
+        line += f"; {needed:,.0f} samples without a change would hold it"
+    return line

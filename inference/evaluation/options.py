@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, Within, option
 from inference.front.access import Credentials
 
-REFERENCES = ("none",)  # or a file
 OPENAI = "openai"  # the protocol
 LAMBADA_METRICS = (
     "lambada_last_word",
@@ -41,9 +40,6 @@ class LambadaOptions:
     url: str = option("where a missing data set is downloaded from", LAMBADA_URL)
     sha256: str = option("checksum of the download", LAMBADA_SHA256)
     metrics: list[str] = option("what to measure", [*LAMBADA_METRICS])
-    reference_path: str | None = option(
-        "figures of the same passages to compare with", None, path=True
-    )
 
 
 @dataclass
@@ -81,7 +77,6 @@ class TextTaskOptions:
     template: str | None = option("prompt with the data's fields in braces", None, lines=True)
     output_len: int | None = option("tokens to generate", None, within=(1, TOKENS))
     method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
-    reference_path: str | None = option("figures of the same data to compare with", None, path=True)
     prompt: PromptOptions = field(default_factory=PromptOptions)
 
 
@@ -196,18 +191,16 @@ class Bound:
         min, max: absolute limits, in the metric's unit; equality passes.
         paired: a sentence about the samples of this run and of the baseline, such as "no change" or
             "no drop of more than 1 point at 95 %"; several have semicolons between them.
-        margin: how much worse than the baseline the value may be, in the metric's unit.
     """
 
     min: float | None = None
     max: float | None = None
     paired: str | None = None
-    margin: float | None = None
 
     @property
     def is_relative(self) -> bool:
         """Return whether a baseline is needed to apply this bound."""
-        return self.paired is not None or self.margin is not None
+        return self.paired is not None
 
 
 Bounds = Mapping[str, Bound]  # by metric
@@ -251,12 +244,12 @@ class EvaluateSection:
         120.0,
         within=(0, SECONDS),
     )
-    reference: str = option(
-        "what to compare with: none, a report.json, or recorded figures", "none"
+    reference: str | None = option(
+        "what the report compares with: a past report.json, or a baseline", None, path=True
     )
     gate: dict[str, Any] = option(
         "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "
-        "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'; also .margin",
+        "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'",
         {},
     )
     advisory: list[str] = option("tasks whose bounds are reported, but do not decide", [])
@@ -266,7 +259,6 @@ class EvaluateSection:
         choices=("none", "compare", "update"),
     )
     baseline_path: str | None = option("the baseline's file", None, path=True)
-    history_dir: str | None = option("run store that the report is added to", None, path=True)
     cpus_per_task: int | None = option("CPU cores for the evaluation", None, within=(1, NODE_CPUS))
     mem_gb: float | None = option(
         "memory for the evaluation, in GB", None, within=(0, NODE_MEMORY_GB)
@@ -291,13 +283,6 @@ class EvaluateSection:
             ca=None if self.ca is None else Path(self.ca),
             token_file=None if self.token_file is None else Path(self.token_file),
         )
-
-    def reference_path(self, task: str) -> Path | None:
-        """Return the file of figures that `task` is compared with, if any."""
-        if self.reference not in REFERENCES:
-            return Path(self.reference)
-        path = getattr(getattr(self, task, None), "reference_path", None)
-        return None if path is None else Path(path)
 
 
 @dataclass(kw_only=True)

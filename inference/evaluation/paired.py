@@ -9,7 +9,6 @@ from inference.evaluation.record import Comparison
 from inference.evaluation.statistics import growth
 from inference.evaluation.task import Metric, Prediction, Values
 
-_MAX_SHOWN = 50
 _ONE_SIDED = 0.975  # of each limit of a 95% interval
 
 
@@ -63,13 +62,8 @@ def compare_metric(
             p_value=min(1.0, 2 * min(worse.p_breached, better.p_breached)),
         )
     if metric.unit == "fraction":
-        changed = [new.index for new, old in both if new.values[name] != old[name]]
-        compared = replace(
-            compared,
-            agreeing=len(both) - len(changed),
-            disagreeing=len(changed),
-            first_disagreements=tuple(changed[:_MAX_SHOWN]),
-        )
+        changed = sum(new.values[name] != old[name] for new, old in both)
+        compared = replace(compared, agreeing=len(both) - changed, disagreeing=changed)
     largest = max(abs(new.values[name] - old[name]) for new, old in both)
     return replace(compared, largest_difference=largest)
 

@@ -83,12 +83,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Durations in milliseconds: their percentiles and a histogram.
-
-    Attributes:
-        edges_ms, counts: histogram; counts[i] lie in edges_ms[i] to edges_ms[i + 1]. It ends at
-            the 99th percentile, and its last count includes everything above.
-    """
+    """Durations in milliseconds: how many there are, their mean and percentiles."""
 
     count: int
     mean_ms: float
@@ -97,8 +92,6 @@ class Distribution:
     p95_ms: float
     p99_ms: float
     max_ms: float
-    edges_ms: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,6 @@ class RequestStatistics:
 
     Attributes:
         latency: of all requests, under the load of the run.
-        interval_s, completed: requests answered in each interval after the start.
         generated: tokens of all answers.
         stop, length: answers that the model ended, and that were as long as was asked for.
         failed: requests without an answer.
@@ -119,8 +111,6 @@ class RequestStatistics:
     seconds: float
     per_s: float
     latency: Distribution
-    interval_s: float
-    completed: tuple[int, ...]
     generated: int = 0
     stop: int = 0
     length: int = 0
@@ -142,7 +132,6 @@ class Comparison:
         low, high: its 95% interval over paired samples (paired_tests.py); null without pairs.
         agreeing, disagreeing: paired samples with equal and with unequal values.
         p_value: chance of such a difference if there were none, from the same test.
-        first_disagreements: sample indices, at most 50.
         largest_difference: over paired samples, in the unit of the per-sample quantity.
     """
 
@@ -155,21 +144,15 @@ class Comparison:
     agreeing: int | None = None
     disagreeing: int | None = None
     p_value: float | None = None
-    first_disagreements: tuple[int, ...] = ()
     largest_difference: float | None = None
 
 
 @dataclass(frozen=True)
 class ReferenceComparison:
-    """A task's metrics against a reference; `source` says whose figures those are.
-
-    Attributes:
-        requests: how long the reference took to answer, where it was measured.
-    """
+    """A task's metrics against a reference; `source` says whose figures those are."""
 
     source: str
     metrics: tuple[Comparison, ...]
-    requests: RequestStatistics | None = None
 
 
 @dataclass(frozen=True)
@@ -244,24 +227,8 @@ class LatencyPoint:
 
 
 @dataclass(frozen=True)
-class HistoryPoint:
-    """One run as the run store's index knows it.
-
-    Attributes:
-        samples: per task, the identity of its choice of samples; figures of runs with
-            equal samples can be compared.
-    """
-
-    run_id: str
-    name: str
-    started_at: str
-    samples: Mapping[str, str]
-    metrics: Mapping[str, Metric]
-
-
-@dataclass(frozen=True)
 class Report:
-    """One evaluation, whole; `history` are runs over the same samples, this one last."""
+    """One evaluation, whole."""
 
     run_id: str
     run: RunFacts
@@ -274,7 +241,6 @@ class Report:
     baseline: Mapping[str, Metric] = field(default_factory=dict)
     baseline_source: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    history: tuple[HistoryPoint, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property

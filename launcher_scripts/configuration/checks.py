@@ -22,7 +22,6 @@ _WRITTEN = (
     "export.run.results_dir",
     "export.triton_deployment.triton_model_dir",
     "evaluate.output_dir",
-    "evaluate.history_dir",
     "watch.output_dir",
     "upgrade.output_dir",
 )

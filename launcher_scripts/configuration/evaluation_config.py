@@ -6,7 +6,7 @@ from pathlib import Path
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
-from inference.evaluation.options import OPENAI, REFERENCES, EvaluationOptions
+from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
@@ -137,6 +137,4 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             max_seq_len=None,
             max_batch_size=None,
         )
-    if (reference := section.reference) not in REFERENCES:  # a known word, or a file
-        reference = str(Path(reference).expanduser().absolute())
-    return replace(options, reference=reference)
+    return options

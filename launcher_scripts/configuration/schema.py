@@ -204,7 +204,7 @@ class AccuracySection:
 
     enabled: bool = option("run evaluate after export", False)
     test_data: str | None = option("passages to evaluate with, JSON Lines", None, path=True)
-    reference: str | None = option("figures of another implementation for them", None, path=True)
+    reference: str | None = option("report or baseline to compare with", None, path=True)
 
 
 @dataclass
@@ -303,9 +303,7 @@ class Config:
         choices=("run", "status", "logs", "cancel", "compare", "upgrade", "watch"),
     )
     runs: list[str] = option(
-        "the evaluations that action=compare compares with the first: ids, latest, latest~1, or "
-        "reports",
-        ["latest~1", "latest"],
+        "the evaluations that action=compare compares with the first: reports, or their folders", []
     )
     run_dir: str | None = option(
         "results folder that action works on; null: that of the last run", None, path=True

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,10 @@ from inference.evaluation.options import (
     LatencyOptions,
 )
 from inference.evaluation.record import Report, RunFacts, TaskReport
+from inference.evaluation.run.baseline import Baseline, TaskScores
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.task import EvaluationError
+from inference.evaluation.task import EvaluationError, sample_ids
+from inference.evaluation.tasks.lambada import Lambada
 from inference.server.kinds import SLIPWAY
 from inference.server.server import ModelServer
 from tests.conftest import ROOT, material, present
@@ -49,7 +50,8 @@ def options(server: ModelServer, tmp_path: Path) -> EvaluationOptions:
         output_dir=str(tmp_path / "out"),
         data_dir=tmp_path,
         url=server.address("grpc"),
-        lambada=LambadaOptions(data_path=str(PASSAGES), reference_path=str(RECORDED)),
+        lambada=LambadaOptions(data_path=str(PASSAGES)),
+        reference=str(RECORDED),
         latency=LatencyOptions(enabled=False),
         concurrency=16,
     )
@@ -63,7 +65,7 @@ def assert_equals_reference(report: Report) -> TaskReport:
             assert each.largest_difference is not None
             assert each.largest_difference < LOG_PROB_TOLERANCE
         else:
-            assert (each.agreeing, each.first_disagreements) == (task.dataset.count, ())
+            assert (each.agreeing, each.disagreeing) == (task.dataset.count, 0)
     return task
 
 
@@ -95,25 +97,23 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     data_path = tmp_path / "closest.jsonl"
     data_path.write_text("".join(lines[index] + "\n" for index in chosen))
     names = ["lambada_last_token", "lambada_last_word"]
-    reference_path = tmp_path / "reference.json"
-    reference_path.write_text(
-        json.dumps(
-            {
-                "schema_version": 1,
-                "source": "recorded figures",
-                "dataset_sha256": hashlib.sha256(data_path.read_bytes()).hexdigest(),
-                "metrics": {},
-                "per_sample": {
-                    name: [recorded[index][column] for index in chosen]
-                    for column, name in enumerate(names)
-                },
-            }
-        )
+    lambada = LambadaOptions(data_path=str(data_path), metrics=names)
+    dataset, samples = Lambada(replace(options, lambada=lambada)).prepare()
+    scores = {
+        each: tuple(map(float, recorded[index][: len(names)]))
+        for each, index in zip(sample_ids(samples), chosen, strict=True)
+    }
+    reference = Baseline(
+        1,
+        "recorded figures",
+        started_at="",
+        samples={"lambada": (dataset.sha256, None, None)},
+        metrics={},
+        scores={"lambada": TaskScores(Lambada.version, tuple(names), scores)},
     )
-    lambada = LambadaOptions(
-        data_path=str(data_path), metrics=names, reference_path=str(reference_path)
-    )
-    assert_equals_reference(evaluate(replace(options, lambada=lambada), FACTS))
+    path = tmp_path / "reference.json"
+    path.write_text(json.dumps(asdict(reference)))
+    assert_equals_reference(evaluate(replace(options, lambada=lambada, reference=str(path)), FACTS))
 
 
 def test_the_ensemble_passes_its_smoke_test(options) -> None:
@@ -157,7 +157,7 @@ def test_a_damaged_shard_trips_the_gate(
 ) -> None:
     """Right in name and size, so that it loads, but with other weights."""
     baseline_path = tmp_path / "baseline.json"
-    gate = {"lambada_last_token": {"margin": 0.01}}
+    gate = {"lambada_last_token": "no change of more than 1 point"}
     gated = replace(options, gate=gate, baseline="update", baseline_path=baseline_path)
     assert evaluate(gated, FACTS).gate.exit_code == 0
     repository = sample_repository(tp_size=1)

@@ -5,7 +5,7 @@ upgrade with several rows, whose bounds are tested together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_PASS, GateResult, Measured
 from inference.evaluation.paired import compare_metric, pairs_of
@@ -174,7 +174,7 @@ class SideBySide:
     def page(self) -> Page:
         """Return the page, which draws the record of each run."""
         reports = {self.name: self.first} | {run.name: run.report for run in self.runs}
-        drawn = [(each, asdict(replace(own, history=()))) for each, own in reports.items()]
+        drawn = [(each, asdict(own)) for each, own in reports.items()]
         return Page(self._title, self.text(), {"runs": drawn}, *self._outcome)
 
     def text(self, *, most: int = ON_PAGE, longest: int | None = None) -> str:

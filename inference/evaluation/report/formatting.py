@@ -56,16 +56,6 @@ def reference_text(comparison: Comparison, unit: str) -> str:
     return words
 
 
-def times(report: Report) -> dict[str, str]:
-    """Return how long the requests of each task took, and those of its reference, in one line."""
-    found = {}
-    for task in report.tasks:
-        found[task.name] = time_text(task.requests)
-        if task.reference is not None and task.reference.requests is not None:
-            found[f"{task.name} by the reference"] = time_text(task.reference.requests)
-    return found
-
-
 def time_text(requests: RequestStatistics) -> str:
     """Return how long requests took, and how fast tokens came."""
     count = requests.count or requests.stop + requests.length  # of those that a task words itself

@@ -1,4 +1,7 @@
-"""A stored baseline: the metrics and the scores of a run that later runs must not fall behind."""
+"""Stored figures: the metrics and scores of a run that others are compared with.
+
+As a baseline, later runs must not fall behind them; as a reference, the report shows them.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +53,26 @@ class Baseline:
     @property
     def source(self) -> str:
         """The run that its figures come from, in words; empty where there is none."""
-        return f"run {self.run_id} of {self.started_at}" if self.run_id else ""
+        return f"run {self.run_id} of {self.started_at}" if self.started_at else self.run_id
+
+    def mismatch(self, task: str, version: int, samples: Sequence[Sample]) -> str:
+        """Return why it says nothing of any of these samples; empty where it does."""
+        stored = self.scores.get(task)
+        if stored is None:
+            reason = f"it has no scores of {task}"
+        elif stored.version != version:
+            reason = f"it was scored by version {stored.version} of {task}, this run by {version}"
+        elif stored.rows.keys().isdisjoint(sample_ids(samples)):
+            reason = "it was measured on other samples"
+        else:
+            return ""
+        return f"Not compared with the reference ({self.source}): {reason}."
+
+    def figures(self, task: str, dataset: Dataset) -> dict[str, float]:
+        """Return the values of its metrics where they are of the same choice of samples."""
+        if self.samples.get(task) != _samples(dataset):
+            return {}
+        return {name: metric.value for name, metric in self.metrics.items()}
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
         """Raise ValueError if it was measured on other samples, or scored by other rules."""
@@ -83,34 +105,28 @@ class Baseline:
         """Return the relative bounds that cannot be applied against it."""
         found = []
         for name, bound in bounds.items():
-            limits = ("paired", "margin")
-            given = [each for each in limits if getattr(bound, each) is not None]
-            if not given:
+            if not bound.is_relative:
                 continue
-            key, metric = f"evaluate.gate.{name}.{given[0]}", self.metrics.get(name)
+            key, metric = f"evaluate.gate.{name}.paired", self.metrics.get(name)
             if metric is None:
                 known = ", ".join(self.metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
                 continue
             found += [f"{key}={each}" for each in unsuited(bound, metric)]
-            if bound.paired and not self._has_scores(metric):
+            stored = (each.quantities for each in self.scores.values())
+            if metric.scale and not any(metric.sample_value in each for each in stored):
                 found.append(
-                    f"{key}: the baseline ({self.source}) keeps no scores of samples, as those of "
-                    f"earlier versions; {_REMEDY[:-1]}, or use margin, which compares totals."
+                    f"{key}: the baseline ({self.source}) keeps no scores of samples; {_REMEDY}"
                 )
         return found
 
-    def _has_scores(self, metric: Metric) -> bool:
-        """Return whether it has the scores of samples that a metric is made of."""
-        stored = (each.quantities for each in self.scores.values())
-        return not metric.scale or any(metric.sample_value in each for each in stored)
-
     def values(self, prediction: Prediction) -> dict[str, float]:
-        """Return the stored quantities of a sample; none where it is not known."""
+        """Return the stored quantities of a sample that it has, too; none where it is not known."""
         stored = self.scores.get(prediction.task)
         if stored is None or prediction.id not in stored.rows:
             return {}
-        return dict(zip(stored.quantities, stored.rows[prediction.id], strict=True))
+        row = zip(stored.quantities, stored.rows[prediction.id], strict=True)
+        return {name: value for name, value in row if name in prediction.values}
 
 
 NO_BASELINE = Baseline(SCHEMA_VERSION, run_id="", started_at="", samples={}, metrics={})

@@ -10,7 +10,6 @@ from export_scripts.suggest import did_you_mean
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
-    REFERENCES,
     Bounds,
     EvaluationOptions,
     parse_shape,
@@ -60,14 +59,11 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     problems += check_gate(options.gate, options)
     problems += _check_baseline(options, bounds)
     problems += _check_reference(options)
-    is_compared = options.reference != "none" or any(
-        [options.reference_path(task.name) for task in tasks]
-        + [bound.is_relative for bound in bounds.values()]
-    )
+    is_compared = options.reference is not None or any(each.is_relative for each in bounds.values())
     if is_compared and find_spec("scipy") is None:
         problems.append(
             "comparing with a reference or a baseline needs the package scipy: pip install scipy, "
-            "or set evaluate.reference=none, evaluate.<task>.reference_path=null and evaluate.gate."
+            "or set evaluate.reference=null, and evaluate.gate without sentences."
         )
     return problems
 
@@ -105,11 +101,11 @@ def _shape_problem(text: str) -> str:
 
 
 def _check_reference(options: EvaluationOptions) -> list[str]:
-    if options.reference in REFERENCES or Path(options.reference).is_file():
+    if options.reference is None or Path(options.reference).is_file():
         return []
     return [
-        f"evaluate.reference={options.reference} is not a file; use none, or the path of a past "
-        "report.json or of recorded figures."
+        f"evaluate.reference={options.reference} is not a file; use null, or the path of a past "
+        "report.json or of a baseline."
     ]
 
 

@@ -29,7 +29,6 @@ from inference.evaluation.report.files import (
     junit_error_text,
     write_report,
 )
-from inference.evaluation.report.history import append_run, comparable_history, read_history
 from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.latency import measure_latency
@@ -102,8 +101,6 @@ def _evaluate(
     if problems := check_bounds_of_groups(bounds, prepared):
         raise ValueError("\n".join(problems))
     baseline = stored_baseline(options, prepared)
-    store = None if options.history_dir is None else Path(options.history_dir)
-    earlier = [] if store is None else read_history(store)
     output_dir = Path(options.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     for name in FILE_NAMES:  # two reports are never mixed
@@ -137,12 +134,8 @@ def _evaluate(
         environment=describe_environment(),
     )
     report = _gated(report, options, baseline, runs)
-    if store is not None:
-        report = replace(report, history=comparable_history(earlier, report))
     write_report(output_dir, report, [each for run in runs for each in run.predictions])
     forget_answered(output_dir)
-    if store is not None:
-        append_run(store, report, output_dir)
     return report
 
 

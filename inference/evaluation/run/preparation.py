@@ -8,7 +8,6 @@ from pathlib import Path
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import Bounds, EvaluationOptions
 from inference.evaluation.run.baseline import NO_BASELINE, Baseline, read_baseline
-from inference.evaluation.run.reference import Reference, read_reference
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
 from inference.evaluation.tasks import known_tasks
 
@@ -57,17 +56,16 @@ class Prepared:
     task: Task
     dataset: Dataset
     samples: Sequence[Sample]
-    reference: Reference | None
+    reference: Baseline | None
     note: str = ""
 
 
 def prepare_task(task: Task) -> Prepared:
     """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
     dataset, samples = task.prepare()
-    path = None if task.only_served else task.options.reference_path(task.name)
-    reference = None if path is None else read_reference(path, task=task.name)
-    note = "" if reference is None else reference.mismatch(dataset)
-    if note:
+    path, note = task.options.reference, ""
+    reference = None if path is None or task.only_served else read_baseline(Path(path))
+    if reference is not None and (note := reference.mismatch(task.name, task.version, samples)):
         logger.warning(note)
         reference = None
     return Prepared(task, dataset, samples, reference, note)

@@ -20,8 +20,8 @@ from inference.evaluation.options import Bounds
 from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.paired_tests import check_drop
 from inference.evaluation.record import ReferenceComparison, TaskReport
+from inference.evaluation.run.baseline import Baseline
 from inference.evaluation.run.preparation import Prepared
-from inference.evaluation.run.reference import Reference
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     EvaluationError,
@@ -75,12 +75,12 @@ class TaskRun:
     predictions: tuple[Prediction, ...]
     moved: dict[str, float] = field(default_factory=dict)
 
-    def against(self, reference: Reference) -> ReferenceComparison:
+    def against(self, reference: Baseline) -> ReferenceComparison:
         """Compare every metric with a reference, sample by sample where it has samples.
 
         The reference's metrics that sample values alone give are summed up anew, by the task's own
-        rule, where it has all samples of this run; its figures over the whole set are comparable
-        only when this run asked the whole set.
+        rule, where it has all samples of this run; its other figures are comparable only where it
+        asked the same.
         """
         found = [(each, reference.values(each)) for each in self.predictions]
         known = [
@@ -89,7 +89,7 @@ class TaskRun:
             if metric.from_samples
             and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
         ]
-        values = dict(reference.metrics) if self.report.dataset.limit is None else {}
+        values = reference.figures(self.report.name, self.report.dataset)
         if known:
             theirs = [replace(each, values={**each.values, **row}) for each, row in found]
             again = self.prepared.task.metrics(theirs)
@@ -101,7 +101,6 @@ class TaskRun:
                 for metric in self.report.metrics
                 if metric.name in values
             ),
-            requests=reference.requests,
         )
 
 

@@ -113,7 +113,7 @@ class Lambada(Task):
         ]
         if not lambada.metrics:
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
-        return [*problems, *missing_files("lambada", lambada, "data_path", "reference_path")]
+        return [*problems, *missing_files("lambada", lambada, "data_path")]
 
     @property
     def data(self) -> TaskData:

@@ -127,7 +127,7 @@ class TextTask(Task):
     def problems(self) -> list[str]:
         """Return what is wrong with the task's options, and files or packages it lacks."""
         kind, own, key = self.kind, self.own, f"evaluate.{self.name}"
-        files = ("data_path", "target_path", "prompt.table_path", "reference_path")
+        files = ("data_path", "target_path", "prompt.table_path")
         problems = missing_files(self.name, own, *files)
         if (own.url is None) != (own.sha256 is None):
             problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")

@@ -67,7 +67,7 @@ def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = refused(
-        capsys, SAMPLE, "base_results_dir=/proc/x", "evaluate.history_dir=/dev/null/x",
+        capsys, SAMPLE, "base_results_dir=/proc/x", "watch.output_dir=/dev/null/x",
         "export.triton_deployment.parameters={max_lanes: x, kv_cache_bytes: -1, nonsense: 1}",
         "export.triton_deployment.parameters.device=gpu", "export.run.model_type=GPT",
         "export.triton_deployment.parameters.threads=true",
@@ -75,7 +75,7 @@ def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
     )  # fmt: skip
     for each in (
         "base_results_dir=/proc/x: /proc cannot be written to (No such file or directory)",
-        "evaluate.history_dir=/dev/null/x: /dev/null is not a folder",
+        "watch.output_dir=/dev/null/x: /dev/null is not a folder",
         "export.triton_deployment.parameters.max_lanes=x must be a whole number from 1 to 65536",
         "export.triton_deployment.parameters.kv_cache_bytes=-1 must be a whole number from 1",
         "export.triton_deployment.parameters.nonsense=1 is unknown; known parameters: ",
@@ -440,10 +440,10 @@ def test_a_place_that_takes_no_file_is_named_once(
     results, other = tmp_path / "results", tmp_path / "other"
     results.touch()
     other.touch()
-    said = refused(capsys, SAMPLE, f"base_results_dir={results}", f"evaluate.history_dir={other}")
+    said = refused(capsys, SAMPLE, f"base_results_dir={results}", f"watch.output_dir={other}")
     assert said.count("is not a folder; choose a folder of yours") == 2
     assert f"base_results_dir={results}: " in said
-    assert f"evaluate.history_dir={other}: " in said
+    assert f"watch.output_dir={other}: " in said
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])

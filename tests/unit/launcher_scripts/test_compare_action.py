@@ -1,4 +1,4 @@
-"""action=compare: two evaluations of the run store."""
+"""action=compare: two evaluations side by side."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from tests.fake_model import partly_right_model, write_passages
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Return a results folder whose run store has two evaluations."""
-    options = EvaluationOptions(
-        output_dir=str(tmp_path / "out"),
-        data_dir=tmp_path,
-        lambada=LambadaOptions(data_path=str(write_passages(tmp_path / "passages.jsonl"))),
-        latency=LatencyOptions(enabled=False),
-        history_dir=str(tmp_path / "evaluations"),
-    )
+    """Return a results folder with two evaluations, `first` and `second`."""
     model = partly_right_model()
-    evaluate(options, RunFacts(name="first"), model=model)
-    model.continuations.clear()
-    evaluate(options, RunFacts(name="second"), model=model)
+    for name in ("first", "second"):
+        options = EvaluationOptions(
+            output_dir=str(tmp_path / name),
+            data_dir=tmp_path,
+            lambada=LambadaOptions(data_path=str(write_passages(tmp_path / "passages.jsonl"))),
+            latency=LatencyOptions(enabled=False),
+        )
+        evaluate(options, RunFacts(name=name), model=model)
+        model.continuations.clear()
     return tmp_path
 
 
@@ -39,38 +38,17 @@ def differences(text: str) -> list[list[str]]:
     return [[*words[1:3], *words[8:10]] for words in map(str.split, text.splitlines()) if words]
 
 
-def test_the_last_two_runs_are_compared(results: Path, capsys) -> None:
-    assert compare(results) == 0
+@pytest.mark.parametrize("in_a_list", [True, False])
+def test_two_runs_are_compared(results: Path, in_a_list: bool, capsys) -> None:
+    runs = [str(results / "first"), str(results / "second" / "report.json")]
+    words = [f"runs=[{','.join(runs)}]"] if in_a_list else runs
+    assert compare(results, *words) == 0
     reported = capsys.readouterr().out
     assert ["lambada_last_word", "0.00%", "-25.00", "pt"] in differences(reported)
     assert "2 samples changed between right and wrong." in reported
-    assert (results / "evaluations" / "comparison.html").is_file()
+    assert (results / "comparison.html").is_file()
 
 
-@pytest.mark.parametrize("words", [("second", "first"), ("runs=[second,first]",)])
-def test_runs_can_be_named(results: Path, words, capsys) -> None:
-    assert compare(results, *words) == 0
-    reported = differences(capsys.readouterr().out)
-    assert ["lambada_last_word", "25.00%", "+25.00", "pt"] in reported
-
-
-@pytest.mark.parametrize(
-    ("words", "reported"),
-    [
-        (("latest",), "action=compare needs two runs"),
-        (("evaluate.history_dir=null",), "name a report.json"),
-    ],
-)
-def test_two_runs_and_what_names_them_are_needed(results: Path, words, reported, capsys) -> None:
-    assert compare(results, *words) == 2
-    captured = capsys.readouterr()
-    assert reported in captured.out + captured.err
-
-
-def test_two_reports_are_compared_where_there_is_no_run_store(results: Path, capsys) -> None:
-    paths = [str(each) for each in sorted((results / "evaluations").glob("*/report.json"))]
-    elsewhere = results / "elsewhere"
-    assert compare(elsewhere, *paths) == 0
-    assert (elsewhere / "evaluations" / "comparison.html").is_file()
-    assert compare(elsewhere, *paths, "evaluate.history_dir=null") == 0
-    assert "lambada_last_word" in capsys.readouterr().out
+def test_two_runs_are_needed(results: Path, capsys) -> None:
+    assert compare(results, str(results / "first")) == 2
+    assert "action=compare needs two runs" in capsys.readouterr().out

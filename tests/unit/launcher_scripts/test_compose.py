@@ -287,9 +287,9 @@ def test_bounds_are_given_by_name() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "evaluate.gate={lambada_last_word: {min: 0.5, margin: 0.01}}",
-        "evaluate.gate={lambada_last_word:{min:0.5,margin:0.01}}",
-        "evaluate.gate.lambada_last_word={min: 0.5, margin: 0.01}",
+        "evaluate.gate={lambada_last_word: {min: 0.5, max: 0.9}}",
+        "evaluate.gate={lambada_last_word:{min:0.5,max:0.9}}",
+        "evaluate.gate.lambada_last_word={min: 0.5, max: 0.9}",
     ],
 )
 def test_bounds_are_given_as_a_mapping(word: str) -> None:
@@ -297,7 +297,7 @@ def test_bounds_are_given_as_a_mapping(word: str) -> None:
     assert found.problems == ()
     assert found.config is not None
     assert found.config.evaluate.gate == {
-        "lambada_last_word": {"min": 0.5, "margin": 0.01},
+        "lambada_last_word": {"min": 0.5, "max": 0.9},
         "other": {"max": 1},
     }
 

@@ -260,14 +260,14 @@ def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
 def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
     made = plan(
         tmp_path,
-        "++evaluate.gate={lambada_last_word: {max: x, min: nan, mragin: 1}, lambada_perplexity: 7, "
+        "++evaluate.gate={lambada_last_word: {max: x, min: nan, piared: 1}, lambada_perplexity: 7, "
         "typo: {min: 3}, lambada_last_token: {min: 2, max: 1}}",
     )
     assert [text for text in made.problems if text.startswith("evaluate.gate")] == [
         "evaluate.gate.lambada_last_word.max=x: expected a number.",
         "evaluate.gate.lambada_last_word.min=nan: expected a number.",
-        "evaluate.gate.lambada_last_word.mragin: there is no such bound (did you mean margin?); "
-        "use min, max, paired, margin.",
+        "evaluate.gate.lambada_last_word.piared: there is no such bound (did you mean paired?); "
+        "use min, max, paired.",
         "evaluate.gate.lambada_perplexity=7 is not a bound; write "
         "evaluate.gate.lambada_perplexity='no drop of more than 1 point at 95 %', "
         "evaluate.gate.lambada_perplexity.min=7, or .max.",

@@ -169,7 +169,6 @@ def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> N
         "lambada_last_word={}",
         "lambada_last_word.min=null",
         "lambada_last_word={min:2,max:1}",
-        "lambada_last_word.margin=-1",
         "lambada_lastword.min=0.5",
     ],
 )

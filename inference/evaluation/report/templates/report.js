@@ -51,9 +51,9 @@
     const last = steps.findIndex((each) => each >= high * (1 - 1e-9));
     return steps.slice(first, Math.max(last, first + 1) + 1);
   };
-  const axis = (ticks, { isLog = false, isUp = false, end = ticks.at(-1) } = {}) => {
+  const axis = (ticks, { isLog = false, isUp = false } = {}) => {
     const scale = isLog ? Math.log : (value) => value;
-    const [low, high] = [scale(ticks[0]), scale(end)];
+    const [low, high] = [scale(ticks[0]), scale(ticks.at(-1))];
     return (value) => {
       const share = (scale(value) - low) / (high - low);
       return Number((100 * (isUp ? 1 - share : share)).toFixed(2));
@@ -124,18 +124,16 @@
   // Columns: `points` at x, as bars or marks with a line up to `high`; `line` joins them, `names` label the places.
 
   const columnsChart = (data) => {
-    const { points, unit = "", names = null, xName = "", yName = "", series = [], line = "", markers = [] } = data;
+    const { points, names, unit = "", xName = "", yName = "", series = [], line = "" } = data;
     const isBar = data.bars === true;
     const values = points.flatMap((each) => [each.value, each.high ?? each.value, each.low ?? each.value]);
-    const [lowest, highest] = [Math.min(...values), Math.max(...values, data.mean ?? 0)];
+    const [lowest, highest] = [Math.min(...values), Math.max(...values)];
     const isLog = data.mayBeLog === true && lowest > 0 && highest / lowest > 15;
     const from = line === "curve" ? Math.max(0, lowest - (highest - lowest) / 10) : 0;
     const yTicks = isLog ? logTicks(lowest, highest) : roundTicks(from, highest || 1, 4);
     const y = axis(yTicks, { isLog, isUp: true });
     const text = tickText(yTicks, unit);
-    const right = points.map((each) => each.to ?? each.x);
-    const xTicks = names ? [-0.5, names.length - 0.5] : roundTicks(0, Math.max(...right, ...markers.map((each) => each.x), 1e-9), 5);
-    const x = axis(xTicks, { end: data.end });
+    const x = axis([-0.5, names.length - 0.5]);
     const svg = make("svg", { height: 200 });
     for (const tick of yTicks) {
       svg.append(
@@ -143,10 +141,9 @@
         make("text", { class: "end", y: `${y(tick)}%`, dx: -8, dy: 4 }, text(tick)),
       );
     }
-    const labels = names?.map((name, i) => [i, name]) ?? xTicks.map((tick) => [tick, numberText(tick)]);
-    for (const [at, words] of labels) {
-      if (words && x(at) <= 100) svg.append(make("text", { class: "middle", x: `${x(at)}%`, y: "100%", dy: 18 }, words));
-    }
+    names.forEach((words, i) => {
+      if (words) svg.append(make("text", { class: "middle", x: `${x(i)}%`, y: "100%", dy: 18 }, words));
+    });
     if (line) {
       const places = points.map((each) => `${x(each.x)},${y(each.value)}`).join(" ");
       const inner = make("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none" });
@@ -170,17 +167,7 @@
         const [low, high] = [y(each.low ?? each.value), y(each.high)];
         svg.append(make("line", { class: `whisker ${kind}`, x1: `${at}%`, x2: `${at}%`, y1: `${low}%`, y2: `${high}%` }));
       }
-      if (line !== "area") svg.append(hint(make("circle", { class: `point ${kind}`, cx: `${at}%`, cy: `${top}%`, r: 5 }), words));
-    }
-    markers.forEach((each, i) => {
-      const side = x(each.x) > 60 ? { x: -5, class: "note end" } : { x: 5 };
-      const inner = make("svg", { x: `${x(each.x)}%`, y: 13 * i - 36 });
-      inner.append(make("line", { class: "marker", y2: 236 - 13 * i }), note(each.text, { y: 8, ...side }));
-      svg.append(inner);
-    });
-    if (data.mean !== undefined) {
-      const at = `${y(data.mean)}%`;
-      svg.append(make("line", { class: "marker", x2: "100%", y1: at, y2: at }), note(data.meanText, { class: "note end", x: "100%", y: -22 }));
+      svg.append(hint(make("circle", { class: `point ${kind}`, cx: `${at}%`, cy: `${top}%`, r: 5 }), words));
     }
     const entries = series.map((name, i) => [`s${i % 8}`, name]);
     return [
@@ -254,25 +241,6 @@
       if (values.some((value) => value !== null)) keys.push([`k-${mark}`, words]);
     }
     return rows.length ? figure("Accuracies with 95% intervals", rowsChart({ rows, unit: "fraction", from: 0, keys })) : "";
-  };
-
-  const load = ({ latency, completed, interval_s: interval, seconds, per_s: mean }) => {
-    const edges = latency.edges_ms;
-    const bars = latency.counts.map((count, i) => {
-      const end = i === latency.counts.length - 1 ? "and above" : `to ${timeText(edges[i + 1])}`;
-      return { x: edges[i], from: edges[i], to: edges[i + 1], value: count, hint: `${count} requests, ${timeText(edges[i])} ${end}` };
-    });
-    const markers = ["p50", "p95", "p99"].map((name) => ({ x: latency[`${name}_ms`], text: `${name} ${timeText(latency[`${name}_ms`])}` }));
-    const last = completed.length - 1; // The last interval is cut off by the end of the run.
-    const points = completed.map((count, i) => ({
-      x: Math.min((i + 0.5) * interval, seconds),
-      value: count / (i === last ? Math.max(seconds - interval * last, interval / 4) : interval),
-    }));
-    const time = { points, line: "area", end: seconds, mean, meanText: `mean ${numberText(mean)}/s` };
-    return pair([
-      figure("Latency under this load", columnsChart({ points: bars, bars: true, markers, xName: "latency, ms", yName: "requests" })),
-      figure("Throughput", columnsChart({ ...time, xName: "time, s", yName: "requests per second" })),
-    ]);
   };
 
   // Title, axis, and the value of a point with the higher one up to which a line is drawn.
@@ -369,11 +337,10 @@
       "": [cards(report.tasks)],
       "Latency and throughput": report.latency.length ? [sweep(report.latency)] : [],
       Stages: report.run.stages.length ? [stages(report.run.stages)] : [],
-      History: report.history.length > 1 ? [history(report.history)] : [],
     };
     for (const task of report.tasks) {
       const heading = task.name.charAt(0).toUpperCase() + task.name.slice(1).toLowerCase();
-      found[heading] = [accuracies(task, report), ...(task.requests.count ? [load(task.requests)] : [])];
+      found[heading] = [accuracies(task, report)];
     }
     return found;
   };

@@ -57,8 +57,6 @@ def report() -> Report:
         seconds=1.0,
         per_s=8.0,
         latency=distribution([0.01 * each for each in range(1, 9)]),
-        interval_s=0.5,
-        completed=(4, 4),
     )
     task = TaskReport(
         name="lambada",

@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from inference.evaluation.exact_tests import _tables, exact_p_values, power
 from inference.evaluation.paired_tests import (
     ASSUMED_CHANGE,
     MOST_LOST,
     MOST_NATS_LOST,
     Pairs,
+    _tails,
     check_drop,
     holm,
     samples_to_hold,
@@ -40,7 +40,7 @@ def binary(count: int, losses: int, gains: int) -> Pairs:
 
 @given(COUNTS, COUNTS)
 def test_mcnemar_is_the_binomial_test_of_the_changed(losses, gains):
-    more, fewer = exact_p_values(losses, gains, 120, 0.0)
+    more, fewer = _tails(losses, gains, 120, 0.0)
     if losses + gains:
         for found, side in ((more, "greater"), (fewer, "less")):
             expected = stats.binomtest(losses, losses + gains, alternative=side).pvalue
@@ -49,25 +49,39 @@ def test_mcnemar_is_the_binomial_test_of_the_changed(losses, gains):
         assert (more, fewer) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(("count", "margin"), [(5, 0.3), (9, 0.1), (12, 0.03)])
-def test_the_exact_test_is_the_largest_tail_over_all_rates(count, margin):
-    """Summed over every table, at ten times as many rates as the product looks at."""
-    tables = np.array(
-        [(b, c, count - b - c) for b in range(count + 1) for c in range(count + 1 - b)]
+@pytest.mark.parametrize("count", [20, 64, 298, 1000])
+@pytest.mark.parametrize("margin", [0.002, 0.01, 0.05, 0.2])
+def test_neither_verdict_is_false_more_often_than_stated(count, margin):
+    """Summed over all likely tables at a drop of the margin, for rates of gains from none on."""
+    for gained in (0, 0.3 / count, 1 / count, 3 / count, 0.01, 0.05, 0.3):
+        losses, gains, chances = likely_tables(count, min(1 - gained, gained + margin), gained)
+        for tail in _tails(losses, gains, count, margin):
+            for level in (0.05, 0.05 / 3):
+                assert chances[tail <= level].sum() <= 1.04 * level
+
+
+def likely_tables(count: int, lost: float, gained: float):
+    """Return losses and gains of all but very rare tables, and their chances."""
+    limits = [stats.binom.interval(1 - 1e-12, count, each) for each in (lost, gained)]
+    ends = [np.arange(max(0, int(low)), int(high) + 1) for low, high in limits]
+    losses, gains = (each.ravel() for each in np.meshgrid(*ends))
+    same = count - losses - gains
+    losses, gains, same = losses[same >= 0], gains[same >= 0], same[same >= 0]
+    tables, shares = np.stack([losses, gains, same], 1), [lost, gained, 1 - lost - gained]
+    return losses, gains, stats.multinomial.pmf(tables, count, shares)
+
+
+@pytest.mark.parametrize(("losses", "gains", "margin"), [(9, 2, 0.01), (40, 30, 0.02), (3, 0, 0.1)])
+def test_the_score_is_that_of_tango(losses, gains, margin):
+    """With corrections, on the sides on which the test is strict."""
+    more, fewer = _tails(losses, gains, 200, margin)
+    score = tango(losses, gains, 200, margin)
+    error = (losses - gains - 200 * margin) / score
+    above, below = stats.norm.sf(score - 0.8 / error), stats.norm.cdf(score + 1 / error)
+    assert more == pytest.approx(
+        max(above, stats.binom.sf(losses - gains - 1, 200, margin)), rel=0.01
     )
-    scores = np.array([tango(losses, gains, count, margin) for losses, gains, _ in tables])
-    chances = np.array(
-        [
-            stats.multinomial.pmf(tables, count, [rate + margin, rate, 1 - 2 * rate - margin])
-            for rate in np.linspace(0, (1 - margin) / 2 - 1e-9, 300)
-        ]
-    )
-    for (losses, gains, _), seen in zip(tables.tolist(), scores, strict=True):
-        found = check_drop(binary(count, losses, gains), margin, confidence=0.95)
-        above = chances[:, scores >= seen - 1e-6].sum(axis=1).max()
-        below = chances[:, scores <= seen + 1e-6].sum(axis=1).max()
-        assert found.p_breached == pytest.approx(above, abs=0.005)
-        assert found.p_held == pytest.approx(below, abs=0.005)
+    assert fewer == pytest.approx(min(below, stats.binom.cdf(losses, 200, margin)), rel=0.01)
 
 
 def tango(losses: int, gains: int, count: int, margin: float) -> float:
@@ -256,12 +270,11 @@ def share(found: Counter[Pairs], breached) -> float:
 
 @pytest.mark.parametrize(("margin", "alpha"), [(0.0, 0.05), (0.01, 0.05), (0.05, 0.0125)])
 def test_power_is_that_of_the_test_itself(margin, alpha):
-    """Those of all likely runs are caught that the test finds to be worse."""
-    losses, gains, chances = _tables(300, 0.034, 0.01)
-    tables = zip(losses.tolist(), gains.tolist(), strict=True)
-    caught = [exact_p_values(*table, 300, margin)[0] <= alpha for table in tables]
-    expected = chances[caught].sum()
-    assert power(300, margin, alpha, changed=0.02, drop=0.024) == pytest.approx(expected)
+    """As many of all likely runs as are asked for are caught at the smallest drop."""
+    drop = present(smallest_drop(300, math.sqrt(0.02), margin, alpha=alpha, binary=True))
+    losses, gains, chances = likely_tables(300, 0.01 + drop, 0.01)
+    caught = chances[_tails(losses, gains, 300, margin)[0] <= alpha].sum()
+    assert caught == pytest.approx(0.8, abs=0.03)
 
 
 @pytest.mark.soak

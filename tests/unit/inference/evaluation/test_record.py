@@ -32,9 +32,7 @@ from inference.evaluation.report.files import (
 @pytest.fixture
 def full(report, make_metric):
     task = report.tasks[0]
-    reference = ReferenceComparison(
-        "a paper", (Comparison("lambada_last_word", 0.5, 0.4, 0.1, first_disagreements=(3, 4)),)
-    )
+    reference = ReferenceComparison("a paper", (Comparison("lambada_last_word", 0.5, 0.4, 0.1),))
     bounds = {"lambada_last_word": Bound(min=0.6)}
     return replace(
         report,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions
-from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
+from inference.evaluation.run.baseline import Baseline, TaskScores, read_baseline, write_baseline
 from inference.evaluation.run.preparation import prepare_task
-from inference.evaluation.run.reference import read_reference
 from inference.evaluation.run.task_run import TaskRun, run_task
+from inference.evaluation.task import Sample
 from inference.evaluation.tasks.lambada import Lambada
 from tests.conftest import present
 
@@ -23,29 +22,29 @@ def run(passages: Path, model, **changes) -> TaskRun:
     return run_task(prepare_task(task), model, concurrency=2)
 
 
-def recorded(tmp_path: Path, found: TaskRun, **changes) -> Path:
-    values = {
-        "schema_version": 1,
-        "source": "another implementation",
-        "dataset_sha256": found.report.dataset.sha256,
-        "metrics": {"lambada_last_word": 0.5, "lambada_last_token": 0.5, "lambada_perplexity": 3.0},
-        "per_sample": {
-            "lambada_last_word": [1, 0, 1, 0],
-            "lambada_last_token": [1, 1, 0, 0],
-            "lambada_word_log_prob": [-1.0, -1.5, -1.0, -1.25],
-        },
-        **changes,
+def reference_of(found: TaskRun, **columns: list[float]) -> Baseline:
+    """Return figures of the run's own samples, in their order, as another run has them."""
+    columns = columns or {
+        "lambada_last_word": [1, 0, 1, 0],
+        "lambada_last_token": [1, 1, 0, 0],
+        "lambada_word_log_prob": [-1.0, -1.5, -1.0, -1.25],
     }
-    path = tmp_path / "reference.json"
-    path.write_text(json.dumps(values))
-    return path
+    ids = [each.id for each in found.predictions]
+    rows = dict(zip(ids, zip(*columns.values(), strict=True), strict=True))
+    return Baseline(
+        1,
+        "another implementation",
+        started_at="",
+        samples={"lambada": (found.report.dataset.sha256, None, None)},
+        metrics={metric.name: replace(metric, value=0.5) for metric in found.report.metrics},
+        scores={"lambada": TaskScores(1, tuple(columns), rows)},
+    )
 
 
-def test_samples_are_compared_one_by_one(passages, model, tmp_path):
+def test_samples_are_compared_one_by_one(passages, model):
     found = run(passages, model)
-    reference = read_reference(recorded(tmp_path, found), task="lambada")
-    words, tokens, perplexity = found.against(reference).metrics
-    assert (words.agreeing, words.disagreeing, words.first_disagreements) == (3, 1, (2,))
+    words, tokens, perplexity, _ = found.against(reference_of(found)).metrics
+    assert (words.agreeing, words.disagreeing) == (3, 1)
     assert words.difference == pytest.approx(-0.25)
     assert present(words.low) < -0.25 < present(words.high)
     assert words.p_value == 1.0
@@ -55,66 +54,53 @@ def test_samples_are_compared_one_by_one(passages, model, tmp_path):
     assert perplexity.agreeing is None
 
 
-def test_a_reference_without_samples_compares_figures_only(passages, model, tmp_path):
+def test_quantities_that_a_reference_lacks_are_compared_by_their_figures(passages, model):
     found = run(passages, model)
-    reference = read_reference(recorded(tmp_path, found, per_sample={}), task="lambada")
-    words = found.against(reference).metrics[0]
+    words = found.against(reference_of(found, other=[0.0] * 4)).metrics[0]
     assert (words.reference, words.agreeing, words.low) == (0.5, None, None)
 
 
-def test_a_limited_run_is_compared_on_its_own_samples(passages, model, tmp_path):
-    found = run(passages, model, limit=2, seed=1)
-    indices = [each.index for each in found.predictions]
-    reference = read_reference(recorded(tmp_path, found), task="lambada")
-    words = found.against(reference).metrics[0]
+def test_a_limited_run_is_compared_on_its_own_samples(passages, model):
+    whole = run(passages, model)
+    limited = run(passages, model, limit=2, seed=1)
+    indices = [each.index for each in limited.predictions]
+    words = limited.against(reference_of(whole)).metrics[0]
     assert words.reference == sum([1, 0, 1, 0][index] for index in indices) / 2
 
 
-def test_whole_figures_say_nothing_of_a_limited_run(passages, model, tmp_path):
-    found = run(passages, model, limit=2, seed=1)
-    reference = read_reference(recorded(tmp_path, found, per_sample={}), task="lambada")
-    assert found.against(reference).metrics == ()
+def test_whole_figures_say_nothing_of_a_limited_run(passages, model):
+    reference = reference_of(run(passages, model), other=[0.0] * 4)
+    assert run(passages, model, limit=2, seed=1).against(reference).metrics == ()
 
 
-def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
+def test_predictions_carry_the_reference_s_values(passages, model):
     found = run(passages, model)
-    reference = read_reference(recorded(tmp_path, found), task="lambada")
-    assert reference.values(found.predictions[0])["lambada_word_log_prob"] == -1.0
+    assert reference_of(found).values(found.predictions[0])["lambada_word_log_prob"] == -1.0
 
 
-def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
+def test_a_reference_that_does_not_fit_says_why(passages, model):
     found = run(passages, model)
-    path = recorded(tmp_path, found, dataset_sha256="0" * 64)
-    reported = read_reference(path, task="lambada").mismatch(found.report.dataset)
-    assert reported.startswith("Not compared with the reference (another implementation)")
-    assert (
-        read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.report.dataset)
-        == ""
-    )
-
-
-RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
+    reference, samples = reference_of(found), found.prepared.samples
+    assert reference.mismatch("lambada", 1, samples) == ""
+    for asked, reported in (
+        (("boolq", 1, samples), "no scores of boolq"),
+        (("lambada", 2, samples), "by version 1 of lambada, this run by 2"),
+        (("lambada", 1, [Sample(0, "another", "text")]), "other samples"),
+    ):
+        problem = reference.mismatch(*asked)
+        assert problem.startswith("Not compared with the reference (another implementation)")
+        assert reported in problem
 
 
 @pytest.mark.parametrize(
-    ("content", "reported"),
-    [
-        ("nothing", "is not a JSON object"),
-        ("[]", "is not a JSON object"),
-        (
-            '{"schema_version": 1, "source": "x"}',
-            "not of schema_version 1 .*dataset_sha256: Field required",
-        ),
-        (RECORDED + '"metrics": [1]}', "not of schema_version 1 .*metrics by name"),
-        (RECORDED + '"metrics": {"m": "high"}}', "not of schema_version 1 .*metrics by name"),
-        (RECORDED + '"metrics": {"m": 1}, "per_sample": {"m": 1}}', "as lists of numbers"),
-    ],
+    "content",
+    ["nothing", "[]", "{}", '{"schema_version": 1, "source": "x", "metrics": {"m": 1}}'],
 )
-def test_invalid_references_are_refused(tmp_path, content, reported):
+def test_invalid_references_are_refused(tmp_path, content):
     path = tmp_path / "reference.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=reported):
-        read_reference(path, task="lambada")
+    with pytest.raises(ValueError, match=r"reference\.json .*record it again"):
+        read_baseline(path)
 
 
 def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
@@ -196,10 +182,3 @@ def test_a_sentence_about_a_metric_of_all_answers_together_is_refused(
     (problem,) = baseline.problems({"translation_bleu": bound})
     assert "translation_bleu is made of all answers together" in problem
     assert baseline.problems({"translation_bleu": Bound(paired="no change")}) == []
-
-
-def test_invalid_baselines_are_refused(tmp_path):
-    path = tmp_path / "baseline.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"record it again with evaluate\.baseline=update"):
-        read_baseline(path)

@@ -44,7 +44,6 @@ def test_every_request_is_counted_and_timed(passages, model):
     found = run(passages, model)
     # Three a sample, and one more where the text of the last word was right.
     assert found.report.requests.count == len(model.requests) == 13
-    assert sum(found.report.requests.completed) == 13
     assert found.report.requests.latency.min_ms >= 2.0
 
 

@@ -16,7 +16,7 @@ import transformers
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
-from inference.evaluation.report.formatting import times
+from inference.evaluation.report.formatting import time_text
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.evaluator import evaluate
 from tests.fake_model import FakeModel
@@ -119,7 +119,7 @@ def test_rows_of_a_request_are_all_compared(options: EvaluationOptions) -> None:
     assert len(lengths) == 5
     assert min(lengths) >= 6
     assert max(lengths) <= 20
-    text = times(report)["identity"]
+    text = time_text(report.tasks[0].requests)
     assert text.startswith("3 requests in ")
     assert text.endswith(" generated tokens/s") is False  # log probabilities were asked for
 

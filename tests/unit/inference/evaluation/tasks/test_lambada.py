@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.evaluation.task import Prediction, Sample, Values
+from inference.evaluation.run.baseline import read_baseline
+from inference.evaluation.task import Prediction, Sample, Values, sample_ids
 from inference.evaluation.tasks.lambada import Lambada, split_last_word
 from tests.conftest import ROOT
 
@@ -160,6 +161,6 @@ def test_bundled_passages_are_in_the_form_of_the_data_set():
 def test_bundled_reference_belongs_to_the_bundled_passages():
     dataset, samples = task(data_path=str(ROOT / "examples" / "passages.jsonl")).prepare()
     path = ROOT / "examples" / "gpt_books_5m" / "passages_reference.json"
-    reference = json.loads(path.read_text())
-    assert reference["dataset_sha256"] == dataset.sha256
-    assert {len(column) for column in reference["per_sample"].values()} == {len(samples)}
+    reference = read_baseline(path)
+    assert reference.figures("lambada", dataset).keys() == reference.metrics.keys()
+    assert reference.scores["lambada"].rows.keys() == {*sample_ids(samples)}

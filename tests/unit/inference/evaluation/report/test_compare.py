@@ -1,4 +1,4 @@
-"""The run store and the comparison of two runs."""
+"""The comparison of two runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from math import exp
 import pytest
 
 from inference.compare import main
-from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
-from inference.evaluation.record import LatencyPoint, RunFacts
+from inference.evaluation.record import LatencyPoint
 from inference.evaluation.report.compare import (
     ComparedRun,
     SideBySide,
@@ -17,122 +16,17 @@ from inference.evaluation.report.compare import (
 )
 from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import write_report
-from inference.evaluation.report.history import (
-    append_run,
-    comparable_history,
-    find_run,
-    history_point,
-    read_history,
-)
-from inference.evaluation.report.pages import report_page
-from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.task import Prediction
 from tests.conftest import present
 
 
 @pytest.fixture
 def store(report, predictions, tmp_path):
-    """Return a store of three runs, `run_a`, `run_b` and `other_c`."""
-    history_dir = tmp_path / "evaluations"
-    for run_id in ("run_a", "run_b", "other_c"):
-        made = replace(report, run_id=run_id)
-        output_dir = tmp_path / run_id
-        output_dir.mkdir()
-        write_report(output_dir, made, predictions)
-        append_run(history_dir, made, output_dir)
-    return history_dir
-
-
-def test_a_run_is_kept_whole(store):
-    assert sorted(each.name for each in store.iterdir()) == [
-        "other_c",
-        "run_a",
-        "run_b",
-    ]
-    assert sorted(each.name for each in (store / "run_a").iterdir()) == [
-        "predictions.jsonl",
-        "report.json",
-    ]
-    assert [point.run_id for point in read_history(store)] == ["run_a", "run_b", "other_c"]
-
-
-def test_a_store_that_is_not_there_is_empty(tmp_path):
-    assert read_history(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "text", [b"{}", b"\xff", b"[" * 100_000, b"5"], ids=["empty", "bytes", "nested", "number"]
-)
-def test_a_damaged_report_of_the_store_is_named(store, text):
-    (store / "run_b" / "report.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"run_b/report.json"):
-        read_history(store)
-
-
-def test_a_run_that_is_being_added_is_not_seen(store):
-    (store / "run_b").rename(store / ".partial-x")
-    assert [point.run_id for point in read_history(store)] == ["run_a", "other_c"]
-
-
-@pytest.mark.parametrize(
-    ("run", "found"),
-    [("run_a", "run_a"), ("oth", "other_c"), ("latest", "other_c"), ("latest~2", "run_a")],
-)
-def test_runs_are_found_by_id_beginning_and_age(store, run, found):
-    assert find_run(run, history_dir=store) == store / found / "report.json"
-
-
-def test_a_run_is_found_by_its_folder(store):
-    assert find_run(str(store / "run_b"), history_dir=None) == store / "run_b" / "report.json"
-
-
-@pytest.mark.parametrize(
-    ("run", "reported"),
-    [
-        ("run", "several runs begin with 'run'"),
-        ("x", "no run 'x'"),
-        ("latest~9", "no run 'latest~9'"),
-    ],
-)
-def test_an_ambiguous_run_is_answered_with_the_known_ones(store, run, reported):
-    with pytest.raises(ValueError, match=reported) as caught:
-        find_run(run, history_dir=store)
-    assert "run_a" in str(caught.value)
-
-
-def test_only_runs_of_the_same_name_over_the_same_samples_are_drawn(report):
-    limited = replace(report.tasks[0], dataset=replace(report.tasks[0].dataset, limit=5))
-    points = [
-        history_point(replace(report, run_id="same")),
-        history_point(replace(report, run_id="name", run=RunFacts(name="another"))),
-        history_point(replace(report, run_id="limit", tasks=(limited,))),
-    ]
-    shown = comparable_history(points, report)
-    assert [point.run_id for point in shown] == ["same", report.run_id]
-
-
-def test_the_page_draws_the_history_from_the_second_run_on(report, predictions):
-    alone = replace(report, history=comparable_history([], report))
-    earlier = history_point(replace(report, run_id="earlier"))
-    assert "## History" not in report_page(alone, predictions).text
-    again = report_page(replace(report, history=(earlier, *alone.history)), predictions)
-    assert "## History\n\nThe last 2 runs" in again.text
-    drawn = again.data["report"]["history"]
-    assert [each["run_id"] for each in drawn] == ["earlier", report.run_id]
-
-
-def test_an_evaluation_adds_itself(passages, model, tmp_path):
-    options = EvaluationOptions(
-        output_dir=tmp_path / "out",
-        data_dir=tmp_path,
-        lambada=LambadaOptions(data_path=passages),
-        latency=LatencyOptions(enabled=False),
-        history_dir=tmp_path / "evaluations",
-    )
-    first = evaluate(options, RunFacts(name="sample"), model=model)
-    second = evaluate(options, RunFacts(name="sample"), model=model)
-    assert [point.run_id for point in second.history] == [first.run_id, second.run_id]
-    assert len(read_history(tmp_path / "evaluations")) == 2
+    """Return a folder with the reports of two runs, `run_a` and `run_b`."""
+    for run_id in ("run_a", "run_b"):
+        (tmp_path / run_id).mkdir()
+        write_report(tmp_path / run_id, replace(report, run_id=run_id), predictions)
+    return tmp_path
 
 
 def text_of(report, found: ComparedRun) -> str:
@@ -217,7 +111,7 @@ def test_samples_are_matched_by_their_content(report, make_metric):
     assert {words["lambada_x"] for *_, words in found.changed} == {"now wrong"}
     metric = found.comparisons["lambada_x"]
     assert metric.difference == pytest.approx(-4 / 14)
-    assert present(metric.low) < metric.difference < present(metric.high) < 0.05
+    assert present(metric.low) < metric.difference < present(metric.high) < 0.1
     assert metric.p_value == pytest.approx(2 * 0.5**4)
     reported = text_of(run, found)
     assert reported.count("last word now wrong") == 0
@@ -258,12 +152,21 @@ def test_the_interval_of_a_perplexity_is_in_its_unit(report, make_metric):
 
 def test_the_command_prints_and_writes_a_page(store, tmp_path, capsys):
     page = tmp_path / "comparison.html"
-    command = ["run_a", "latest", "--history-dir", str(store), "--output", str(page)]
-    assert main(command) == 0
+    runs = [str(store / "run_a"), str(store / "run_b" / "report.json")]
+    assert main([*runs, "--output", str(page)]) == 0
     assert "run_a (TP 2 x PP 1, fp32)" in capsys.readouterr().out
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_the_command_answers_an_unknown_run(store, capsys):
-    assert main(["nothing", "latest", "--history-dir", str(store)]) == 2
-    assert "there is no run 'nothing'" in capsys.readouterr().err
+def test_the_command_answers_a_report_that_is_not_there(store, capsys):
+    assert main([str(store / "run_a"), str(store / "nothing")]) == 2
+    assert f"there is no report at {store / 'nothing'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", [b"{}", b"\xff", b"[" * 100_000, b"5"], ids=["empty", "bytes", "nested", "number"]
+)
+def test_a_damaged_report_is_named(store, capsys, text):
+    (store / "run_b" / "report.json").write_bytes(text)
+    assert main([str(store / "run_a"), str(store / "run_b")]) == 2
+    assert "run_b/report.json" in capsys.readouterr().err
