@@ -1,4 +1,4 @@
-"""Random two-layer models of every family transformers can make, saved as their folders are."""
+"""Random two-layer models of every family transformers can make: one table for all tests."""
 
 from __future__ import annotations
 
@@ -124,14 +124,128 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def write_model(name: str, folder: Path, **changes: Any) -> Path:
-    """Save a random model whose every parameter matters: none is left at zero or one."""
-    class_name, settings = {**MODELS, **MIXTURES}[name]
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+def longrope(pairs: int, **parameters: Any) -> dict[str, Any]:
+    """Return factors of so many pairs, the long ones beyond 10 tokens."""
+    return {
+        "original_max_position_embeddings": 10,
+        **rope(
+            "longrope", original_max_position_embeddings=10,
+            short_factor=[1 + n / 8 for n in range(pairs)],
+            long_factor=[2 + n / 2 for n in range(pairs)], **parameters,
+        ),
+    }  # fmt: skip
+
+
+_LENGTH = {"original_max_position_embeddings": 16}
+_UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+
+# Rotary settings that releases of transformers spell differently.
+ROTARY: Mapping[str, Mapping[str, Any]] = {
+    "llama-longrope": longrope(4),
+    "llama-yarn-factor": rope("yarn", factor=2.5, attention_factor=1.3, **_LENGTH),
+    "qwen3-longrope": longrope(4),
+    "qwen2-yarn": rope("yarn", factor=2.5, **_LENGTH),
+    "mistral-dynamic": {**rope("dynamic", factor=3.0), "sliding_window": None},
+    "granite-linear": rope("linear", factor=3.0),
+    "gemma2-yarn": rope("yarn", factor=2.5, **_LENGTH),
+    "olmo2-linear": rope("linear", factor=3.0),
+    "olmo2-dynamic": rope("dynamic", factor=3.0),
+    "smollm3-longrope": longrope(4),
+    "starcoder2-base": rope("default", rope_theta=700.0),
+    "nemotron-base": rope("default", rope_theta=700.0, partial_rotary_factor=0.5),
+    "falcon-new-one-key-head": {"num_kv_heads": 1},
+    # transformers 4 cannot compute these.
+    "olmo2-yarn": rope("yarn", factor=2.5, **_LENGTH),
+    "nemotron-linear": rope("linear", factor=3.0),
+    "phi3-factor": longrope(3, attention_factor=1.7),
+}
+# name, which begins with that of its model -> settings that differ
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2-inner": {"n_inner": 56},
+    "gpt2-untied": _UNTIED,
+    "gpt2-relu": {"activation_function": "relu"},
+    "gpt2-exact-gelu": {"activation_function": "gelu"},
+    "gpt2-eps": {"layer_norm_epsilon": 0.1},
+    "opt-pre": {"do_layer_norm_before": True, "word_embed_proj_dim": 24},
+    "opt-untied": {**_UNTIED, "do_layer_norm_before": True, "word_embed_proj_dim": 24},
+    "opt-post": {"word_embed_proj_dim": 24},
+    "opt-no-final-norm": {
+        "do_layer_norm_before": True, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True,
+    },
+    "opt-without-biases": {
+        "do_layer_norm_before": True, "word_embed_proj_dim": 24, "enable_bias": False,
+        "layer_norm_elementwise_affine": False, "activation_function": "gelu",
+    },
+    "bloom-six-heads": {"n_head": 6, "vocab_size": 131},
+    "bloom-post": {"apply_residual_connection_post_layernorm": True},
+    "bloom-untied": _UNTIED,
+    "gptj-wide": {"n_embd": 144, "n_head": 2, "rotary_dim": 64},
+    "gptj-inner": {"n_inner": 56},
+    "gptneox-parallel-no-attention-bias": {"attention_bias": False},
+    "gptneox-parallel-fast-gelu": {"hidden_act": "gelu_fast"},
+    "gptneox-parallel-tied": _TIED,
+    "llama-no-groups": {"num_key_value_heads": 4},
+    "llama-tied": _TIED,
+    "llama-biases": _BIASES,
+    "llama-exact-gelu": {"hidden_act": "gelu"},
+    "llama-tanh-gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "llama-base": rope("default", rope_theta=500.0),
+    "llama-linear": rope("linear", factor=3.0),
+    "llama-dynamic": rope("dynamic", factor=3.0),
+    "llama-llama3": rope(
+        "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **_LENGTH
+    ),
+    "llama-yarn": rope("yarn", factor=2.5, **_LENGTH),
+    "llama-yarn-mscale": rope(
+        "yarn", factor=2.5, mscale=0.7, mscale_all_dim=0.3, beta_fast=8.0, truncate=False, **_LENGTH
+    ),
+    "mistral-no-window": {"sliding_window": None},
+    "qwen2-tied": _TIED,
+    "qwen2-window": {**_WINDOWS, "max_window_layers": 0},
+    "qwen2-some-windows": {**_WINDOWS, "max_window_layers": 1},
+    "qwen3-biases": {"attention_bias": True, "head_dim": 6},
+    "granite-tied": _TIED,
+    "olmo2-no-groups": {"num_key_value_heads": 4},
+    "gemma2-no-caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3-linear": {
+        "num_hidden_layers": 8, "layer_types": None, "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "smollm3-biases": {**_BIASES, "no_rope_layers": [1, 0, 1, 1]},
+    "phi3-plain": {**rope("default"), "original_max_position_embeddings": 40},
+    "phi3-longrope": longrope(3),
+    "phi3-window": {"sliding_window": 5},
+    "starcoder2-no-biases": {**_UNTIED, "use_bias": False},
+    "falcon-7b": {"multi_query": True, "tie_word_embeddings": False},
+    **ROTARY,
+}  # fmt: skip
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    """Return a random model whose every parameter matters: none is left at zero or one."""
+    known = {**MODELS, **MIXTURES}
+    base = max((each for each in known if name.startswith(each)), key=len)
+    class_name, settings = known[base]
+    settings = {**settings, **(VARIANTS[name] if name != base else {}), **changes}
     kind = getattr(transformers, class_name)
     torch.manual_seed(1)
-    model = kind(kind.config_class(**{**settings, **changes})).eval()
+    model = kind(kind.config_class(**settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
-    model.save_pretrained(folder)
+    return model
+
+
+def write_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Save such a model."""
+    model_of(name, **changes).save_pretrained(folder)
     return folder

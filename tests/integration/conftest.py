@@ -31,6 +31,15 @@ def host(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[SLIPWAY, pytest.param(TRITONSERVER, marks=[pytest.mark.triton, pytest.mark.long])],
+)
+def usual_host(request: pytest.FixtureRequest) -> str:
+    """Return the own server; a tritonserver, which other tests start, in `make soak` alone."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def sample_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Return the sample model's fp32 shards for a number of ranks."""

@@ -62,24 +62,26 @@ def answer(endpoint: dict[str, Any]) -> str:
         return client.generate_text(["It was"], output_len=4)[0][0]
 
 
-def test_crashed_server_is_replaced_until_the_count_is_used_up(host: str, exported: Path) -> None:
+def test_crashed_server_is_replaced_until_the_count_is_used_up(
+    usual_host: str, exported: Path
+) -> None:
     path = exported / RESULTS / "deploy" / "endpoint.json"
     words_here = ["stages=[deploy]", "deploy.max_restarts=2", "deploy.restart_backoff_s=0.2"]
-    words_here.append(f"deploy.server={host}")
+    words_here.append(f"deploy.server={usual_host}")
     for log in path.parent.glob("server-*.log"):
         log.unlink()
     command = start(*words(exported, *words_here))
     try:
         first = endpoint_of(path, command)
         text = answer(first)
-        os.kill(one_process(exported, *VICTIMS[host][0]), signal.SIGKILL)
+        os.kill(one_process(exported, *VICTIMS[usual_host][0]), signal.SIGKILL)
         second = endpoint_of(path, command, restarts=1)
         assert (second["http"], second["grpc"]) == (first["http"], first["grpc"])
         assert answer(second) == text
-        os.kill(one_process(exported, *VICTIMS[host][1]), signal.SIGKILL)
+        os.kill(one_process(exported, *VICTIMS[usual_host][1]), signal.SIGKILL)
         third = endpoint_of(path, command, restarts=2)
         assert answer(third) == text
-        os.kill(one_process(exported, *VICTIMS[host][2]), signal.SIGKILL)
+        os.kill(one_process(exported, *VICTIMS[usual_host][2]), signal.SIGKILL)
         reported = finish(command)
     finally:
         if command.poll() is None:
@@ -93,7 +95,7 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(host: str, export
     assert len(logs) == 3  # one for each start
 
 
-def test_new_server_takes_over_without_being_missed(host: str, tmp_path: Path) -> None:
+def test_new_server_takes_over_without_being_missed(usual_host: str, tmp_path: Path) -> None:
     path = tmp_path / RESULTS / "deploy" / "endpoint.json"
     streamed: list[str] = []
     outlived: list[int] = []  # frames that came after the new server was published
@@ -135,11 +137,11 @@ def test_new_server_takes_over_without_being_missed(host: str, tmp_path: Path) -
     def has_changed() -> bool:
         """Return whether the former tritonserver has ended; our own loads in its process."""
         now = json.loads(path.read_text())["ready_at"] != first["ready_at"]
-        return now if host == SLIPWAY else not set(old) & set(servers())
+        return now if usual_host == SLIPWAY else not set(old) & set(servers())
 
     streaming = ("export.triton_deployment.decoupled=true", "stages=[export,deploy]")
     openai = ("deploy.openai.enabled=true", "deploy.openai.port=0")
-    command = start(*words(tmp_path, *streaming, *openai, f"deploy.server={host}"))
+    command = start(*words(tmp_path, *streaming, *openai, f"deploy.server={usual_host}"))
     try:
         first = endpoint_of(path, command)
         old = servers()
@@ -182,12 +184,12 @@ def test_new_server_takes_over_without_being_missed(host: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("by", ["file", "signal"])
 def test_server_that_is_still_loading_ends_when_it_is_asked_to(
-    host: str, exported: Path, by: str
+    usual_host: str, exported: Path, by: str
 ) -> None:
     folder = exported / RESULTS / "deploy"
     progress = folder / "progress.json"
     progress.unlink(missing_ok=True)
-    command = start(*words(exported, "stages=[deploy]", f"deploy.server={host}"))
+    command = start(*words(exported, "stages=[deploy]", f"deploy.server={usual_host}"))
 
     def is_loading() -> bool:
         assert command.poll() is None, command.stdout.read() if command.stdout else ""

@@ -41,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def served(
     request: pytest.FixtureRequest,
-    host: str,
+    usual_host: str,
     source: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[openai.OpenAI, str]]:
@@ -59,7 +59,7 @@ def served(
         )
     )
     server = hosted(
-        host,
+        usual_host,
         root,
         tmp_path_factory.mktemp("log"),
         openai=OpenAIOptions(port=0),

@@ -13,21 +13,17 @@ import numpy as np
 import pytest
 
 from inference.server.client import TritonClient
+from tests.contract import tensors_of
 from tests.integration.command import FREE_PORTS, served
 
 pytestmark = pytest.mark.triton
 
 # case below the golden folder: (configuration, export.run.model_type, tensor-parallel size)
 GENERATORS = {
-    "t5/relu_tied": ("t5/export_t5", "t5", 2),
     "t5/v1_1_gated_gelu_untied": ("mt5/export_mt5", "mt5", 1),
     "gptj_hf/tiny": ("gpt3/export_gpt3", "gptj", 2),
-    "bloom/tiny": ("gpt3/export_gpt3", "gpt3", 2),
 }
-ENCODERS = {
-    "t5_encoder/from_full_t5": ("t5/export_t5", "t5_encoder", 1),
-    "bert/tiny": ("gpt3/export_gpt3", "bert", 2),
-}
+BERT = ("gpt3/export_gpt3", "bert", 2)
 
 
 def words(shared: Path, case: str, results: Path, choice: tuple[str, str, int]) -> list[str]:
@@ -62,10 +58,6 @@ def sure_tokens(recorded: Any) -> list[int]:
     return tokens
 
 
-def column(*values: int) -> np.ndarray[Any, Any]:
-    return np.array([[value] for value in values], np.uint32)
-
-
 @pytest.mark.parametrize("case", GENERATORS)
 def test_generating_checkpoint_is_converted_and_served(
     shared: Path, tmp_path: Path, case: str
@@ -74,15 +66,7 @@ def test_generating_checkpoint_is_converted_and_served(
     recorded = json.loads((shared / "golden" / case / "greedy.json").read_text())
     prompt, expected = recorded["prompt"], sure_tokens(recorded)
     has_encoder = "t5" in choice[1]
-    length_names = (
-        ("sequence_length", "max_output_len") if has_encoder else
-        ("input_lengths", "request_output_len")
-    )  # fmt: skip
-    request = {
-        "input_ids": np.array([prompt], np.uint32),
-        length_names[0]: column(len(prompt)),
-        length_names[1]: column(len(expected)),
-    }
+    request = tensors_of([prompt], len(expected), model="T5" if has_encoder else "GPT")
     command = words(shared, case, tmp_path, choice)
     command.append("export.triton_deployment.ensemble=false")  # the source has no tokenizer
     with served(folder_of(tmp_path, choice), *command) as endpoint:
@@ -93,26 +77,16 @@ def test_generating_checkpoint_is_converted_and_served(
     assert outputs["output_ids"][0, 0, : len(answer)].tolist() == answer
 
 
-@pytest.mark.parametrize("case", ENCODERS)
-def test_encoder_checkpoint_is_converted_and_served(
-    shared: Path, tmp_path: Path, case: str
-) -> None:
-    choice = ENCODERS[case]
-    golden = shared / "golden" / case
-    command = words(shared, case, tmp_path, choice)
-    if choice[1] == "bert":
-        # Neither text models nor a word about them: BERT takes hidden states.
-        states = np.load(golden / "input_hidden_state.npy").astype(np.float32)[None]
-        expected = np.load(golden / "output_hidden_state.npy")
-        lengths = np.array([[states.shape[1]]], np.int32)
-        request = {"input_hidden_state": states, "sequence_lengths": lengths}
-    else:
-        command.append("export.triton_deployment.ensemble=false")  # the source has no tokenizer
-        prompt = json.loads((golden / "greedy.json").read_text())["prompt"]
-        expected = np.load(golden / "encoder_hidden.npy")
-        ids = np.array([prompt], np.uint32)
-        request = {"input_ids": ids, "sequence_length": column(len(prompt))}
-    with served(folder_of(tmp_path, choice), *command) as endpoint:
+def test_encoder_checkpoint_is_converted_and_served(shared: Path, tmp_path: Path) -> None:
+    golden = shared / "golden" / "bert" / "tiny"
+    # Neither text models nor a word about them: BERT takes hidden states.
+    states = np.load(golden / "input_hidden_state.npy").astype(np.float32)[None]
+    expected = np.load(golden / "output_hidden_state.npy")
+    request = {
+        "input_hidden_state": states,
+        "sequence_lengths": np.array([[states.shape[1]]], np.int32),
+    }
+    with served(folder_of(tmp_path, BERT), *words(shared, "bert/tiny", tmp_path, BERT)) as endpoint:
         assert (endpoint["model"], endpoint["ensemble"]) == ("tiny", None)
         with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
             hidden = client.infer("tiny", request)["output_hidden_state"]

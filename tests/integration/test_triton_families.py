@@ -1,4 +1,4 @@
-"""Every kind of model behind one real tritonserver, against recorded tokens and hidden states.
+"""Every kind of model behind one server, against recorded tokens and hidden states.
 
 The other families go through the whole command in test_pipeline_families.py.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
 
 from export_scripts.add_tuning import add_tuning
 from export_scripts.conversion.convert import ConversionRequest, convert
@@ -23,6 +22,7 @@ from inference.client import main
 from inference.server.client import TritonClient
 from inference.server.server import ModelServer
 from tests.conftest import ROOT
+from tests.contract import tensors_of
 from tests.ft_folders import unpack_case
 from tests.integration.triton_process import hosted
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
@@ -83,9 +83,9 @@ def _add_t5_with_ia3(model_dir: Path, work_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(
-    host: str, repository: Path, tmp_path_factory: pytest.TempPathFactory
+    usual_host: str, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ModelServer]:
-    with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
+    with hosted(usual_host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=240)
         yield running
 
@@ -119,11 +119,7 @@ def test_generated_tokens_equal_the_recorded_ones(shared: Path, client: TritonCl
     prompt, expected = recorded["prompt"], _sure(recorded)
     outputs = client.infer(
         name,
-        {
-            "input_ids": np.array([prompt], np.uint32),
-            "input_lengths": _column(len(prompt)),
-            "request_output_len": _column(len(expected)),
-        },
+        tensors_of([prompt], len(expected)),
     )
     assert outputs["output_ids"][0, 0].tolist() == prompt + expected
 
@@ -135,11 +131,7 @@ def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
     prompt, expected = recorded["prompt"], _sure(recorded)
     outputs = client.infer(
         "t5",
-        {
-            "input_ids": np.array([prompt], np.uint32),
-            "sequence_length": _column(len(prompt)),
-            "max_output_len": _column(len(expected)),
-        },
+        tensors_of([prompt], len(expected), model="T5"),
     )
     assert outputs["output_ids"].dtype == np.int32
     assert outputs["output_ids"][0, 0].tolist() == expected
@@ -168,11 +160,7 @@ def test_encoder_decoder_ensemble_answers_text_with_text(
     assert ids[:-1] == tokenizer.encode(text)  # then the end token
     outputs = client.infer(
         "t5",
-        {
-            "input_ids": np.array([ids], np.uint32),
-            "sequence_length": _column(len(ids)),
-            "max_output_len": _column(5),
-        },
+        tensors_of([ids], 5, model="T5"),
     )
     answer = outputs["output_ids"][0, 0, : outputs["sequence_length"][0, 0]].tolist()
     end_id = ids[-1]
@@ -184,9 +172,7 @@ def test_t5_encoder_gives_the_recorded_hidden_states(shared: Path, client: Trito
     case = shared / "golden" / MODELS["t5_as_encoder"][0]
     prompt = _recorded(shared, "t5_as_encoder")["prompt"]
     expected = np.load(case / "encoder_hidden.npy")  # (S, E)
-    ids = np.zeros((2, len(prompt)), np.uint32)
-    ids[0], ids[1, :4] = prompt, prompt[:4]
-    request = {"input_ids": ids, "sequence_length": _column(len(prompt), 4)}
+    request = tensors_of([prompt, prompt[:4]], model="T5-Encoder")
     outputs = client.infer("t5_as_encoder", request)
     hidden = outputs["output_hidden_state"]
     # fp32 on both sides; what remains is the order of sums.
@@ -217,8 +203,7 @@ def test_text_encoder_gives_the_hidden_states_of_its_tokens(client: TritonClient
     ids = client.encode(texts, model="tokenizer")
     assert outputs["request_input_len"][:, 0].tolist() == [len(row) for row in ids]
     for row, tokens in enumerate(ids):
-        request = {"input_ids": np.array([tokens], np.uint32)}
-        alone = client.infer("t5_as_encoder", request | {"sequence_length": _column(len(tokens))})
+        alone = client.infer("t5_as_encoder", tensors_of([tokens], model="T5-Encoder"))
         np.testing.assert_allclose(
             outputs["output_hidden_state"][row, : len(tokens)],
             alone["output_hidden_state"][0],
@@ -241,19 +226,3 @@ def test_bert_in_bf16_gives_about_the_recorded_hidden_states(
     outputs = client.infer("bert", request)
     # bf16 keeps 8 bits: values of order 1 after two layers are good to a few hundredths.
     np.testing.assert_allclose(outputs["output_hidden_state"][0], expected, atol=0.1)
-
-
-def test_bad_requests_to_encoders_get_errors_that_name_the_tensor(client: TritonClient) -> None:
-    with pytest.raises(InferenceServerException, match=r"sequence_length\[0\]=9 must be in"):
-        client.infer(
-            "t5_as_encoder",
-            {"input_ids": np.array([[1, 2]], np.uint32), "sequence_length": _column(9)},
-        )
-    with pytest.raises(InferenceServerException, match="input_hidden_state: expected floating"):
-        client.infer(
-            "bert",
-            {
-                "input_hidden_state": np.zeros((1, 2, 5), np.float32),
-                "sequence_lengths": np.array([[2]], np.int32),
-            },
-        )
