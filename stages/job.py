@@ -29,10 +29,11 @@ from stages.job_process import (
     cause_of,
     close_to_others,
     end_processes_of_job,
+    end_with_owner,
+    has_lost_owner,
     job_id_here,
     log_line,
     node_name,
-    watching_owner,
 )
 from stages.step import JobStep, run_in_step
 
@@ -79,10 +80,12 @@ class StageJob(Checkpointable):
             state=record.RUNNING, started_at=record.now(), ended_at="", host=node_name(), error=""
         )
         try:
-            with stop_signals(*STOP_SIGNALS) as stopped, watching_owner(), self._lock():
+            with stop_signals(*STOP_SIGNALS) as stopped, self._lock():
+                end_with_owner()
                 summary = self.around(self._run, stopped) if self.around else self._run()
         except KeyboardInterrupt as error:
-            stop = StageError("stopped by a signal")
+            is_orphan = has_lost_owner()
+            stop = StageError(f"stopped by {'the end of its command' if is_orphan else 'a signal'}")
             self._note_end(started, record.CANCELLED, stop, stopped=True)
             end_processes_of_job()
             sys.excepthook = _print_cause

@@ -5,27 +5,24 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from export_scripts.files.disk import full_disk
 from inference.server.processes import process_state
 from inference.system.launch_environment import LaunchEnvironment
-from inference.system.parent_process import StopRequested, stop_signals
+from inference.system.parent_process import StopRequested, end_with_parent, stop_signals
 from stages.base import Stage, Summary
 
 # The id of the job, for every process that it starts; the launcher sets it.
 JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
-# The process whose end ends a job that runs in its foreground: "<pid>:<start time in ticks>".
+# The id of the process whose end ends a job that runs in its foreground.
 OWNER_VARIABLE = "SLIPWAY_OWNER"
 # Every process of a job inherits it, and is found by it at the job's end.
 MARK_VARIABLE = "SLIPWAY_JOB_MARK"
 # That ask a job to end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_WATCH_S = 0.5
 # UTC, ISO 8601, as records have it.
 LOG_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _has_times = False  # of the lines of this process's log
@@ -113,41 +110,21 @@ def end_processes_of_job(mark: str | None = None) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def owner_variables() -> dict[str, str]:
-    """Return the variables of a job that runs in the foreground of this process."""
-    return {OWNER_VARIABLE: f"{os.getpid()}:{_start_ticks(os.getpid())}"}
+def end_with_owner() -> None:
+    """End this job with the process that it runs in the foreground of, if there is one.
+
+    Raises:
+        StopRequested: that process is gone already.
+    """
+    if os.environ.get(OWNER_VARIABLE):
+        end_with_parent(signal.SIGTERM)
+        if has_lost_owner():
+            raise StopRequested
 
 
-@contextmanager
-def watching_owner() -> Iterator[None]:
-    """End this job when the process that it runs in the foreground of is gone."""
-    owner = os.environ.get(OWNER_VARIABLE)
-    if not owner:
-        yield
-        return
-    pid, _, ticks = owner.partition(":")
-    parent = os.getppid()
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_WATCH_S):
-            if _start_ticks(int(pid)) != ticks or os.getppid() != parent:
-                log_line("the command that started this job is gone; stopping")
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-
-    thread = threading.Thread(target=watch, name="owner-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-def _start_ticks(pid: int) -> str:
-    """Return when a process started, so that a recycled id is not mistaken for it."""
-    state = process_state(pid)
-    return str(state.started) if state is not None and state.letter != "Z" else ""
+def has_lost_owner() -> bool:
+    """Return whether the process that this job runs in the foreground of is gone."""
+    return os.environ.get(OWNER_VARIABLE, "") not in ("", str(os.getppid()))
 
 
 def _ancestors(pid: int) -> Iterator[int]:

@@ -54,18 +54,6 @@ def test_server_that_failed_is_started_again(
     assert len(servers) == 2
 
 
-@pytest.mark.timeout(30)
-def test_job_ends_with_the_command_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    signals: list[tuple[int, int]] = []
-    monkeypatch.setenv(job_process.OWNER_VARIABLE, "1:0")  # another process has its id now
-    monkeypatch.setattr(job_process, "_WATCH_S", 0.01)
-    monkeypatch.setattr(os, "kill", lambda *each: signals.append(each))
-    with full_log(), job_process.watching_owner():
-        while not signals:
-            pass
-    assert signals[0][0] == os.getpid()
-
-
 def test_output_of_a_step_is_read_to_its_end() -> None:
     lines = "0: some words\n" * 1000 + "srun: error: n2: task 1: Exited with exit code 3\n"
     with full_log(), step._Listener(io.StringIO(lines)) as listener:
