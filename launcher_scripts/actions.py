@@ -18,7 +18,7 @@ from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_U
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import slurm_state
 from stages import STAGES, record
-from stages.endpoint import ENDPOINT_NAME, forwarding_hint, published_by
+from stages.endpoint import ENDPOINT_NAME, published_by
 from stages.job import LOCK_NAME
 from stages.progress import PROGRESS_NAME, DamagedFileError, read_as, read_progress, write_json
 
@@ -262,7 +262,6 @@ def _remarks(found: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueu
                 yield slurm_state.UNREACHABLE * bool(in_queue and answer is None)
                 phase = read_progress(folder / PROGRESS_NAME).phase
                 yield f"{phase}; job {found.successor} follows" if found.successor else phase
-        yield forwarding_hint(folder / record.RECORD_NAME)
     except DamagedFileError as error:  # the job is as its record says
         yield str(error)
 

@@ -79,7 +79,6 @@ def prepare_run(
         return None
     finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
     notes = (
-        *composition.notes,
         *plan.notes,
         *launcher.notes(stages),
         *_ignored(config),

@@ -31,11 +31,10 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
 
 from export_scripts import __version__  # noqa: E402
 from launcher_scripts.configuration.arguments import (  # noqa: E402
-    SHELL_COMPLETION,
     Arguments,
     read_arguments,
 )
-from launcher_scripts.configuration.compose import compose_config, register  # noqa: E402
+from launcher_scripts.configuration.compose import compose_config  # noqa: E402
 from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
     EXIT_FAILED,
@@ -98,8 +97,6 @@ def _run(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
-    if arguments.completes:
-        return _complete(arguments)
     if arguments.multirun and arguments.shows is None:
         return _sweep(arguments, words, console)
     composition = compose_config(arguments.overrides, arguments.root)
@@ -136,19 +133,6 @@ def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> in
     if unknown := [unknown_key(each, each) for each in names if each not in (*KEYS, *SECTIONS)]:
         return _report(unknown)
     console.write(help_of(names) if names else help_text(everything=everything))
-    return EXIT_OK
-
-
-def _complete(arguments: Arguments) -> int:
-    """Let Hydra answer a shell: what to install, or the words that fit."""
-    import hydra
-
-    register()
-    root = arguments.root
-    extra = [f"--config-dir={root.extra_dir}"] if root.extra_dir else []
-    sys.argv = [sys.argv[0], SHELL_COMPLETION, *extra, *arguments.overrides]
-    answer = hydra.main(version_base="1.3", config_path=str(root.folder), config_name=root.name)
-    answer(lambda _: None)()  # Hydra answers without calling it
     return EXIT_OK
 
 

@@ -33,7 +33,7 @@ from launcher_scripts.launchers.base import (
 from launcher_scripts.pipeline import PlannedStage
 from stages import record
 from stages.base import Stage, Summary
-from stages.endpoint import forwarding_hint, published_by
+from stages.endpoint import published_by
 from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
@@ -265,8 +265,6 @@ class Run:
             if until_ready and _is_ready(handle):
                 record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
                 self.console.say(f"{stage.name}: {_progress_of(stage).phase}")
-                if hint := forwarding_hint(handle.job.record_path):
-                    self.console.say(f"{stage.name}: {hint}")
                 return EXIT_OK
             progress = _progress_of(stage)
             if not progress.phase and not self.launcher.in_foreground:

@@ -1,13 +1,11 @@
 """The published address of a running server, and the files that ask it to end or to reload."""
 
-import os
-import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from inference.system.ports import host_and_port
 from stages.progress import DamagedFileError, read_as, write_json
-from stages.record import locked, read_record
+from stages.record import locked
 
 ENDPOINT_NAME = "endpoint.json"
 # Appears next to the address when the server is no longer needed.
@@ -80,9 +78,6 @@ class ServerEndpoint:
         return f"HTTP on {self.at(self.http)}, gRPC on {self.at(self.grpc)}{openai}"
 
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
 def read_endpoint(path: Path) -> ServerEndpoint | None:
     """Return the published address, or None while there is none.
 
@@ -90,22 +85,6 @@ def read_endpoint(path: Path) -> ServerEndpoint | None:
         DamagedFileError: it does not hold an address.
     """
     return read_as(path, ServerEndpoint, "the address of a server")
-
-
-def forwarding_hint(record_path: Path) -> str:
-    """Return how to reach a job's server from here; empty where its address can be used as it is.
-
-    A loopback address is of no use to a reader at another machine, or at another node's shell.
-    """
-    endpoint, found = read_endpoint(record_path.with_name(ENDPOINT_NAME)), read_record(record_path)
-    if endpoint is None or found is None or endpoint.host not in _LOOPBACK:
-        return ""
-    # ssh sets it where the reader's terminal is at another machine.
-    if "SSH_CONNECTION" not in os.environ and found.host == socket.gethostname():
-        return ""
-    wanted = filter(None, dict.fromkeys((endpoint.http, endpoint.grpc, endpoint.openai)))
-    ports = " ".join(f"-L {port}:{endpoint.at(port)}" for port in wanted)
-    return f"from another machine: ssh -N {ports} {found.host or 'NODE'}"
 
 
 def published_by(path: Path) -> str | None:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from export_scripts.suggest import did_you_mean
+from launcher_scripts.configuration.compose import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.diagnosis import hydra_text, likely_key
-from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
-SHELL_COMPLETION = "--shell-completion"
 # Options, some with a short form, and whether each is followed by a value.
 _OPTIONS = (
     ("-cp", "--config-path", True),
@@ -22,7 +21,6 @@ _OPTIONS = (
     ("-p", "--package", True),
     ("-h", "--help", False),
     ("-m", "--multirun", False),
-    ("-sc", SHELL_COMPLETION, False),
     ("", "--resolve", False),  # --cfg always resolves
 )
 _CLUSTER = ("cluster", "cluster_type")
@@ -39,7 +37,6 @@ class Arguments:
         root: that of the configuration.
         problems: problems of the words themselves.
         shows: section of the configuration to show, all of it if empty; None to show none.
-        completes: whether a shell asks for completion; the overrides are its question.
     """
 
     overrides: tuple[str, ...]
@@ -48,7 +45,6 @@ class Arguments:
     multirun: bool = False
     wants_help: bool = False
     shows: str | None = None
-    completes: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +102,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         shows=None if known.cfg is None else known.package or "",
-        completes=bool(known.shell_completion),
     )
 
 

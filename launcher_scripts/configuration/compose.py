@@ -5,6 +5,7 @@ Every problem is reported at once. A wrong override is left out, and the rest is
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,35 @@ from launcher_scripts.configuration.diagnosis import (
     unknown_choice,
     unknown_key,
 )
-from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot, read_root
 from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
+
+
+@dataclass(frozen=True)
+class ConfigRoot:
+    """The root of the configuration, as the command line names it.
+
+    Attributes:
+        folder, name: of its file; the name may have its extension.
+        extra_dir: a further folder of configuration files.
+    """
+
+    folder: Path = CONFIG_DIR
+    name: str = "config"
+    extra_dir: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{self.name.removesuffix('.yaml')}.yaml"
+
+    def has_groups(self) -> bool:
+        """Return whether it chooses files; a saved configuration holds their contents instead."""
+        text = self.path.read_text(errors="replace") if self.path.is_file() else "defaults:"
+        return re.search("^defaults:", text, re.MULTILINE) is not None
+
+
+OWN_ROOT = ConfigRoot()
 
 
 @dataclass(frozen=True)
@@ -43,12 +70,10 @@ class Composition:
     Attributes:
         config: the configuration; None when too much of it is missing or wrong.
         problems: every problem, one sentence each.
-        notes: remarks about the files that were used.
     """
 
     config: Config | None
     problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 # Hydra raises a plain ValueError for some mistakes, such as `export=null`.
@@ -90,14 +115,9 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
     place would mislead.
     """
     register()
-    path = place.path
-    if not path.is_file():
-        text = f"configuration {path} does not exist; correct --config-path or --config-name."
+    if not place.path.is_file():
+        text = f"configuration {place.path} does not exist; correct --config-path or --config-name."
         return Composition(None, problems=(text,))
-    try:
-        root, foreign = read_root(place)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return Composition(None, problems=(f"{path} cannot be read: {objection(error)}.",))
     problems: list[str] = []
     choices: list[str] = []
     given: list[Override] = []
@@ -108,10 +128,7 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         except ValueError as error:
             problems.append(str(error))
             continue
-        name = parsed.key_or_group
-        if name.partition(".")[0] in foreign:
-            continue  # of another stage, which the root names
-        is_choice = chooses_file(name)
+        is_choice = chooses_file(parsed.key_or_group)
         if problem := check_override(parsed):
             problems.append(problem)
             has_files = has_files and not is_choice
@@ -119,37 +136,33 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
             choices.append(str(parsed.input_line))
         else:
             given.append(parsed)
-    folders = [place.extra_dir, None if root == place.name else CONFIG_DIR]
-    searched = ",".join(f"file://{each}" for each in folders if each is not None)
-    always = [f"hydra.searchpath=[{searched}]"] if searched else []
+    always = [f"hydra.searchpath=[file://{place.extra_dir}]"] if place.extra_dir else []
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(place.folder), version_base="1.3"):
-        files, wrong = _files(root, always, choices)
+        files, wrong = _files(place, always, choices)
         problems += wrong
         if files is None:
             return Composition(None, tuple(problems))
         config, more = _with_overrides(files, given)
-    others = ", ".join(sorted({name.removesuffix("_config") for name in foreign}))
-    notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
     has_files = has_files and not wrong
-    return Composition(config if has_files else None, (*problems, *more), notes)
+    return Composition(config if has_files else None, (*problems, *more))
 
 
 def _files(
-    name: str, always: Sequence[str], choices: Sequence[str]
+    root: ConfigRoot, always: Sequence[str], choices: Sequence[str]
 ) -> tuple[DictConfig | None, list[str]]:
     """Return the files of a root without those that are missing, and the problems of choices."""
     problems: list[str] = []
     left = list(choices)
     while True:
         try:
-            return _merged(name, [*always, *left]), problems
+            return _merged(root.name, [*always, *left]), problems
         except _OBJECTIONS as error:
             missing = getattr(error, "missing_cfg_file", None)
             files = {each: "/".join(_choice(each)) for each in left}
             wrong = next((each for each, file in files.items() if file == missing), None)
             if wrong is None:
-                return None, [*problems, f"the configuration is unusable: {objection(error)}."]
+                return None, [*problems, f"{root.path} is unusable: {objection(error)}."]
         left.remove(wrong)
         problems.append(unknown_choice(*_choice(wrong)))
 

@@ -101,13 +101,14 @@ class LocalHandle(JobHandle):
         state, error = record.LOST, "the job ended without a result: killed, or out of memory"
         if status is not None and status > 0:
             state, error = record.FAILED, "the job failed before the stage began"
+        # A job that is asked to end at its time limit takes that for a cancellation.
+        is_late = self._ended_as is not None and self._ended_as[0] == record.FAILED
+        if noted in record.FINAL_STATES and not (is_late and noted == record.CANCELLED):
+            return noted
         if self._ended_as is not None:
             state, error = self._ended_as
         elif status == 0:
             return record.COMPLETED
-        is_late = state == record.FAILED and noted == record.CANCELLED
-        if noted in record.FINAL_STATES and not is_late:
-            return noted
         changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
         record.update_record(self.job.record_path, self.job_id, **changes)
         return state

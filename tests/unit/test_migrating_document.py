@@ -15,7 +15,6 @@ from inference.pytriton.server import main as pytriton
 from inference.server.__main__ import main as server
 from tests.conftest import ROOT
 from tests.documents import commands, run
-from tests.nemo_conf import write_nemo_conf
 from tests.nvidia_repositories import add_nvidia_model
 
 TEXT = (ROOT / "docs" / "migrating.md").read_text()
@@ -25,8 +24,8 @@ MODULES = {
     "inference.client": client,
     "inference.pytriton.server": pytriton,
 }
-# Paths of the reader's.
-REPOSITORY, CONF = "/models/all_models/gpt", "/opt/NeMo-Megatron-Launcher/launcher_scripts/conf"
+# A path of the reader's.
+REPOSITORY = "/models/all_models/gpt"
 
 
 def test_every_command_is_tried_here() -> None:
@@ -48,13 +47,11 @@ def test_modules_know_their_options(line: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("line", commands(TEXT, "python main.py"))
 def test_launcher_takes_the_line(line: str, tmp_path: Path) -> None:
-    repository, conf = tmp_path / "all_models", write_nemo_conf(tmp_path / "conf")
+    repository = tmp_path / "all_models"
     sizes = {"tensor_para_size": "1", "pipeline_para_size": "1", "data_type": "fp32"}
     add_nvidia_model(repository, "fastertransformer", sizes | {"model_type": "GPT"})
-    line = line.replace(REPOSITORY, str(repository)).replace(CONF, str(conf))
+    line = line.replace(REPOSITORY, str(repository))
     more = ["dry_run=true", "cluster_type=local", f"base_results_dir={tmp_path}/results"]
-    if str(conf) in line:
-        more.append("export=gpt3/sample")
     done = run([*shlex.split(line)[1:], *more])
     assert done.returncode == 0, done.stderr
 

@@ -299,7 +299,7 @@ def test_status_shows_the_log_and_the_progress_of_a_job(
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["endpoint.json", "progress.json"])
+@pytest.mark.parametrize("name", ["progress.json"])
 @pytest.mark.parametrize("is_pipe", [True, False])
 def test_status_names_a_damaged_file_next_to_a_job_that_runs(
     name: str, is_pipe: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

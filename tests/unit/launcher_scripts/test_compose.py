@@ -14,9 +14,8 @@ from export_scripts.triton.repository import RepositoryRequest
 from inference.evaluation.options import EvaluateSection, EvaluationOptions
 from inference.evaluation.tasks.text_task import TEXT_TASKS
 from launcher_scripts.configuration.arguments import read_arguments
-from launcher_scripts.configuration.compose import Composition, compose_config
+from launcher_scripts.configuration.compose import Composition, ConfigRoot, compose_config
 from launcher_scripts.configuration.diagnosis import files_of_group
-from launcher_scripts.configuration.nemo_root import ConfigRoot
 from launcher_scripts.configuration.schema import KEYS
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR

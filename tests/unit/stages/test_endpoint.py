@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,12 +12,10 @@ from stages import endpoint
 from stages.endpoint import (
     ENDPOINT_NAME,
     ServerEndpoint,
-    forwarding_hint,
     published_by,
     read_endpoint,
 )
 from stages.progress import DamagedFileError, write_json
-from stages.record import RECORD_NAME, JobRecord, write_record
 
 SERVER = ServerEndpoint(
     "127.0.0.1", 8000, 8001, 8002, "gpt", None, "7", 1, 1, "2024-01-01T00:00:00Z"
@@ -30,33 +27,6 @@ def test_a_server_of_all_interfaces_is_named_by_its_node() -> None:
     assert str(server) == "HTTP on node7:8000, gRPC on node7:8001"
     server = replace(SERVER, host="fd00::7")
     assert str(server) == "HTTP on [fd00::7]:8000, gRPC on [fd00::7]:8001"
-
-
-def test_the_tunnel_is_named_to_readers_elsewhere_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / RECORD_NAME
-    write_json(tmp_path / ENDPOINT_NAME, asdict(SERVER))
-    for host, terminal, has_hint in (
-        (socket.gethostname(), None, False),
-        (socket.gethostname(), "10.0.0.1 51022 10.0.0.2 22", True),
-        ("node7", None, True),
-    ):
-        record = JobRecord(
-            job_id="7", stage="deploy", name="deploy", state="running", cluster="local", host=host
-        )
-        write_record(path, record)
-        monkeypatch.delenv("SSH_CONNECTION", raising=False)
-        if terminal:
-            monkeypatch.setenv("SSH_CONNECTION", terminal)
-        hint = forwarding_hint(path)
-        assert bool(hint) == has_hint
-        ports = "-L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001"
-        assert hint in ("", f"from another machine: ssh -N {ports} {host}")
-    write_json(tmp_path / ENDPOINT_NAME, asdict(replace(SERVER, host="::1")))
-    assert "-L 8000:[::1]:8000 " in forwarding_hint(path)
-    write_json(tmp_path / ENDPOINT_NAME, asdict(replace(SERVER, host="node7")))
-    assert forwarding_hint(path) == ""
 
 
 def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
