@@ -128,7 +128,7 @@ class Stage(Checkpointable):
         raise NotImplementedError
 
     def unreachable(self) -> list[str]:
-        """Return what the job would fetch and cannot reach now; a dry run does not ask."""
+        """Return what the job needs and is not there now; a dry run does not ask."""
         return []
 
     def forecasts(self) -> list[str]:

@@ -100,7 +100,7 @@ class EvaluateStage(Stage):
         return problems
 
     def unreachable(self) -> list[str]:
-        """Return the data sets that are missing and cannot be downloaded."""
+        """Return the data sets that are missing."""
         return unreachable_data(self.options)
 
     def forecasts(self) -> list[str]:

@@ -22,9 +22,6 @@ LAMBADA_METRICS = (
     "lambada_perplexity",
     "lambada_token_perplexity",
 )
-# OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
-LAMBADA_URL = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"
-LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
 # Bounds beyond which a number can only be a typing error.
 _IN_FLIGHT = 65536
 _SEQUENCE = 1 << 17  # tokens of a prompt and its answer: the longest context that is served widely
@@ -37,8 +34,6 @@ class LambadaOptions:
     data_path: str | None = option(
         "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", None, path=True
     )
-    url: str = option("where a missing data set is downloaded from", LAMBADA_URL)
-    sha256: str = option("checksum of the download", LAMBADA_SHA256)
     metrics: list[str] = option("what to measure", [*LAMBADA_METRICS])
 
 
@@ -68,11 +63,7 @@ class PromptOptions:
 class TextTaskOptions:
     """`evaluate.<task>` of the tasks whose answer is text."""
 
-    data_path: str | None = option(
-        "the data; null: downloaded from url to data_dir when missing there", None, path=True
-    )
-    url: str | None = option("where missing data is downloaded from", None)
-    sha256: str | None = option("checksum of the download; needed with url", None)
+    data_path: str | None = option("the data", None, path=True)
     target_path: str | None = option("translation: the right lines", None, path=True)
     template: str | None = option("prompt with the data's fields in braces", None, lines=True)
     output_len: int | None = option("tokens to generate", None, within=(1, TOKENS))
@@ -290,7 +281,7 @@ class EvaluationOptions(EvaluateSection):
     """The section `evaluate`, and what the rest of the configuration says of the model asked.
 
     Attributes:
-        data_dir: where downloaded data sets are kept.
+        data_dir: where data sets lie unless their path is given.
         url: host and port of the server, as `protocol` has it.
         openai_url: base URL of the endpoint of OpenAI's protocol; null without one.
         model_name, ensemble_name: Triton models for token ids and for text; without an ensemble

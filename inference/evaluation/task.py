@@ -375,7 +375,7 @@ class Task(abc.ABC):
         """Return every problem of the task's options, in the configuration's names."""
 
     def data_problem(self) -> str:
-        """Return why its data is unavailable from here; empty where it is not."""
+        """Return why its data is not at hand; empty where it is."""
         return ""
 
     @abc.abstractmethod

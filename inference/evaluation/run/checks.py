@@ -141,7 +141,7 @@ def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:
 
 
 def unreachable_data(options: EvaluationOptions) -> list[str]:
-    """Return a problem for each data set that is missing and cannot be downloaded from here."""
+    """Return a problem for each data set that is missing."""
     return [problem for task in known_tasks(options) if (problem := task.data_problem())]
 
 

@@ -1,12 +1,8 @@
-"""Data sets: fetched once with a pinned checksum, read strictly row by row, and drawn from."""
+"""Data sets: read strictly row by row, and drawn from."""
 
 from __future__ import annotations
 
-import hashlib
-import http.client
 import random
-import urllib.request
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,117 +10,11 @@ from pathlib import Path
 
 from export_scripts.files.checksum import sha256_of
 from export_scripts.files.json_content import Table, json_object
-from export_scripts.files.replace import replace_file
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, Drawn, Sample
 
 _WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
 _MOST_SHOWN = 10
-_TIMEOUT_S = 60.0
-_PROBE_S = 10.0
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """A file to download.
-
-    Attributes:
-        sha256: its checksum in hexadecimal.
-        member: the file in it where it is a ZIP.
-        file_name: under which it is kept, unless under that of `url`.
-    """
-
-    url: str
-    sha256: str
-    member: str = ""
-    file_name: str = ""
-
-
-@dataclass(frozen=True)
-class TaskData:
-    """The data of a task: a file that was given, or a download that is kept.
-
-    Attributes:
-        path: where it is, or is kept.
-        key: the configuration key with which a user names another file.
-        source: None where it was given.
-    """
-
-    path: Path
-    key: str
-    source: DataSource | None
-
-    @classmethod
-    def of(
-        cls, task: str, given: str | None, source: DataSource | None, data_dir: Path
-    ) -> TaskData | None:
-        """Return the data of a task; None where no place is known for it."""
-        key = f"evaluate.{task}.data_path"
-        if given is not None:
-            return cls(Path(given), key, None)
-        if source is None:
-            return None
-        name = source.file_name or source.url.rstrip("/").rpartition("/")[2]
-        return cls(data_dir / name, key, source)
-
-    def problem(self) -> str:
-        """Return why a download would fail now; empty where there is none to make."""
-        if self.source is None or self.path.is_file():
-            return ""
-        try:
-            with urllib.request.urlopen(self.source.url, timeout=_PROBE_S):
-                return ""
-        except (OSError, http.client.HTTPException) as error:
-            return self._unreachable(self.source, error)
-
-    def file(self) -> Path:
-        """Return the file, downloaded first where it is missing.
-
-        The final name appears by one rename after the checksum was verified, so a broken transfer
-        leaves nothing behind and two runs at once do no harm.
-
-        Raises:
-            ValueError: It cannot be fetched or its checksum differs; the message names the file to
-                place by hand.
-        """
-        if self.source is None:
-            return self.path
-        self._fetch(self.source)
-        if not self.source.member:
-            return self.path
-        member = self.path.with_name(f"{self.path.stem}_{Path(self.source.member).name}")
-        with zipfile.ZipFile(self.path) as files:
-            replace_file(member, files.read(self.source.member))
-        return member
-
-    def _fetch(self, source: DataSource) -> None:
-        if self.path.is_file():
-            if (found := sha256_of(self.path)) != source.sha256:
-                raise ValueError(
-                    f"{self.path} has SHA-256 {found}, expected {source.sha256}; delete it to "
-                    f"download it again from {source.url}, or set {self.key} to use a data set of "
-                    "your own."
-                )
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with urllib.request.urlopen(source.url, timeout=_TIMEOUT_S) as response:
-                content = response.read()
-            if (found := hashlib.sha256(content).hexdigest()) != source.sha256:
-                raise ValueError(
-                    f"{source.url} gave a file with SHA-256 {found}, expected {source.sha256}; "
-                    f"nothing was kept. Place the right file at {self.path}, or set {self.key}."
-                )
-            replace_file(self.path, content)
-        except (OSError, http.client.HTTPException) as error:
-            raise ValueError(self._unreachable(source, error)) from error
-
-    def _unreachable(self, source: DataSource, error: Exception) -> str:
-        return (
-            f"cannot download {source.url} ({getattr(error, 'reason', error)}); on a machine "
-            f"without network place the file (SHA-256 {source.sha256}) at {self.path}, or set "
-            f"{self.key} to where it is."
-        )
 
 
 def drawn(

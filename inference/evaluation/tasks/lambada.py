@@ -26,7 +26,9 @@ passage less that of its context, which comes with the answer above.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
+from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
 from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
 from inference.evaluation.task import (
@@ -43,8 +45,6 @@ from inference.evaluation.task import (
     added_text,
 )
 from inference.evaluation.tasks.datasets import (
-    DataSource,
-    TaskData,
     drawn_from_file,
     missing_files,
     read_rows,
@@ -54,6 +54,10 @@ LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS
 # Per sample: the parts of the perplexities.
 WORD_LOG_PROB = "lambada_word_log_prob"
 LOG_PROB, TOKENS = "lambada_log_prob", "lambada_tokens"
+# OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
+_DATA = "lambada_test.jsonl"
+_URL = f"https://openaipublic.blob.core.windows.net/gpt-2/data/{_DATA}"
+_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
 _LEAST_LOG_PROB = -200.0  # of a mean: the perplexity and its interval still fit a double
 
 _METHODS = {
@@ -116,26 +120,33 @@ class Lambada(Task):
         return [*problems, *missing_files("lambada", lambada, "data_path")]
 
     @property
-    def data(self) -> TaskData:
-        """The file of the passages."""
-        own = self.options.lambada
-        source = DataSource(own.url, own.sha256, file_name="lambada_test.jsonl")
-        found = TaskData.of(self.name, own.data_path, source, self.options.data_dir)
-        assert found is not None, "it has a source"
-        return found
+    def _path(self) -> Path:
+        return Path(self.options.lambada.data_path or self.options.data_dir / _DATA)
 
     def data_problem(self) -> str:
-        """Return why the passages cannot be downloaded."""
-        return self.data.problem()
+        """Return where the passages have to be, if they are not, and where they come from."""
+        if self._path.is_file():
+            return ""
+        return (
+            f"the passages of LAMBADA are not at {self._path}; get them (SHA-256 {_SHA256}) by "
+            f"curl -o {self._path} {_URL}, or set evaluate.lambada.data_path to where they are."
+        )
 
     def prepare(self) -> Drawn:
-        """Read the passages, downloading them first where that is asked for.
+        """Read the passages.
 
         Raises:
-            ValueError: the file is missing and cannot be fetched, or a passage has no last word.
+            ValueError: the file is missing, in the place of the test set and not it, or a passage
+                has no last word.
         """
-        path = self.data.file()
-        samples = []
+        if problem := self.data_problem():
+            raise ValueError(problem)
+        path, samples = self._path, []
+        if self.options.lambada.data_path is None and (found := sha256_of(path)) != _SHA256:
+            raise ValueError(
+                f"{path} has SHA-256 {found}, expected {_SHA256}; set evaluate.lambada.data_path "
+                "to use passages of your own."
+            )
         for index, row in enumerate(read_rows(path, "text")):
             try:
                 context, word = split_last_word(row["text"])

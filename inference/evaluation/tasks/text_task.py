@@ -30,13 +30,7 @@ from inference.evaluation.task import (
     Task,
     TextGenerator,
 )
-from inference.evaluation.tasks.datasets import (
-    DataSource,
-    Row,
-    TaskData,
-    drawn_from_file,
-    missing_files,
-)
+from inference.evaluation.tasks.datasets import Row, drawn_from_file, missing_files
 from inference.evaluation.tasks.served_folder import prompt_of
 from inference.evaluation.tasks.text_tasks import CORPUS, FORMS, SCORES
 
@@ -75,7 +69,6 @@ class TextTaskKind:
         likelihood_template: its prompt for log_likelihood, where that differs.
         letters: a pattern of the letters that its metric counts.
         package: what its metric needs installed.
-        source: where its data is downloaded from; None where `recipe` says how to make the file.
         recipe: how a person gets the data.
     """
 
@@ -90,7 +83,6 @@ class TextTaskKind:
     likelihood_template: str = ""
     letters: str = _LETTER
     package: str = ""
-    source: DataSource | None = None
     recipe: str = ""
 
 
@@ -129,9 +121,7 @@ class TextTask(Task):
         kind, own, key = self.kind, self.own, f"evaluate.{self.name}"
         files = ("data_path", "target_path", "prompt.table_path")
         problems = missing_files(self.name, own, *files)
-        if (own.url is None) != (own.sha256 is None):
-            problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
-        elif self.data is None:
+        if own.data_path is None:
             problems.append(
                 f"{key}.data_path is needed for the task {self.name}. To get the data: "
                 f"{kind.recipe}"
@@ -179,27 +169,15 @@ class TextTask(Task):
         """The virtual tokens of each request."""
         return prompt_of(self.name, self.own.prompt, self.options.weights_dir)
 
-    @property
-    def data(self) -> TaskData | None:
-        """The data; None where the options have to name it."""
-        own, source = self.own, self.kind.source
-        if own.url is not None and own.sha256 is not None:
-            source = DataSource(own.url, own.sha256)
-        return TaskData.of(self.name, own.data_path, source, self.options.data_dir)
-
-    def data_problem(self) -> str:
-        """Return why the data cannot be downloaded."""
-        return "" if self.data is None else self.data.problem()
-
     def prepare(self) -> Drawn:
-        """Read the data, downloaded first where it is missing, and make the prompts.
+        """Read the data and make the prompts.
 
         Raises:
-            ValueError: the data is unavailable, not of the task's form, in a script that its metric
+            ValueError: the data is not of the task's form, in a script that its metric
                 cannot score, or lacks a field of the template.
         """
-        assert self.data is not None, "checked before"
-        path = self.data.file()
+        assert self.own.data_path is not None, "checked before"
+        path = Path(self.own.data_path)
         template = self.own.template or self.kind.template
         if self.own.template is None and self.own.method == "log_likelihood":
             template = self.kind.likelihood_template or template

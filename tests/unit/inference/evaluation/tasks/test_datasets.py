@@ -1,10 +1,8 @@
-"""Data sets: found, fetched once with a checksum, read strictly."""
+"""Data sets: found, and read strictly."""
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,104 +10,26 @@ import pytest
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.checks import unreachable_data
 from inference.evaluation.task import Sample
-from inference.evaluation.tasks.datasets import DataSource, TaskData, drawn, read_rows
-
-CONTENT = b'{"text": "a b"}\n'
-SHA256 = hashlib.sha256(CONTENT).hexdigest()
+from inference.evaluation.tasks.datasets import drawn, read_rows
+from inference.evaluation.tasks.lambada import Lambada
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    path = tmp_path / "served" / "data.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(CONTENT)
-    return path.as_uri()
+def test_missing_passages_are_named_with_the_command_that_gets_them(tmp_path):
+    options = EvaluationOptions(output_dir=str(tmp_path), data_dir=tmp_path)
+    (reported,) = unreachable_data(options)
+    path = tmp_path / "lambada_test.jsonl"
+    assert f"curl -o {path} https://" in reported
+    own = LambadaOptions(data_path=str(tmp_path / "mine.jsonl"))
+    Path(str(own.data_path)).touch()
+    assert unreachable_data(replace(options, lambada=own)) == []
 
 
-def data(path: Path, url: str, sha256: str = SHA256) -> TaskData:
-    return TaskData(path, "evaluate.lambada.data_path", DataSource(url, sha256))
-
-
-def fetch(path: Path, url: str, sha256: str = SHA256) -> None:
-    assert data(path, url, sha256).file() == path
-
-
-def test_a_missing_data_set_is_downloaded(tmp_path, source):
-    path = tmp_path / "data" / "lambada.jsonl"
-    fetch(path, source)
-    assert path.read_bytes() == CONTENT
-    assert [each.name for each in path.parent.iterdir()] == ["lambada.jsonl"]
-
-
-def test_a_data_set_at_hand_is_not_downloaded(tmp_path):
-    path = tmp_path / "lambada.jsonl"
-    path.write_bytes(CONTENT)
-    fetch(path, "file:///nowhere")
-    assert path.read_bytes() == CONTENT
-
-
-def test_a_changed_data_set_is_refused_with_both_checksums(tmp_path, source):
-    path = tmp_path / "lambada.jsonl"
-    path.write_bytes(b"other")
-    with pytest.raises(ValueError, match=rf"expected {SHA256}; delete it") as caught:
-        fetch(path, source)
-    assert hashlib.sha256(b"other").hexdigest() in str(caught.value)
-
-
-def test_without_network_the_file_to_place_is_named(tmp_path):
-    path = tmp_path / "data" / "lambada.jsonl"
-    with pytest.raises(ValueError, match="on a machine without network place the file") as caught:
-        fetch(path, (tmp_path / "gone").as_uri())
-    assert str(path) in str(caught.value)
-    assert "evaluate.lambada.data_path" in str(caught.value)
-    assert list(path.parent.iterdir()) == []
-
-
-def test_what_cannot_be_downloaded_is_known_before_it_is_needed(tmp_path, source):
-    path = tmp_path / "data" / "lambada.jsonl"
-    gone = data(path, (tmp_path / "gone").as_uri())
-    assert f"place the file (SHA-256 {SHA256}) at {path}" in gone.problem()
-    assert data(path, source).problem() == ""
-    assert not path.parent.exists()
-    fetch(path, source)
-    assert gone.problem() == ""  # it is at hand
-
-
-def test_unreachable_data_is_a_problem_of_the_options(tmp_path):
-    own = LambadaOptions(url=(tmp_path / "gone").as_uri())
-    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, lambada=own)
-    assert len(unreachable_data(options)) == 1
-    own.data_path = str(tmp_path / "mine.jsonl")  # whether that is there is asked elsewhere
-    assert unreachable_data(options) == []
-
-
-def test_a_download_that_ends_within_a_chunk_leaves_nothing(tmp_path):
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            self.wfile.write(b"ff\r\nhalf of it")
-            self.close_connection = True
-
-        def log_message(self, *_):
-            """Keep quiet."""
-
-    path = tmp_path / "data" / "lambada.jsonl"
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.handle_request).start()
-        with pytest.raises(ValueError, match="on a machine without network place the file"):
-            fetch(path, f"http://127.0.0.1:{server.server_port}/data")
-    assert list(path.parent.iterdir()) == []
-
-
-def test_a_download_with_another_checksum_leaves_nothing(tmp_path, source):
-    path = tmp_path / "data" / "lambada.jsonl"
-    with pytest.raises(ValueError, match="nothing was kept"):
-        fetch(path, source, sha256="0" * 64)
-    assert list(path.parent.iterdir()) == []
+def test_another_file_in_the_place_of_the_test_set_is_refused(tmp_path):
+    path = tmp_path / "lambada_test.jsonl"
+    path.write_bytes(b'{"text": "a b"}\n')
+    task = Lambada(EvaluationOptions(output_dir=str(tmp_path), data_dir=tmp_path))
+    with pytest.raises(ValueError, match="expected 4aa8d02cd17c"):
+        task.prepare()
 
 
 def test_every_malformed_line_is_named(tmp_path):
