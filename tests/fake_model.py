@@ -85,18 +85,15 @@ class FakeModel:
                 each_frame()
         return answers
 
-    def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
-    ) -> Completion:
+    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
         stop, bad = words.get("stop", ""), words.get("bad", "")
         answer = self._continue(prompt, output_len)
-        log_prob = self._log_prob(prompt) if score_prompt else None
         if stop and stop in self.decode(answer):
             end = self.decode(answer).index(stop) + len(stop)
             answer = self.encode(self.decode(answer)[:end])
         if bad:
             answer = self.ids(["x" if self.decode([t]) == bad else "y" for t in answer])
-        return Completion(self.decode(answer), len(answer), log_prob)
+        return Completion(self.decode(answer), len(answer))
 
     def complete_in_steps(
         self, prompt: str, *, output_len: int

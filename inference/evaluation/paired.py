@@ -25,11 +25,12 @@ def pairs_of(metric: Metric, found: Iterable[tuple[Prediction, Values]]) -> Pair
         or any(not set(names) <= each.keys() for row in rows for each in row)
     ):
         return None
-    sign = 1.0 if metric.higher_is_better or metric.scale == "exp" else -1.0
-    runs = list(zip(*rows, strict=True))
-    scores = [tuple(sign * each[names[0]] for each in run) for run in runs]
-    weights = [tuple(each[name] for each in run) for name in names[1:] for run in runs]
-    return Pairs(*scores, *weights)
+    columns = [
+        tuple(each[name] for each in run) for name in names for run in zip(*rows, strict=True)
+    ]
+    if metric.higher_is_better or metric.scale == "exp":
+        return Pairs(*columns)
+    return Pairs(*(tuple(-each for each in scores) for scores in columns[:2]), *columns[2:])
 
 
 def compare_metric(

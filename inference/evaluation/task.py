@@ -172,16 +172,10 @@ Metrics = tuple[Metric, ...]
 
 @dataclass(frozen=True)
 class Completion:
-    """The text that follows a prompt, and the prompt's own log probability where it was asked for.
-
-    Attributes:
-        generated: tokens of the answer.
-        context_log_prob: natural logarithm, the prompt's first token given.
-    """
+    """The text that follows a prompt, and the number of its tokens."""
 
     text: str
     generated: int = 0
-    context_log_prob: float | None = None
 
 
 # Contract tensors sent with the prompt, by name: one value or array, the same for every row.
@@ -276,9 +270,7 @@ class TextGenerator(Protocol):
         """Return the text of generated tokens, up to the end token."""
         return self.decode(ids)
 
-    def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
-    ) -> Completion:
+    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
         """Return the text of `output_len` greedy tokens after `prompt`, without the prompt.
 
         `words` of an ensemble are CSV records: `stop`, at which it ends, and `bad`, which it lacks.
@@ -287,8 +279,7 @@ class TextGenerator(Protocol):
             raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
         ids = self.encode(prompt)
         answer = self.complete_ids(ids, output_len=output_len)
-        log_prob = self.context_log_prob(ids) if score_prompt else None
-        return Completion(added_text(self.decode, ids, answer), len(answer), log_prob)
+        return Completion(added_text(self.decode, ids, answer), len(answer))
 
     def complete_in_steps(self, prompt: str, *, output_len: int) -> tuple[TokenIds, Completion]:
         """Return the tokens and the text after `prompt`, made without the ensemble."""

@@ -91,14 +91,14 @@ class Baseline:
                 f"this run by {version}; {_REMEDY}"
             )
         ids = dict(zip(sample_ids(samples), samples, strict=True))
-        missing = [each for each in stored.rows if each not in ids]
-        added = [sample.index for each, sample in ids.items() if each not in stored.rows]
+        missing = [*stored.rows.keys() - ids.keys()]
+        added = [ids[each].index for each in ids if each not in stored.rows]
         if missing or added:
             raise ValueError(
                 f"the baseline ({self.source}) was measured on other samples of {task}: "
-                f"{len(missing)} of its {len(stored.rows)} are missing or changed in this run "
-                f"({_some(missing)}), and {len(added)} of this run's {len(ids)} are not in it "
-                f"(rows {_some(added)}); {_REMEDY}"
+                f"{len(missing)} of its {len(stored.rows)} are missing or changed in this run, and "
+                f"{len(added)} of this run's {len(ids)} are not in it (rows {_some(added)}); "
+                f"{_REMEDY}"
             )
 
     def problems(self, bounds: Bounds) -> list[str]:

@@ -10,7 +10,6 @@ latency, divided evenly. An encoder is measured by the tokens in: its requests r
 # Shapes: B rows, S tokens, H hidden width
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -165,22 +164,15 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
     ask, latency = _asking(model, options, load), options.latency
     for ticket in range(latency.warmup):
         ask(ticket)
-    tickets, lock, failed = iter(range(latency.requests)), threading.Lock(), threading.Event()
+    tickets = iter(range(latency.requests))  # shared: each is taken by one worker
     answered: list[tuple[float, int, list[float]]] = []
     start = time.perf_counter()
 
     def work() -> None:
-        while not failed.is_set():
-            with lock:
-                ticket = next(tickets, None)
-            late = time.perf_counter() - start > latency.max_point_s
-            if ticket is None or (answered and late):
+        for ticket in tickets:
+            if ticket and time.perf_counter() - start > latency.max_point_s:
                 return
-            try:
-                answered.append(ask(ticket))
-            except BaseException:
-                failed.set()
-                raise
+            answered.append(ask(ticket))
 
     with ThreadPoolExecutor(load.concurrency, thread_name_prefix="latency") as pool:
         workers = [pool.submit(work) for _ in range(load.concurrency)]

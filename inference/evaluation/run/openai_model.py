@@ -143,9 +143,7 @@ class OpenAIModel(TextGenerator):
         """Return the text of token ids."""
         return self.tokenizer.decode(ids)
 
-    def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
-    ) -> Completion:
+    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
         """Return the greedy continuation as text."""
         assert not words, "checked by what tasks need"
         ids = self.encode(prompt)
@@ -156,7 +154,6 @@ class OpenAIModel(TextGenerator):
         return Completion(
             text=_text(choices_of(answer)[0]),
             generated=usage_count(answer, "completion_tokens") or 0,
-            context_log_prob=self.context_log_prob(ids) if score_prompt else None,
         )
 
     def complete_ids(

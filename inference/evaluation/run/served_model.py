@@ -142,9 +142,7 @@ class ServedModel(TextGenerator):
         """Return the text of generated tokens, up to the end token."""
         return self.decode([*takewhile(lambda token: token not in self.end_ids, ids)])
 
-    def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, **words: str
-    ) -> Completion:
+    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
         if self.ensemble_name is None and self.is_encoder_decoder:
             raise RequestFailedError(
@@ -152,25 +150,21 @@ class ServedModel(TextGenerator):
                 "as it was trained; export it with export.triton_deployment.ensemble=true."
             )
         if self.ensemble_name is None:
-            return super().complete_text(
-                prompt, output_len=output_len, score_prompt=score_prompt, **words
-            )
+            return super().complete_text(prompt, output_len=output_len, **words)
         inputs = {
             "INPUT_0": as_tensor([prompt], "BYTES"),
             "INPUT_1": as_tensor([output_len], "UINT32"),
             "INPUT_2": as_tensor([words.get("bad", "")], "BYTES"),
             "INPUT_3": as_tensor([words.get("stop", "")], "BYTES"),
-            **(_SCORING if score_prompt else GREEDY),
+            **GREEDY,
         }
-        names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
-        outputs = ask(self.client, self.ensemble_name, inputs, *names)
+        outputs = ask(self.client, self.ensemble_name, inputs, "OUTPUT_0", "sequence_length")
         length = int(outputs["sequence_length"].reshape(-1)[0])
         prompt_len = 0 if self.is_encoder_decoder else len(self.encode(prompt))
         self._count(length - prompt_len, output_len)
         return Completion(
             text=self._answer(as_texts(outputs["OUTPUT_0"])[0][0], prompt),
             generated=length - prompt_len,
-            context_log_prob=_context_log_prob(outputs) if score_prompt else None,
         )
 
     def complete_in_steps(self, prompt: str, *, output_len: int) -> tuple[TokenIds, Completion]:
@@ -251,7 +245,11 @@ class ServedModel(TextGenerator):
     def context_log_prob(self, input_ids: Ids) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         inputs = generation_request([input_ids], 1, _SCORING, has_encoder=self.is_encoder_decoder)
-        return _context_log_prob(ask(self.client, self.model_name, inputs, *_LOG_PROBS))
+        outputs = ask(self.client, self.model_name, inputs, *_LOG_PROBS)
+        # The sum also holds the generated tokens.
+        return float(outputs["cum_log_probs"].reshape(-1)[0]) - math.fsum(
+            outputs["output_log_probs"].ravel().tolist()
+        )
 
     def input_names(self) -> Collection[str]:
         """Return the inputs that the model declares."""
@@ -260,13 +258,6 @@ class ServedModel(TextGenerator):
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
         return ask(self.client, self.model_name, self._typed(tensors), *outputs)
-
-
-def _context_log_prob(outputs: Outputs) -> float:
-    """Return the prompt's part of the sum, which also holds the generated tokens."""
-    return float(outputs["cum_log_probs"].reshape(-1)[0]) - math.fsum(
-        outputs["output_log_probs"].ravel().tolist()
-    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from inference.evaluation.answered import SAMPLES_AGAIN, Answers, answer_journal
@@ -37,7 +38,6 @@ from inference.evaluation.task import (
 )
 
 _MAX_FAILURES = 20  # failed samples after which the server counts as gone
-_SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
 _ASKED_AGAIN = 16
 _ROUNDING = 1e-3  # of a perplexity of 1, which a sum of log probabilities may leave
@@ -247,18 +247,16 @@ def _failure_message(
 ) -> str:
     """Return what failed, each reason once with the samples it concerns."""
     reasons: dict[str, list[int]] = {}
-    for index, error in failures:
+    for index, error in sorted(failures, key=itemgetter(0)):
         reasons.setdefault(str(error), []).append(index)
     lines = [
         f"{task}: {len(failures)} of {total} samples could not be evaluated, {answered} were "
         "answered; no figure is reported, since it would not be over the whole data set."
     ]
-    for reason, indices in list(reasons.items())[:_SHOWN_REASONS]:
-        shown = ", ".join(map(str, sorted(indices)[:_SHOWN_SAMPLES]))
+    for reason, indices in reasons.items():
+        shown = ", ".join(map(str, indices[:_SHOWN_SAMPLES]))
         more = f" and {len(indices) - _SHOWN_SAMPLES} more" * (len(indices) > _SHOWN_SAMPLES)
         lines.append(f"  sample{'s' * (len(indices) > 1)} {shown}{more}: {reason}")
-    if len(reasons) > _SHOWN_REASONS:
-        lines.append(f"  and {len(reasons) - _SHOWN_REASONS} other reasons")
     lines.append(
         "The server's log has more; evaluate.request_timeout_s, evaluate.retry_s and "
         "evaluate.concurrency set how patient and how busy the client is. The same command goes on "

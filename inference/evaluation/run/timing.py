@@ -54,9 +54,8 @@ class RequestTimer:
             start = time.perf_counter()
             answer = request(*given, **named)
             duration_s = time.perf_counter() - start
-            log_prob = getattr(answer, "context_log_prob", answer)
-            if isinstance(log_prob, float) and not log_prob <= _MOST_LOG_PROB:
-                raise ImpossibleFigureError(f"the server gave {log_prob} as a log probability")
+            if isinstance(answer, float) and not answer <= _MOST_LOG_PROB:
+                raise ImpossibleFigureError(f"the server gave {answer} as a log probability")
             with self._lock:
                 self._durations_s.append(duration_s)
                 self._generated += _REQUESTS[name](answer)

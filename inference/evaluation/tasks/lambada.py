@@ -21,7 +21,7 @@ is asked. An answer of the same text might be spelt with other tokens; its token
 for as ids, and these decide. So text never has to be cut or stripped at a word boundary. The
 last token needs ids (its context may end inside a word) and asks the model itself; after a word of
 one token that is the question just answered. The word's log probability is that of the whole
-passage less that of its context, which comes with the answer above.
+passage less that of its context.
 """
 
 import math
@@ -160,14 +160,10 @@ class Lambada(Task):
         wanted = self.metric_names
         values: dict[str, float] = {}
         answer = ""
-        context_log_prob: float | None = None
         context_ids = model.encode(sample.text)
         word_ids = model.encode(" " + sample.target)
         if LAST_WORD in wanted:
-            found = model.complete_text(
-                sample.text, output_len=len(word_ids), score_prompt=PERPLEXITY in wanted
-            )
-            answer, context_log_prob = found.text, found.context_log_prob
+            answer = model.complete_text(sample.text, output_len=len(word_ids)).text
             expected = added_text(model.decode, context_ids, word_ids)
             right = answer == expected
             if self._by_text:  # some servers leave out the space before an answer
@@ -183,13 +179,11 @@ class Lambada(Task):
                 predicted = model.complete_ids(ids[:-1], output_len=1)
                 values[LAST_TOKEN] = float(predicted == ids[-1:])
                 answer = answer or model.decode(predicted)
-        if PERPLEXITY in wanted and context_log_prob is None:
-            context_log_prob = model.context_log_prob(context_ids)
         if PERPLEXITY in wanted or TOKEN_PERPLEXITY in wanted:
-            whole = model.context_log_prob(context_ids + word_ids)
-            values[LOG_PROB], values[TOKENS] = whole, float(len(context_ids + word_ids) - 1)
-            if context_log_prob is not None:
-                values[WORD_LOG_PROB] = whole - context_log_prob
+            ids = context_ids + word_ids
+            values[LOG_PROB], values[TOKENS] = model.context_log_prob(ids), float(len(ids) - 1)
+        if PERPLEXITY in wanted:
+            values[WORD_LOG_PROB] = values[LOG_PROB] - model.context_log_prob(context_ids)
         return Score(values=values, answer=answer)
 
     def metrics(self, found: Sequence[Prediction]) -> Metrics:

@@ -33,7 +33,6 @@ from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import _listed, open_model
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
-    Completion,
     EvaluationError,
     ImpossibleFigureError,
     RequestFailedError,
@@ -544,11 +543,11 @@ def test_other_addresses_are_refused(text: str) -> None:
         base_url(text, uses_tls=False)
 
 
-def test_a_probability_that_comes_with_a_text_is_checked_too() -> None:
+def test_a_probability_above_one_is_refused() -> None:
     class Model:
-        def complete_text(self, prompt: str) -> Completion:
-            return Completion(prompt, 1, context_log_prob=0.4)
+        def context_log_prob(self, ids: list[int]) -> float:
+            return 0.4 * len(ids)
 
     timer: Any = RequestTimer(Model())  # type: ignore[arg-type]
     with pytest.raises(ImpossibleFigureError, match=r"0\.4 as a log probability"):
-        timer.complete_text("a")
+        timer.context_log_prob([1])

@@ -79,7 +79,6 @@ def test_the_request_has_the_contract_s_names_types_and_shapes():
     model.complete_ids([7], output_len=1)
     model.context_log_prob([7, 8])
     model.complete_text("hi", output_len=1)
-    model.complete_text("hi", output_len=1, score_prompt=True)
     for name, inputs in client.sent:
         signature = GPT if name == "fastertransformer" else ensemble(GPT)
         for tensor, array in inputs.items():
@@ -125,18 +124,6 @@ def test_context_log_probability_leaves_the_generated_token_out():
     assert inputs["runtime_top_k"].item() == 0
     assert 0 < inputs["runtime_top_p"].item() < 1e-3
     assert inputs["is_return_context_cum_log_probs"].item()
-
-
-def test_the_ensemble_scores_the_prompt_too():
-    client = FakeClient(
-        ensemble=text_of("a bc")
-        | {
-            "cum_log_probs": np.array([[-9.0]], np.float32),
-            "output_log_probs": np.array([[[-1.0, -0.5]]], np.float32),
-        }
-    )
-    found = ServedModel(client, Letters()).complete_text("a", output_len=2, score_prompt=True)
-    assert (found.text, found.context_log_prob) == (" bc", -7.5)
 
 
 @pytest.mark.parametrize("answer", ["a bc", " bc"])

@@ -102,11 +102,11 @@ def test_word_log_probability_leaves_the_context_out(fake_model):
     }
 
 
-def test_the_context_is_scored_with_the_answer_where_both_are_asked_for(fake_model):
+def test_a_word_is_scored_by_its_passage_and_its_context(fake_model):
     model = fake_model()
     both = task(metrics=("lambada_last_word", "lambada_perplexity")).score(SAMPLE, model)
     assert both.values["lambada_word_log_prob"] == pytest.approx(-1.0)
-    assert model.requests == ["The cook lit the", "The cook lit the lamp"]
+    assert model.requests == ["The cook lit the", "The cook lit the lamp", "The cook lit the"]
 
 
 def scored(values: Values) -> Prediction:
