@@ -446,12 +446,12 @@
       const end = start + words.length;
       return make("span", {}, text.slice(0, start), make("mark", {}, text.slice(start, end)), text.slice(end));
     };
-    const toggle = (row) => row.setAttribute("aria-expanded", String(row.classList.toggle("open")));
     const tableRow = (row, words) => {
+      const number = make("button", { type: "button", "aria-expanded": "false" }, row.index);
       const tr = make(
         "tr",
-        { tabindex: 0, "aria-expanded": "false" },
-        make("td", { class: "number soft" }, row.index),
+        {},
+        make("td", { class: "number soft" }, number),
         make("td", { class: "passage" }, highlight(row.text, words)),
         make("td", { class: "answer" }, row.target),
         make("td", { class: "answer soft" }, row.answer),
@@ -462,11 +462,9 @@
         tr.classList.add("differs");
         tr.title = "differs from the reference";
       }
-      tr.addEventListener("click", () => String(getSelection()) || toggle(tr));
-      tr.addEventListener("keydown", (event) => {
-        if (event.key !== "Enter" && event.key !== " ") return;
-        event.preventDefault();
-        toggle(tr);
+      tr.addEventListener("click", ({ target }) => {
+        if (target !== number && String(getSelection())) return; // somebody copies a text
+        number.setAttribute("aria-expanded", String(tr.classList.toggle("whole")));
       });
       return tr;
     };
