@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import key, read_keys, written_keys
 from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
@@ -58,16 +58,7 @@ class BertConfig(FTConfig):
         )
 
 
-LAYOUT: Layout = (
-    *WeightSpec.column(LAYER + "attention.self.query", "hidden", "hidden"),
-    *WeightSpec.column(LAYER + "attention.self.key", "hidden", "hidden"),
-    *WeightSpec.column(LAYER + "attention.self.value", "hidden", "hidden"),
-    *WeightSpec.row(LAYER + "attention.output.dense", "hidden", "hidden"),
-    *WeightSpec.norm(LAYER + "attention.output.LayerNorm"),
-    *WeightSpec.column(LAYER + "intermediate.dense", "hidden", "inter_size"),
-    *WeightSpec.row(LAYER + "output.dense", "inter_size", "hidden"),
-    *WeightSpec.norm(LAYER + "output.LayerNorm"),
-)
+LAYOUT = layout_table("bert")
 
 BERT = ModelFamily(name="bert", model_type="bert", config=BertConfig, layout=LAYOUT)
 

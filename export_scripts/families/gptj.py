@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from export_scripts.families.gpt.huggingface import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig, unrotatable
-from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
+from export_scripts.families.layout.decoder import DecoderConfig, unrotatable
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.files.json_content import Fields, Table
@@ -37,20 +37,7 @@ class GPTJConfig(DecoderConfig):
         )
 
 
-LAYOUT: Layout = (
-    WeightSpec("model.wte", ("vocab_size", "hidden")),
-    *WeightSpec.norm(LAYER + "input_layernorm"),
-    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
-    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
-    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size"),
-    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden"),
-    *WeightSpec.norm("model.final_layernorm"),
-    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
-    WeightSpec("model.lm_head.bias", ("vocab_size",)),
-    *PROMPT_WEIGHTS,
-)
-
-GPTJ = ModelFamily(name="gptj", model_type="GPT-J", config=GPTJConfig, layout=LAYOUT)
+GPTJ = ModelFamily(name="gptj", model_type="GPT-J", config=GPTJConfig, layout=layout_table("gptj"))
 
 
 def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> int:

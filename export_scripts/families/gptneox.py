@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.config import ini_field
-from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
+from export_scripts.families.layout.decoder import LAYER, DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
 from export_scripts.families.mapping.known_settings import eleuther_obstacles
 from export_scripts.families.mapping.names import fused_layer, named_sources, whole_names
@@ -65,30 +65,10 @@ class GPTNeoXConfig(DecoderConfig):
         )
 
 
-_SEQUENTIAL = ("not use_gptj_residual",)
-
-LAYOUT: Layout = (
-    WeightSpec("model.wte", ("vocab_size", "hidden")),
-    *WeightSpec.norm(LAYER + "input_layernorm"),
-    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
-    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
-    *WeightSpec.row(LAYER + "attention.dense", "hidden", "hidden", bias=_SEQUENTIAL),
-    *WeightSpec.norm(LAYER + "post_attention_layernorm"),
-    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size"),
-    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_SEQUENTIAL),
-    # Both output biases over the ranks: each rank adds it before the all-reduce.
-    WeightSpec(LAYER + "mlp.attention.bias.sum", ("hidden",), when=("use_gptj_residual",)),
-    # The terms of the sum, over the ranks likewise, as NVIDIA's converter writes it.
-    *(
-        WeightSpec(f"{LAYER}{name}.bias", ("hidden",), when=("use_gptj_residual",), optional=True)
-        for name in ("attention.dense", "mlp.dense_4h_to_h")
-    ),
-    *WeightSpec.norm("model.final_layernorm"),
-    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
-    *PROMPT_WEIGHTS,
-)
-
+LAYOUT = layout_table("gptneox")
+# Both output biases, divided by the ranks, of which each adds its share before the all-reduce.
 _SUM = LAYER + "mlp.attention.bias.sum"
+# The terms of the sum, divided likewise, as NVIDIA's converter writes them.
 _SHARES = (LAYER + "attention.dense.bias", LAYER + "mlp.dense_4h_to_h.bias")
 
 

@@ -18,7 +18,7 @@ from export_scripts.families.dense.huggingface import (
     Window,
     llama_keys,
 )
-from export_scripts.families.dense.layout import LAYOUT, DenseConfig
+from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     assumed_tokens_warning,
@@ -26,8 +26,7 @@ from export_scripts.families.gpt.megatron import (
     core_traits,
     is_core,
 )
-from export_scripts.families.layout.decoder import LAYER
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import Setting, key
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.names import Names, whole_names
@@ -54,13 +53,7 @@ MIXTURE = ModelFamily(
     name="mixture",
     model_type="Mixture",
     config=MixtureConfig,
-    layout=(
-        *(spec for spec in LAYOUT if ".mlp." not in spec.name),
-        WeightSpec(LAYER + "mlp.router.weight", ("expert_num", "hidden")),
-        WeightSpec(LAYER + EXPERT + "dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
-        WeightSpec(LAYER + EXPERT + "dense_h_to_4h_2.weight", ("hidden", "inter_size"), split=1),
-        WeightSpec(LAYER + EXPERT + "dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
-    ),
+    layout=layout_table("mixture"),
     ft_backend=False,
     has_shards=False,
 )

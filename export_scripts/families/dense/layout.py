@@ -15,8 +15,8 @@ from export_scripts.families.layout.architecture import (
     activation_choice,
 )
 from export_scripts.families.layout.config import ini_field
-from export_scripts.families.layout.decoder import LAYER, DecoderConfig
-from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
+from export_scripts.families.layout.decoder import DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.sources import Copy, Get, Parts, Sources
 from export_scripts.files.json_content import Fields
 
@@ -189,44 +189,7 @@ class DenseConfig(DecoderConfig):
         )
 
 
-def _heads_norm(name: str, width: str) -> Layout:
-    name = f"{LAYER}attention.{name}.weight"
-    return (
-        WeightSpec(name, ("size_per_head",), when=("query_key_norm=head",)),
-        WeightSpec(name, (width,), split=0, when=("query_key_norm=all",)),
-    )
-
-
-_INPUT, _OUTPUT, _MLP = ("has_input_norms",), ("has_output_norms",), ("has_mlp_bias",)
-_QKV, _NORM = ("has_qkv_bias",), ("norm_type=layernorm",)
-
-LAYOUT: Layout = (
-    WeightSpec("model.wte", ("vocab_size", "hidden")),
-    *WeightSpec.norm(LAYER + "input_layernorm", when=_INPUT, bias=_NORM),
-    *WeightSpec.column(LAYER + "attention.query", "hidden", "attention_width", bias=_QKV),
-    *WeightSpec.column(LAYER + "attention.key", "hidden", "kv_width", bias=_QKV),
-    *WeightSpec.column(LAYER + "attention.value", "hidden", "kv_width", bias=_QKV),
-    *_heads_norm("query_norm", "attention_width"),
-    *_heads_norm("key_norm", "kv_width"),
-    *WeightSpec.row(
-        LAYER + "attention.dense", "attention_width", "hidden", bias=("has_attention_dense_bias",)
-    ),
-    *WeightSpec.norm(LAYER + "attention_output_layernorm", when=_OUTPUT, bias=_NORM),
-    *WeightSpec.norm(
-        LAYER + "post_attention_layernorm",
-        when=(*_INPUT, "not residual=parallel_shared"),
-        bias=_NORM,
-    ),
-    # The activated half of a gated MLP, then the linear one.
-    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size", bias=_MLP),
-    *WeightSpec.column(
-        LAYER + "mlp.dense_h_to_4h_2", "hidden", "inter_size", when=("is_gated",), bias=_MLP
-    ),
-    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_MLP),
-    *WeightSpec.norm(LAYER + "mlp_output_layernorm", when=_OUTPUT, bias=_NORM),
-    *WeightSpec.norm("model.final_layernorm", bias=_NORM),
-    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("not tie_word_embeddings",)),
-)
+LAYOUT = layout_table("llama")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
 from export_scripts.families.layout.config import ini_field
-from export_scripts.families.layout.decoder import HEAD, LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec
+from export_scripts.families.layout.decoder import HEAD, DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,48 +75,7 @@ class GPTConfig(DecoderConfig):
         return []
 
 
-def _adapter(name: str) -> Layout:
-    width, when = "adapter_inter_size", ("has_adapters",)
-    return (
-        *WeightSpec.column(f"{LAYER}{name}.dense_h_to_4h", "hidden", width, when=when),
-        *WeightSpec.row(f"{LAYER}{name}.dense_4h_to_h", width, "hidden", when=when),
-    )
-
-
-def _int8(name: str, shape: tuple[str | int, ...], *, split: int, parts: int = 1) -> Layout:
-    """Static int8 twin of one GEMM weight; its scales are always fp32 (QKV: one per part)."""
-    name = LAYER + name
-    inter: tuple[str | int, ...] = (1,) if parts == 1 else (parts, "local_hidden")
-    when = ("int8",)
-    return (
-        WeightSpec(f"{name}.weight.int8", shape, split=split, when=when, dtype="int8"),
-        WeightSpec(f"{name}.scale", (parts,), when=when, dtype="fp32"),
-        WeightSpec(f"{name}.scale_inter", inter, when=when, dtype="fp32"),
-        WeightSpec(f"{name}.scale_out", (parts,), when=when, dtype="fp32"),
-    )
-
-
-LAYOUT: Layout = (
-    WeightSpec("model.wte", ("vocab_size", "hidden")),
-    WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), when=("has_positional_encoding",)),
-    *WeightSpec.norm("model.pre_decoder_layernorm", when=("has_pre_decoder_layernorm",)),
-    *WeightSpec.norm(LAYER + "input_layernorm"),
-    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
-    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
-    *WeightSpec.row(LAYER + "attention.dense", "hidden", "hidden"),
-    *WeightSpec.norm(LAYER + "post_attention_layernorm"),
-    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size"),
-    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden"),
-    *_int8("attention.query_key_value", ("hidden", 3, "hidden"), split=2, parts=3),
-    *_int8("attention.dense", ("hidden", "hidden"), split=0),
-    *_int8("mlp.dense_h_to_4h", ("hidden", "inter_size"), split=1),
-    *_int8("mlp.dense_4h_to_h", ("inter_size", "hidden"), split=0),
-    *_adapter("after_attention_adapter"),
-    *_adapter("after_ffn_adapter"),
-    *WeightSpec.norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
-    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("not tie_word_embeddings",)),
-    *PROMPT_WEIGHTS,
-)
+LAYOUT = layout_table("gpt")
 
 GPT = ModelFamily(
     name="gpt",

@@ -6,7 +6,6 @@ Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_atten
 from dataclasses import dataclass
 
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import WeightSpec
 
 LAYER = "model.layers.{layer}."
 HEAD = "model.lm_head.weight"
@@ -55,15 +54,3 @@ class DecoderConfig(FTConfig):
     def has_prefix_prompts(self) -> bool:
         """True if the loaded prompts are keys and values of every layer."""
         return self.prompt_learning_type == PREFIX_PROMPT
-
-
-PROMPT_WEIGHTS = (
-    WeightSpec(PROMPT_TABLE, ("prompt_length", "hidden"), when=("not has_prefix_prompts",)),
-    # Keys (already rotated), then values, of every layer.
-    WeightSpec(
-        "model.prefix_prompt.{task}.weight",
-        ("num_layer", 2, "head_num", "prompt_length", "size_per_head"),
-        split=2,
-        when=("has_prefix_prompts",),
-    ),
-)

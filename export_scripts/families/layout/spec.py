@@ -1,7 +1,7 @@
 """Records of a family: its tensors, and the family itself.
 
-A layout is data: the name of a file, its shape in names of config fields, and the axis that
-tensor-parallel ranks share. Nothing here imports numpy.
+A layout is a table next to this module: the name of each file, its shape in names of config fields,
+the axis that tensor-parallel ranks share, and which models have it. Nothing here imports numpy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from export_scripts.families.layout.config import FTConfig, Index, Sections
@@ -86,36 +87,6 @@ class WeightSpec:
             name = self.name.format(**index)
             yield index, FTTensor(name, shape, self.split, self.dtype, self.optional)
 
-    @staticmethod
-    def norm(
-        name: str, width: str = "hidden", *, when: When = (), bias: When = ()
-    ) -> tuple[WeightSpec, WeightSpec]:
-        """Return a norm's scale and, where `bias` holds too, its bias."""
-        return (
-            WeightSpec(f"{name}.weight", (width,), when=when),
-            WeightSpec(f"{name}.bias", (width,), when=when + bias),
-        )
-
-    @staticmethod
-    def column(
-        name: str, rows: str, columns: str, *, when: When = (), bias: When = ()
-    ) -> tuple[WeightSpec, WeightSpec]:
-        """Return a matrix whose columns ranks share, and its bias, which they share likewise."""
-        return (
-            WeightSpec(f"{name}.weight", (rows, columns), split=1, when=when),
-            WeightSpec(f"{name}.bias", (columns,), split=0, when=when + bias),
-        )
-
-    @staticmethod
-    def row(
-        name: str, rows: str, columns: str, *, when: When = (), bias: When = ()
-    ) -> tuple[WeightSpec, WeightSpec]:
-        """Return a matrix whose rows ranks share, and its bias, which is added once."""
-        return (
-            WeightSpec(f"{name}.weight", (rows, columns), split=0, when=when),
-            WeightSpec(f"{name}.bias", (columns,), when=when + bias),
-        )
-
 
 def _holds(config: FTConfig, condition: str) -> bool:
     name, _, value = condition.removeprefix("not ").partition("=")
@@ -124,6 +95,26 @@ def _holds(config: FTConfig, condition: str) -> bool:
 
 
 Layout = tuple[WeightSpec, ...]
+
+
+def layout_table(family: str) -> Layout:
+    """Return the records in the table next to this module; - is an empty column.
+
+    Sizes are separated by spaces, conditions by commas; `stored` is a type on disk, or optional.
+    """
+    text = (Path(__file__).parent / f"{family}.tsv").read_text(encoding="utf-8")
+    return tuple(_spec(*line.split("\t")) for line in text.splitlines()[1:])
+
+
+def _spec(name: str, shape: str, split: str, when: str, stored: str) -> WeightSpec:
+    return WeightSpec(
+        name,
+        tuple(int(size) if size.isdecimal() else size for size in shape.split()),
+        split=None if split == "-" else int(split),
+        when=() if when == "-" else tuple(when.split(", ")),
+        dtype=None if stored in ("-", "optional") else stored,
+        optional=stored == "optional",
+    )
 
 
 @dataclass(frozen=True)

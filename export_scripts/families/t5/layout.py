@@ -16,7 +16,7 @@ from export_scripts.families.layout.architecture import (
     activation_choice,
 )
 from export_scripts.families.layout.config import FTConfig, Sections, ini_field
-from export_scripts.families.layout.spec import Layout, ModelFamily, WeightSpec, When
+from export_scripts.families.layout.spec import ModelFamily, layout_table
 
 HEAD = "lm_head.weight"
 
@@ -235,95 +235,9 @@ DECODER = "decoder.block.{decoder_layer}."
 ENCODER_SELF = ENCODER + "layer.0.SelfAttention"
 DECODER_SELF = DECODER + "layer.0.SelfAttention"
 CROSS = DECODER + "layer.1.EncDecAttention"
-# Config fields that must be true for a tensor to exist; joined with +.
-_BIAS = ("t5_with_bias",)
-_HAS_DECODER = ("num_decoder_layers",)
-_RELATIVE = ("is_relative",)
-_ADAPTERS = ("adapter_inter_size",)
-
 RELATIVE_BIAS = "{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
-
-def _norm(name: str, when: When = ()) -> Layout:
-    return WeightSpec.norm(name, "d_model", when=when, bias=_BIAS)
-
-
-def _column(name: str, width: str, when: When = ()) -> Layout:
-    return WeightSpec.column(name, "d_model", width, when=when, bias=_BIAS)
-
-
-def _ia3(name: str, width: str) -> WeightSpec:
-    shape = ("ia3_num_tasks", width)
-    return WeightSpec(f"{name}.ia3.weight", shape, split=1, when=("ia3_num_tasks",))
-
-
-def _attention(name: str) -> Layout:
-    """Return three separate projections, as in the encoder and in cross attention."""
-    return (
-        *_column(f"{name}.q", "inner"),
-        *_column(f"{name}.k", "inner"),
-        *_column(f"{name}.v", "inner"),
-        *WeightSpec.row(f"{name}.o", "inner", "d_model", bias=_BIAS),
-        _ia3(f"{name}.k", "inner"),
-        _ia3(f"{name}.v", "inner"),
-    )
-
-
-def _mlp(name: str) -> Layout:
-    """Return the MLP; in a gated one, wi is the activated half and wi2 the linear half."""
-    return (
-        *_column(f"{name}.wi", "d_ff"),
-        *_column(f"{name}.wi2", "d_ff", ("use_gated_activation",)),
-        *WeightSpec.row(f"{name}.wo", "d_ff", "d_model", bias=_BIAS),
-        _ia3(name, "d_ff"),
-    )
-
-
-def _adapters(block: str) -> Layout:
-    width = "adapter_inter_size"
-    specs: list[WeightSpec] = []
-    for place in ("after_attention_adapter", "after_ffn_adapter"):
-        mlp = f"{block}{place}.DenseSiluDense"
-        specs += [
-            *WeightSpec.norm(f"{block}{place}.layer_norm", "d_model", when=_ADAPTERS),
-            WeightSpec(f"{mlp}.wi.weight", ("d_model", width), split=1, when=_ADAPTERS),
-            WeightSpec(f"{mlp}.wo.weight", (width, "d_model"), split=0, when=_ADAPTERS),
-        ]
-    return tuple(specs)
-
-
-def _relative_bias(side: str, when: When) -> WeightSpec:
-    name = RELATIVE_BIAS.format(side=side)
-    return WeightSpec(name, ("num_heads", "positions"), split=0, when=when)
-
-
-LAYOUT: Layout = (
-    WeightSpec("shared.weight_T", ("vocab_size", "d_model")),
-    WeightSpec("shared.ape", ("positions", "d_model"), when=("not is_relative",)),
-    _relative_bias("encoder", _RELATIVE),
-    *_norm(ENCODER + "layer.0.layer_norm"),
-    *_attention(ENCODER_SELF),
-    *_norm(ENCODER + "layer.1.layer_norm"),
-    *_mlp(ENCODER + "layer.1.DenseReluDense"),
-    *_adapters(ENCODER),
-    *_norm("encoder.final_layer_norm"),
-    _relative_bias("decoder", _RELATIVE + _HAS_DECODER),
-    *_norm(DECODER + "layer.0.layer_norm"),
-    WeightSpec(f"{DECODER_SELF}.qkv.weight", ("d_model", 3, "inner"), split=2),
-    WeightSpec(f"{DECODER_SELF}.qkv.bias", (3, "inner"), split=1, when=_BIAS),
-    *WeightSpec.row(f"{DECODER_SELF}.o", "inner", "d_model", bias=_BIAS),
-    _ia3(f"{DECODER_SELF}.k", "inner"),
-    _ia3(f"{DECODER_SELF}.v", "inner"),
-    *_norm(DECODER + "layer.1.layer_norm"),
-    *_attention(CROSS),
-    *_norm(DECODER + "layer.2.layer_norm"),
-    *_mlp(DECODER + "layer.2.DenseReluDense"),
-    *_adapters(DECODER),
-    *_norm("decoder.final_layer_norm", _HAS_DECODER),
-    WeightSpec(HEAD, ("vocab_size", "d_model"), when=("has_lm_head", *_HAS_DECODER)),
-    WeightSpec("shared.bias", ("vocab_size",), when=_BIAS + _HAS_DECODER),
-    WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "d_model")),
-)
+LAYOUT = layout_table("t5")
 
 T5 = ModelFamily(
     name="t5",
