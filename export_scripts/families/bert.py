@@ -10,7 +10,7 @@ from typing import ClassVar
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
-from export_scripts.families.mapping.huggingface import key, read_keys, written_keys
+from export_scripts.families.mapping.huggingface import HuggingFaceSettings
 from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import Settings, model_name
@@ -68,21 +68,25 @@ _HF = _PREFIX + "encoder.layer.{layer}."
 # Everything around the layers, and the heads of tasks.
 _IGNORED = ("*embeddings.*", "*pooler.*", "cls.*", "classifier.*", "qa_outputs.*")
 
-_KEYS = (
-    key("head_num", "num_attention_heads"),
-    key("hidden", "hidden_size"),
-    key("inter_size", "intermediate_size"),
-    key("num_layer", "num_hidden_layers"),
-    key("activation_type", "hidden_act", kind="activation", default="gelu"),
-    key("max_position_embeddings", "max_position_embeddings", default=512),
-    key("layer_norm_eps", "layer_norm_eps", kind="number", default=1e-12),
+_SETTINGS = HuggingFaceSettings(
+    "bert",
+    (
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "hidden_act",
+        "max_position_embeddings",
+        "layer_norm_eps",
+    ),
+    models="bert",
 )
 
 
 def _config(facts: Facts) -> BertConfig:
     source = facts.config
     settings = Settings(source)
-    values = read_keys(settings, _KEYS)
+    values = _SETTINGS.read(settings)
     hidden = values.pop("hidden")
     return settings.built(
         BertConfig,
@@ -117,7 +121,7 @@ BERT_HUGGINGFACE = SourceMapping(
     matches=lambda facts: facts.config.get("model_type") == "bert",
     config=_config,
     obstacles=huggingface_obstacles,
-    written=lambda config, _: [{"model_type": "bert", **written_keys(_KEYS, config)}],
+    written=lambda config, _: [{"model_type": "bert", **_SETTINGS.written(config)}],
     weights=_weights,
     ignored=_IGNORED,
     carried=_IGNORED,

@@ -6,7 +6,7 @@ Layout: FasterTransformer, models/gptj/GptJWeight.cc and GptJDecoderLayerWeight.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from export_scripts.families.gpt.huggingface import GPT2_SIZES
+from export_scripts.families.gpt.huggingface import GPT2_KEYS
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import DecoderConfig, unrotatable
 from export_scripts.families.layout.spec import ModelFamily, layout_table
@@ -64,7 +64,7 @@ GPTJ_HUGGINGFACE = HuggingFaceDecoder(
     model="GPTJForCausalLM",
     title="GPT-J",
     family=GPTJ,
-    keys=GPT2_SIZES,
+    keys=GPT2_KEYS,
     layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.wte",

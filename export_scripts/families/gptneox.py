@@ -18,7 +18,7 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name
 from export_scripts.families.mapping.known_settings import eleuther_obstacles
 from export_scripts.families.mapping.names import fused_layer, named_sources, whole_names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
@@ -160,13 +160,13 @@ GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     name="gptneox",
     family=GPTNEOX,
     keys=(
-        key("head_num", "num_attention_heads"),
-        key("hidden", "hidden_size"),
-        key("inter_size", "intermediate_size"),
-        key("num_layer", "num_hidden_layers"),
-        key("vocab_size", "vocab_size"),
-        key("use_gptj_residual", "use_parallel_residual", kind="flag", default=True),
-        key("layernorm_eps", "layer_norm_eps", kind="number", default=1e-5),
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "use_parallel_residual",
+        "layer_norm_eps",
     ),
     layer=_L,
     names={

@@ -11,14 +11,12 @@ from typing import ClassVar
 
 from export_scripts.families.dense import core
 from export_scripts.families.dense.huggingface import (
-    ATTENTION_BIAS_KEYS,
+    LLAMA_KEYS,
     LLAMA_NAMES,
-    SIZES,
     DenseDecoder,
     Window,
-    llama_keys,
 )
-from export_scripts.families.dense.layout import DenseConfig
+from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     assumed_tokens_warning,
@@ -27,7 +25,6 @@ from export_scripts.families.gpt.megatron import (
     is_core,
 )
 from export_scripts.families.layout.spec import ModelFamily, layout_table
-from export_scripts.families.mapping.huggingface import Setting, key
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.names import Names, whole_names
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -53,19 +50,16 @@ MIXTURE = ModelFamily(
     name="mixture",
     model_type="Mixture",
     config=MixtureConfig,
-    layout=layout_table("mixture"),
+    layout=(
+        *(spec for spec in DENSE.layout if ".mlp." not in spec.name),
+        *layout_table("mixture"),
+    ),
     ft_backend=False,
     has_shards=False,
 )
 
 
-def _keys(inter_size: str, *experts: str) -> tuple[Setting, ...]:
-    return llama_keys(
-        key("inter_size", inter_size),
-        key("expert_num", *experts),
-        key("experts_per_token", "num_experts_per_tok"),
-        sizes=[each for each in SIZES if each.field != "inter_size"],
-    )
+_KEYS = tuple(name for name in LLAMA_KEYS if name != "intermediate_size")
 
 
 def _names(mlp: str, *matrices: str) -> Names:
@@ -77,28 +71,32 @@ def _names(mlp: str, *matrices: str) -> Names:
     return {**LLAMA_NAMES, "mlp.router": f"{mlp}.gate", **experts}
 
 
-MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
+_DECODERS = (
     DenseDecoder(
         model_type="mixtral",
         model="MixtralForCausalLM",
         title="Mixtral",
         family=MIXTURE,
-        keys=_keys("intermediate_size", "num_local_experts"),
+        keys=(*_KEYS, "intermediate_size", "num_local_experts", "num_experts_per_tok"),
         names=_names("block_sparse_moe", "w1", "w3", "w2"),
         window=Window(),
+        rotary_base=1e6,
         bos=1,
         eos=2,
         warnings=lambda *_: [],
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="qwen3_moe",
         model="Qwen3MoeForCausalLM",
         title="Qwen3-MoE",
         family=MIXTURE,
         keys=(
-            *_keys("moe_intermediate_size", "num_experts", "num_local_experts"),
-            *ATTENTION_BIAS_KEYS,
-            key("normalized_routing", "norm_topk_prob", kind="flag", default=False),
+            *_KEYS,
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+            "attention_bias",
+            "norm_topk_prob",
         ),
         fixed={"query_key_norm": "head"},
         names=_names("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -109,8 +107,10 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
             "mlp_only_layers": [],
         },
         warnings=lambda *_: [],
-    ).mapping(),
+    ),
 )
+
+MIXTURE_HUGGINGFACE = tuple(decoder.mapping() for decoder in _DECODERS)
 
 _CORE_EXPERT = "mlp.experts.local_experts.{expert}."
 

@@ -42,7 +42,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
         "export_scripts.files",
-        "export_scripts.numeric",
     ),
     "export_scripts.families.dense": (
         "export_scripts.families.gpt",

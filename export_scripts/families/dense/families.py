@@ -3,16 +3,15 @@
 import math
 
 from export_scripts.families.dense.huggingface import (
-    ATTENTION_BIAS_KEYS,
     BIAS_KEYS,
+    LLAMA_KEYS,
     LLAMA_NAMES,
+    SIZES,
     DenseDecoder,
     Window,
     chosen_layers,
-    llama_keys,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
-from export_scripts.families.mapping.huggingface import Setting, inverse_root, key, reciprocal
 from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
     fused_layer,
@@ -41,7 +40,6 @@ def _from_max_window_layers(settings: Settings, values: Table) -> list[bool]:
 _QWEN_WINDOW = Window(4096, has_switch=True, slides=_from_max_window_layers)
 
 # Gemma, Gemma 2 and the text models of Gemma 3; the later two normalise what attention and MLP add.
-_GELU = "gelu_pytorch_tanh"
 _GEMMA: Fields = {
     "head_dim": 256,
     "is_tied": True,
@@ -60,15 +58,10 @@ _GEMMA_NAMES = {
 }
 
 
-def _gemma_keys(*own: Setting, logit_cap: float | None) -> tuple[Setting, ...]:
-    scalar = "query_pre_attn_scalar"
-    return llama_keys(
-        *ATTENTION_BIAS_KEYS,
-        key("attention_scale", scalar, kind="number", default=256, inverse=inverse_root),
-        key("logit_softcap", "final_logit_softcapping", kind="optional", default=logit_cap),
-        *own,
-        activation=("hidden_activation", _GELU),
-    )
+_GEMMA_KEYS = (
+    *SIZES, "rms_norm_eps", "hidden_activation", "attention_bias", "query_pre_attn_scalar",
+    "final_logit_softcapping",
+)  # fmt: skip
 
 
 def _all_but_every(nth: int, count: int) -> list[bool]:
@@ -153,17 +146,17 @@ def _written_falcon(config: DenseConfig) -> Fields:
     }
 
 
-DENSE_HUGGINGFACE = (
+_DECODERS = (
     # Every version, with any scaling of rotary positions.
     DenseDecoder(
         model_type="llama",
         model="LlamaForCausalLM",
         title="Llama",
-        keys=llama_keys(*BIAS_KEYS),
+        keys=(*LLAMA_KEYS, *BIAS_KEYS),
         bos=1,
         eos=2,
         warnings=_window_left_out,  # not of fp16, in which Llamas are served everywhere
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="mistral",
         model="MistralForCausalLM",
@@ -172,44 +165,45 @@ DENSE_HUGGINGFACE = (
         bos=1,
         eos=2,
         warnings=lambda *_: [],  # served in fp16 everywhere
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="qwen2",
         model="Qwen2ForCausalLM",
         title="Qwen2, Qwen2.5",
         fixed={"has_qkv_bias": True},
         window=_QWEN_WINDOW,
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="qwen3",
         model="Qwen3ForCausalLM",
         title="Qwen3",
-        keys=llama_keys(*ATTENTION_BIAS_KEYS),
+        keys=(*LLAMA_KEYS, "attention_bias"),
         fixed={"query_key_norm": "head"},
         window=_QWEN_WINDOW,
         head_dim=128,
-    ).mapping(),
+    ),
     # A Llama with four constant factors.
     DenseDecoder(
         model_type="granite",
         model="GraniteForCausalLM",
         title="Granite",
-        keys=llama_keys(
+        keys=(
+            *LLAMA_KEYS,
             *BIAS_KEYS,
-            key("embedding_scale", "embedding_multiplier", kind="number", default=1.0),
-            key("residual_scale", "residual_multiplier", kind="number", default=1.0),
-            key("attention_scale", "attention_multiplier", kind="number", default=1.0),
-            key("logit_scale", "logits_scaling", kind="number", default=1.0, inverse=reciprocal),
+            "embedding_multiplier",
+            "residual_multiplier",
+            "attention_multiplier",
+            "logits_scaling",
         ),
         bos=1,
         eos=2,
-    ).mapping(),
+    ),
     # Norms after attention and MLP, not before, and of queries and keys.
     DenseDecoder(
         model_type="olmo2",
         model="Olmo2ForCausalLM",
         title="OLMo 2",
-        keys=llama_keys(*ATTENTION_BIAS_KEYS, eps=("rms_norm_eps", 1e-5)),
+        keys=(*LLAMA_KEYS, "attention_bias"),
         fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
         names={
             **LLAMA_NAMES,
@@ -218,34 +212,31 @@ DENSE_HUGGINGFACE = (
         },
         scaling_keys=("type", "factor"),
         eos=50279,
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="gemma",
         model="GemmaForCausalLM",
         title="Gemma",
-        keys=llama_keys(*ATTENTION_BIAS_KEYS, activation=("hidden_act", _GELU)),
+        keys=(*LLAMA_KEYS, "attention_bias"),
         # Older files call its activation gelu, and mean the tanh form.
         fixed={**_GEMMA_FIXED, "exact_gelu": False},
         **_GEMMA,
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="gemma2",
         model="Gemma2ForCausalLM",
         title="Gemma 2",
-        keys=_gemma_keys(
-            key("attention_softcap", "attn_logit_softcapping", kind="optional", default=50.0),
-            logit_cap=30.0,
-        ),
+        keys=(*_GEMMA_KEYS, "attn_logit_softcapping"),
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True},
         window=Window(4096, slides=lambda _, values: _all_but_every(2, values["num_layer"])),
         **_GEMMA,
-    ).mapping(),
+    ),
     DenseDecoder(
         model_type="gemma3_text",
         model="Gemma3ForCausalLM",
         title="Gemma 3 text",
-        keys=_gemma_keys(logit_cap=None),
+        keys=_GEMMA_KEYS,
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
         window=Window(
@@ -257,13 +248,13 @@ DENSE_HUGGINGFACE = (
         rotary_base=1e6,
         rotary_local_base=1e4,
         **_GEMMA,
-    ).mapping(),
+    ),
     # A Llama some of whose layers do not rotate.
     DenseDecoder(
         model_type="smollm3",
         model="SmolLM3ForCausalLM",
         title="SmolLM3",
-        keys=llama_keys(*BIAS_KEYS),
+        keys=(*LLAMA_KEYS, *BIAS_KEYS),
         # A layer that rotates has no window.
         window=Window(
             has_switch=True,
@@ -275,13 +266,12 @@ DENSE_HUGGINGFACE = (
         bos=128000,
         eos=128001,
         rotary_base=2e6,
-    ).mapping(),
+    ),
     # Fused queries, keys and values, and fused halves of the MLP.
     DenseDecoder(
         model_type="phi3",
         model="Phi3ForCausalLM",
         title="Phi-3, Phi-4",
-        keys=llama_keys(eps=("rms_norm_eps", 1e-5)),
         names={
             **LLAMA_NAMES,
             **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
@@ -300,17 +290,13 @@ DENSE_HUGGINGFACE = (
         bos=1,
         eos=32000,
         rotary_fraction=1.0,
-    ).mapping(),
+    ),
     # Layernorms, biases everywhere, and an MLP without a gate.
     DenseDecoder(
         model_type="starcoder2",
         model="Starcoder2ForCausalLM",
         title="StarCoder2",
-        keys=llama_keys(
-            *(key(field, "use_bias", kind="flag", default=True) for field in _BIASES),
-            eps=("norm_epsilon", 1e-5),
-            activation=("hidden_act", _GELU),
-        ),
+        keys=(*SIZES, "norm_epsilon", "hidden_act", "use_bias"),
         fixed={"norm_type": "layernorm"},
         names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"},
         window=Window(),
@@ -318,20 +304,20 @@ DENSE_HUGGINGFACE = (
         is_tied=True,
         bos=50256,
         eos=50256,
-    ).mapping(),
+    ),
     # Nemotron and Minitron: layernorm1p, squared ReLU, half-rotated heads.
     DenseDecoder(
         model_type="nemotron",
         model="NemotronForCausalLM",
         title="Nemotron",
-        keys=llama_keys(*BIAS_KEYS, eps=("norm_eps", 1e-5), activation=("hidden_act", "relu2")),
+        keys=(*SIZES, "norm_eps", "hidden_act", *BIAS_KEYS),
         fixed={"norm_type": "layernorm", "norm_one_plus": True},
         names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""},
         is_gated=False,
         bos=2,
         eos=3,
         rotary_fraction=0.5,
-    ).mapping(),
+    ),
     # 7B, the decoder architecture of 40B and 180B, and RW. Attention and MLP read the same input,
     # through one norm (7B, 11B) or two (40B, 180B); RW is sequential.
     DenseDecoder(
@@ -339,15 +325,16 @@ DENSE_HUGGINGFACE = (
         model="FalconForCausalLM",
         title="Falcon",
         keys=(
-            key("head_num", "num_attention_heads", "n_head"),
-            key("hidden_size", "hidden_size", "n_embed"),
-            key("inter_size", "ffn_hidden_size", default=lambda known: 4 * known["hidden_size"]),
-            key("num_layer", "num_hidden_layers", "n_layer"),
-            key("vocab_size", "vocab_size"),
-            key("max_pos_seq_len", "max_position_embeddings", default=2048),
-            key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
-            key("activation_type", "activation", kind="activation", default="gelu"),
+            "num_attention_heads",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_hidden_layers",
+            "vocab_size",
+            "max_position_embeddings",
+            "layer_norm_epsilon",
+            "activation",
         ),
+        may_lack=("max_position_embeddings",),
         fixed={"norm_type": "layernorm"},
         layer=_FALCON_LAYER,
         names={
@@ -369,5 +356,7 @@ DENSE_HUGGINGFACE = (
         bos=11,
         eos=11,
         prefix="transformer.",
-    ).mapping(),
+    ),
 )
+
+DENSE_HUGGINGFACE = tuple(decoder.mapping() for decoder in _DECODERS)

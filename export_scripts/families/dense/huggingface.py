@@ -7,7 +7,7 @@ from typing import Any
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Setting, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import Names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
@@ -15,36 +15,11 @@ from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.files.json_content import Fields, Table
 
 SIZES = (
-    key("head_num", "num_attention_heads"),
-    key("hidden_size", "hidden_size"),
-    key("kv_head_num", "num_key_value_heads", default=lambda known: known["head_num"]),
-    key("inter_size", "intermediate_size"),
-    key("num_layer", "num_hidden_layers"),
-    key("vocab_size", "vocab_size"),
-    key("max_pos_seq_len", "max_position_embeddings"),
-)
-# One setting of the source, of which config.ini has a key for each projection.
-ATTENTION_BIAS_KEYS = tuple(
-    key(field, "attention_bias", kind="flag", default=False)
-    for field in ("has_attention_dense_bias", "has_qkv_bias")
-)
-BIAS_KEYS = (*ATTENTION_BIAS_KEYS, key("has_mlp_bias", "mlp_bias", kind="flag", default=False))
-
-
-def llama_keys(
-    *own: Setting,
-    sizes: Sequence[Setting] = SIZES,
-    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
-    activation: tuple[str, str] = ("hidden_act", "silu"),
-) -> tuple[Setting, ...]:
-    """Return the settings of a Llama and a family's own; `eps`, `activation` have defaults."""
-    return (
-        *sizes,
-        key("layernorm_eps", eps[0], kind="number", default=eps[1]),
-        key("activation_type", activation[0], kind="any_activation", default=activation[1]),
-        *own,
-    )
-
+    "num_attention_heads", "hidden_size", "num_key_value_heads", "intermediate_size",
+    "num_hidden_layers", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+LLAMA_KEYS = (*SIZES, "rms_norm_eps", "hidden_act")
+BIAS_KEYS = ("attention_bias", "mlp_bias")
 
 LLAMA_NAMES: Names = {
     "model.wte": "model.embed_tokens",
@@ -132,7 +107,7 @@ class DenseDecoder(HuggingFaceDecoder):
     """A family of dense decoders."""
 
     family: ModelFamily = DENSE
-    keys: Sequence[Setting] = llama_keys()
+    keys: Sequence[str] = LLAMA_KEYS
     layer: str = LAYER
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
@@ -151,8 +126,9 @@ class DenseDecoder(HuggingFaceDecoder):
 
     def derived(self, settings: Settings, values: Fields) -> Fields:
         """Return sizes of heads, the activation, rotary positions and a sliding window."""
-        heads, hidden = values["head_num"], values["hidden_size"]
+        heads, hidden = values["head_num"], values.pop("hidden")
         values.setdefault("kv_head_num", heads)
+        values.setdefault("inter_size", 4 * hidden)
         settings.divide(heads, values["kv_head_num"], "num_attention_heads by num_key_value_heads")
         size = (
             settings.integer("head_dim", default=self.head_dim)
@@ -161,6 +137,7 @@ class DenseDecoder(HuggingFaceDecoder):
         )
         activation = values["activation_type"].lower()
         return {
+            "hidden_size": hidden,
             "size_per_head": size,
             "activation_type": GATED[activation] if self.is_gated else activation,
             **rotary_fields(

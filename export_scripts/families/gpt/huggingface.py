@@ -9,7 +9,7 @@ from typing import Any
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import Names, fused_layer
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
@@ -17,24 +17,12 @@ from export_scripts.families.mapping.sources import (
     Compute,
     Constant,
     Copy,
-    Get,
-    Parts,
     Sources,
-    View,
-    Views,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 from export_scripts.files.json_content import Fields, Table
-from export_scripts.numeric.dtypes import Shape
 
-GPT2_SIZES = (
-    key("head_num", "n_head", "num_attention_heads"),
-    key("hidden", "n_embd", "hidden_size"),
-    key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
-    key("num_layer", "n_layer", "num_hidden_layers"),
-    key("vocab_size", "vocab_size"),
-    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
-)
+GPT2_KEYS = ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon")
 
 GPT2_HUGGINGFACE = HuggingFaceDecoder(
     model_type="gpt2",
@@ -42,11 +30,7 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
     title="GPT-2",
     name="gpt",
     family=GPT,
-    keys=(
-        *GPT2_SIZES,
-        key("max_pos_seq_len", "n_positions", "max_position_embeddings"),
-        key("activation_type", "activation_function", kind="activation", default="gelu_new"),
-    ),
+    keys=(*GPT2_KEYS, "n_positions", "activation_function"),
     layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.wte",
@@ -71,10 +55,9 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
 _POST = "apply_residual_connection_post_layernorm"
 
 
-def _read_bloom(settings: Settings, values: Table) -> Fields:
+def _read_bloom(settings: Settings, _: Table) -> Fields:
     post = settings.flag(_POST, default=False)
     return {
-        "inter_size": 4 * values["head_num"] * values["size_per_head"],
         "layernorm_type": "post_layernorm" if post else "pre_layernorm",
         "model_variant": "bloom-post" if post else "bloom-pre",
     }
@@ -85,13 +68,7 @@ BLOOM_HUGGINGFACE = HuggingFaceDecoder(
     model="BloomForCausalLM",
     title="BLOOM",
     family=GPT,
-    keys=(
-        key("head_num", "n_head", "num_attention_heads"),
-        key("hidden", "hidden_size", "n_embed", "n_embd"),
-        key("num_layer", "n_layer", "num_hidden_layers"),
-        key("vocab_size", "vocab_size"),
-        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
-    ),
+    keys=("n_head", "hidden_size", "n_layer", "vocab_size", "layer_norm_epsilon"),
     fixed={
         "has_positional_encoding": False,
         "has_pre_decoder_layernorm": True,
@@ -243,19 +220,6 @@ def _widened(_: GPTConfig, table: Any, project: Any) -> Any:
     return float32(table) @ float32(project)
 
 
-class _Positions(Copy):
-    """The table of positions without its unused rows."""
-
-    def build(self, get: Get, config: Any) -> Parts:
-        (table,) = super().build(get, config).tensors
-        return Parts(0, (table[_POSITION_OFFSET:],))
-
-    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        """Return the table, whose unused rows are zeros."""
-        stored = (shape[0] + _POSITION_OFFSET, shape[1])
-        return [(self.key, View(shape, (0, 1), stored, zero_rows=_POSITION_OFFSET))]
-
-
 def _neutral(facts: Facts) -> Sources:
     """Return the biases and the norms' parameters of models that store none."""
     bias = facts.config.get("enable_bias", True)
@@ -272,7 +236,7 @@ def _opt_sources(facts: Facts, config: GPTConfig) -> Sources:
     positions = "model.decoder.embed_positions.weight"
     table: Sources = {
         **_neutral(facts),
-        "model.wpe": _Positions(positions),
+        "model.wpe": Copy(positions, skip=_POSITION_OFFSET),
     }
     if facts.has(_PROJECT_IN):
         table["model.wte"] = Compute(
@@ -293,13 +257,13 @@ _OPT = HuggingFaceDecoder(
     title="OPT",
     family=GPT,
     keys=(
-        key("head_num", "num_attention_heads"),
-        key("hidden", "hidden_size"),
-        key("inter_size", "ffn_dim"),
-        key("num_layer", "num_hidden_layers"),
-        key("vocab_size", "vocab_size"),
-        key("max_pos_seq_len", "max_position_embeddings"),
-        key("activation_type", "activation_function", kind="activation", default="relu"),
+        "num_attention_heads",
+        "hidden_size",
+        "ffn_dim",
+        "num_hidden_layers",
+        "vocab_size",
+        "max_position_embeddings",
+        "activation_function",
     ),
     # OPT has no key for epsilon: transformers takes torch's default. NVIDIA's converter always
     # writes a separate head.

@@ -3,15 +3,17 @@
 Both are read in both directions.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import HEAD
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.known_settings import huggingface_obstacles
+from export_scripts.families.mapping.known_settings import huggingface_obstacles, huggingface_table
 from export_scripts.families.mapping.names import Names, named_sources, whole_names
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
@@ -29,44 +31,87 @@ def _rounded(value: float) -> float:
     return float(f"{value:.12g}")
 
 
-# For `inverse` of a setting.
-reciprocal = (lambda value: 1 / value, lambda value: _rounded(1 / value))
-inverse_root = (lambda value: value**-0.5, lambda value: _whole(_rounded(1 / value / value)))
-
-
 def _whole(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
+# Operations that make the field's value of the source's, and the source's of the field's.
+INVERSES: Mapping[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "reciprocal": (lambda value: 1 / value, lambda value: _rounded(1 / value)),
+    "inverse root": (lambda value: value**-0.5, lambda value: _whole(_rounded(1 / value / value))),
+}
+
+
 @dataclass(frozen=True)
 class Setting:
-    """One setting."""
+    """A setting of transformers' configurations: our fields, its spellings, how it is read.
 
-    field: str  # or a property of the config
-    names: tuple[str, ...]  # spellings in the source; the first is written
-    kind: str = "integer"  # method of `Settings` that reads it
-    # The source library's value for an absent key, or a function of the values read so far.
-    default: Any = REQUIRED
-    # Make the field's value of the source's, and the source's of the field's.
-    inverse: tuple[Callable[[float], float], Callable[[float], float]] | None = None
+    Fields (or properties of the config) and spellings are separated by spaces. The kind is a method
+    of `Settings`, or "size", a count that must be stated, or "count", one without which the family
+    has a rule. Which models have a setting, and its default, is in the table of known settings.
+    """
 
-
-def key(field: str, *names: str, **more: Any) -> Setting:
-    """Return a setting of some spellings, and of the further fields of `Setting`."""
-    return Setting(field, names, **more)
+    fields: str
+    names: str
+    kind: str
+    inverse: str  # one of INVERSES, or -
 
 
-def read_keys(settings: Settings, keys: Sequence[Setting]) -> Fields:
-    """Return the fields in a configuration; problems are noted in `settings`."""
-    values: Fields = {}
-    for each in keys:
-        default = each.default(values) if callable(each.default) else each.default
-        found = getattr(settings, each.kind)(*each.names, default=default)
-        if each.kind.endswith("activation"):
-            values[each.field], values["exact_gelu"] = found
-        else:
-            values[each.field] = each.inverse[0](found) if each.inverse else found
-    return values
+@functools.cache
+def setting_table(models: str) -> tuple[Setting, ...]:
+    """Return the settings of decoders, of BERTs or of T5s, from the table next to this module."""
+    text = Path(__file__).with_name("huggingface_fields.tsv").read_text(encoding="utf-8")
+    rows = (line.split("\t") for line in text.splitlines())
+    return tuple(Setting(*columns) for whose, *columns in rows if whose == models)
+
+
+@dataclass(frozen=True)
+class HuggingFaceSettings:
+    """The settings of a type of models, by their `names` in the order of a new config.json."""
+
+    model_type: str
+    names: Sequence[str]
+    models: str = "decoder"  # or "bert", "t5"
+    may_lack: Sequence[str] = ()  # sizes that have the library's default
+
+    def __iter__(self) -> Iterator[tuple[Setting, list[str], Any]]:
+        """Yield each setting, its spellings with the one to write first, and its default."""
+        types = huggingface_table()
+        table = {**types["*"], **types[self.model_type]}
+        for name in self.names:
+            row = next(each for each in setting_table(self.models) if name in each.names.split())
+            others = (other for other in row.names.split() if other != name and other in table)
+            values = table[name].values
+            yield row, [name, *others], values[0] if values else None
+
+    def read(self, settings: Settings) -> Fields:
+        """Return the fields in a configuration; problems are noted in `settings`."""
+        values: Fields = {}
+        for each, names, default in self:
+            if each.kind == "count" and settings.source.get(names[0]) is None:
+                continue
+            kind = "integer" if each.kind in ("size", "count") else each.kind
+            if each.kind == "size" and names[0] not in self.may_lack:
+                default = REQUIRED
+            found = getattr(settings, kind)(*names, default=default)
+            if kind.endswith("activation"):
+                found, values["exact_gelu"] = found
+            elif each.inverse in INVERSES:
+                found = INVERSES[each.inverse][0](found)
+            values |= dict.fromkeys(each.fields.split(), found)
+        return values
+
+    def written(self, config: Any) -> Fields:
+        """Return the configuration of which `read` makes the config's values."""
+        out: Fields = {}
+        for each, names, default in self:
+            value = getattr(config, each.fields.split()[-1])
+            if each.kind.endswith("activation"):
+                value = activation_name(value, exact_gelu=config.exact_gelu, usual=default)
+            elif each.inverse in INVERSES and value is not None:
+                value = INVERSES[each.inverse][1](value)
+            out[names[0]] = value
+        return out
 
 
 def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
@@ -82,19 +127,6 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     return usual if usual in names else names[0]
 
 
-def written_keys(keys: Sequence[Setting], config: Any) -> Fields:
-    """Return the configuration of which `read_keys` makes the config's values."""
-    out: Fields = {}
-    for each in keys:
-        value = getattr(config, each.field)
-        if each.kind.endswith("activation"):
-            value = activation_name(value, exact_gelu=config.exact_gelu, usual=each.default)
-        elif each.inverse is not None and value is not None:
-            value = each.inverse[1](value)
-        out[each.names[0]] = value
-    return out
-
-
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDecoder:
     """A family of decoders: its settings and the names of its tensors."""
@@ -104,8 +136,8 @@ class HuggingFaceDecoder:
     title: str  # for the support table
     name: str = ""  # of a model without one, and of the mapping; `model_type` if empty
     family: ModelFamily
-    # Settings of one field each, and `hidden`, which divided by `head_num` is the size of a head.
-    keys: Sequence[Setting]
+    keys: Sequence[str]  # settings of fields, as `HuggingFaceSettings` names them
+    may_lack: Sequence[str] = ()  # likewise
     # Fields that all models have alike; a function is one of the values read before.
     fixed: Table = field(default_factory=dict)
     layer: str  # the source's prefix of a layer
@@ -129,6 +161,11 @@ class HuggingFaceDecoder:
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
 
     @property
+    def read_settings(self) -> HuggingFaceSettings:
+        """The settings of fields."""
+        return HuggingFaceSettings(self.model_type, self.keys, may_lack=self.may_lack)
+
+    @property
     def embedding(self) -> str:
         """Key of the embedding."""
         return f"{self.names['model.wte']}.weight"
@@ -140,7 +177,7 @@ class HuggingFaceDecoder:
             CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
         """
         settings = Settings(facts.config)
-        values = read_keys(settings, self.keys)
+        values = self.read_settings.read(settings)
         values |= self.derived(settings, values)
         values |= {
             name: value(values) if callable(value) else value for name, value in self.fixed.items()
@@ -162,9 +199,10 @@ class HuggingFaceDecoder:
 
     def derived(self, settings: Settings, values: Fields) -> Fields:
         """Return fields made of several settings; `values` keeps only fields of the config."""
-        names = {each.field: each.names[0] for each in self.keys}
-        what = f"{names['hidden']} by {names['head_num']}"
-        return {"size_per_head": settings.divide(values.pop("hidden"), values["head_num"], what)}
+        heads, hidden = values["head_num"], values.pop("hidden")
+        what = f"{self.keys[1]} by {self.keys[0]}"
+        values.setdefault("inter_size", 4 * hidden)
+        return {"size_per_head": settings.divide(hidden, heads, what)}
 
     def written_derived(self, config: Any) -> Fields:  # noqa: ARG002 - of a subclass
         """Return the settings, other than `keys`, of which `derived` makes its fields."""
@@ -176,7 +214,7 @@ class HuggingFaceDecoder:
             {
                 "model_type": self.model_type,
                 "architectures": [self.model],
-                **written_keys(self.keys, config),
+                **self.read_settings.written(config),
                 "bos_token_id": config.start_id,
                 "eos_token_id": config.end_id,
                 "tie_word_embeddings": is_tied if self.stores_head else config.tie_word_embeddings,
@@ -222,8 +260,8 @@ class HuggingFaceDecoder:
             warnings=self.warnings,
             positions=self.positions,
             nulls=tuple(
-                each.names[0]
-                for each in self.keys
-                if each.kind == "optional" and each.default is not None
+                names[0]
+                for each, names, default in self.read_settings
+                if each.kind == "optional" and default is not None
             ),
         )

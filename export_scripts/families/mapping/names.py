@@ -1,7 +1,6 @@
 """The tensors of a decoder in a source: its modules, by those of the layout."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import Layout
@@ -10,20 +9,15 @@ from export_scripts.families.mapping.sources import (
     Adjusted,
     Constant,
     Copy,
-    Get,
-    Parts,
     Sources,
     StackQKV,
-    Views,
     attention_heads,
     half,
     key_scales,
-    same,
     split_qkv,
     transposed,
 )
 from export_scripts.files.json_content import Fields
-from export_scripts.numeric.dtypes import Shape
 
 # Modules of the layout and of a source; of a fused projection, those of its three parts.
 Names = Mapping[str, str | tuple[str, str, str]]
@@ -33,17 +27,6 @@ QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
 # as sources have them.
 _VOCABULARY = ("model.wte", "model.lm_head")
 _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router")
-
-
-class _Thirds(Copy):
-    """Three blocks of columns (in, 3 * hidden), or of a bias, as (in, 3, hidden)."""
-
-    def build(self, get: Get, config: Any) -> Parts:
-        (whole,) = super().build(get, config).tensors
-        return Parts(0, (whole.reshape(*whole.shape[:-1], 3, config.hidden),))
-
-    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        return [(self.key, same(shape, stored=(*shape[:-2], shape[-2] * shape[-1])))]
 
 
 def fused_layer(attention: str = "attention") -> dict[str, str]:
@@ -119,7 +102,7 @@ def named_sources(
             continue
         key = f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}"
         if bare == "attention.query_key_value":
-            out[spec.name] = _Thirds(key) if in_out else split_qkv(key, order)
+            out[spec.name] = Copy(key, blocks=3) if in_out else split_qkv(key, order)
         elif bare in QUERY_KEY_VALUE:
             cut = None if rows == "blocks" else 0
             out[spec.name] = attention_heads(key, QUERY_KEY_VALUE.index(bare), rows, cut)

@@ -35,17 +35,16 @@ def rotary_fields(
     source = settings.source
     # With both, transformers 4 reads the second only and 5 prefers it.
     given = source.get("rope_scaling") or source.get("rope_parameters") or {}
-    plain = {"rotary_embedding": size_per_head}
     if not isinstance(given, Mapping):
         settings.note(f"rotary scaling {given!r} is not a table of parameters")
-        return plain
-    if local_base is not None:
+        given = {}
+    elif local_base is not None:
         local_base = settings.number("rope_local_base_freq", default=local_base)
         given, local = _layers_apart(settings)
         local_base = _local_base(settings, local, local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
         settings.note("layers with rotary positions of their own")
-        return plain
+        given = {}
     stated = given.get("rope_type") or given.get("type")
     if local_base is not None and not given.get("rope_type") and stated not in (None, "default"):
         settings.note(
@@ -58,13 +57,13 @@ def rotary_fields(
             f"rotary scaling {kind!r} cannot be represented; known: default, "
             f"{', '.join(ROTARY_SCALINGS)}"
         )
-        return plain
+        kind = None
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     base = _either(settings, inner, "rope_theta", "rotary_emb_base", base)
     part = _either(settings, inner, "partial_rotary_factor", "rotary_pct", fraction or 1.0)
     if part > 1:
         settings.note(f"partial_rotary_factor = {part:g}: expected at most 1")
-        return plain
+        part = 1.0
     if part != 1 and fraction is None:
         settings.note(
             f"partial_rotary_factor = {part:g} cannot be represented: "
@@ -73,14 +72,14 @@ def rotary_fields(
     fields = {"rotary_embedding": int(size_per_head * part), "rotary_base": base}
     if local_base is not None:
         fields["rotary_local_base"] = local_base
-    if kind is None:
-        return fields
-    missing = [name for name in ROTARY_SCALINGS[kind] if given.get(name) is None]
-    if missing:
+    if missing := [name for name in ROTARY_SCALINGS.get(kind or "", ()) if given.get(name) is None]:
         settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
-        return plain
-    scaling = _scaling(kind, inner, settings)
-    return {**fields, **scaling_fields(kind, scaling)}
+        kind = None
+    return (
+        fields
+        if kind is None
+        else {**fields, **scaling_fields(kind, _scaling(kind, inner, settings))}
+    )
 
 
 def _either(settings: Settings, inner: Settings, name: str, older: str, default: float) -> float:

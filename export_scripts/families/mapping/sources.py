@@ -14,7 +14,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
@@ -61,9 +61,9 @@ Views = Sequence[tuple[str, View]]
 Reads = tuple[tuple[str, int | None], ...]
 
 
-def same(shape: Sequence[int], *, stored: Sequence[int] | None = None) -> View:
+def same(shape: Shape) -> View:
     """Return the view of a tensor that the source stores in the same order."""
-    return View(tuple(shape), tuple(range(len(shape))), tuple(stored or shape))
+    return View(shape, tuple(range(len(shape))), shape)
 
 
 class TensorSource:
@@ -101,6 +101,8 @@ class Copy(TensorSource):
 
     key: str
     cut: int | None = None
+    skip: int = field(default=0, kw_only=True)  # rows before those that FT has, which are zeros
+    blocks: int = field(default=1, kw_only=True)  # of columns, which FT has apart
 
     @property
     def reads(self) -> Reads:
@@ -108,12 +110,20 @@ class Copy(TensorSource):
         return ((self.key, self.cut),)
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return the pieces as they are."""
-        return Parts(self.cut or 0, tuple(_taken(get(self.key, self.cut), self.cut)))
+        """Return the pieces, without the rows that FT has not."""
+        pieces: Sequence[Tensor] = _taken(get(self.key, self.cut), self.cut)
+        if self.skip:
+            pieces = [piece[self.skip :] for piece in pieces]
+        if self.blocks > 1:
+            pieces = [piece.reshape(*piece.shape[:-1], self.blocks, -1) for piece in pieces]
+        return Parts(self.cut or 0, tuple(pieces))
 
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        """Return the tensor as it is."""
-        return [(self.key, same(shape))]
+        """Return the tensor as it is stored."""
+        stored = (*shape[:-2], math.prod(shape[-2:])) if self.blocks > 1 else shape
+        stored = (stored[0] + self.skip, *stored[1:]) if self.skip else stored
+        view = View(shape, tuple(range(len(shape))), stored, zero_rows=self.skip)
+        return [(self.key, view)]
 
 
 class Nesting(NamedTuple):

@@ -6,10 +6,8 @@ Names: transformers, models/t5/modeling_t5.py.
 import dataclasses
 
 from export_scripts.families.mapping.huggingface import (
+    HuggingFaceSettings,
     activation_name,
-    key,
-    read_keys,
-    written_keys,
 )
 from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
@@ -75,20 +73,16 @@ def _token(settings: Settings, name: str, *, default: int) -> int:
     return default if token is None else token
 
 
+# Settings of an encoder, then the one that a decoder adds.
 _KEYS = (
-    key("vocab_size", "vocab_size"),
-    key("d_model", "d_model", "hidden_size"),
-    key("d_kv", "d_kv", "head_dim"),
-    key("d_ff", "d_ff"),
-    key("num_heads", "num_heads", "num_attention_heads"),
-    key("num_layers", "num_layers", "num_hidden_layers"),
-    key("positions", "relative_attention_num_buckets", default=32),
-    key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
-    key("layer_norm_epsilon", "layer_norm_epsilon", kind="number", default=1e-6),
-)
-_DECODER_DEPTH = key(
-    "num_decoder_layers", "num_decoder_layers", default=lambda known: known["num_layers"]
-)
+    "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon",
+    "num_decoder_layers",
+)  # fmt: skip
+
+
+def _settings(kind: str, *, has_decoder: bool) -> HuggingFaceSettings:
+    return HuggingFaceSettings(kind, _KEYS if has_decoder else _KEYS[:-1], models="t5")
 
 
 def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
@@ -102,11 +96,12 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
             f"{', '.join(HUGGINGFACE_ACTIVATIONS)}, in feed_forward_proj also after gated-"
         )
     spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS.get(activation, ("", False))
-    values = read_keys(settings, (*_KEYS, _DECODER_DEPTH) if has_decoder else _KEYS)
+    values = _settings(source["model_type"], has_decoder=has_decoder).read(settings)
     pad = _token(settings, "pad_token_id", default=0)
     start = _token(settings, "decoder_start_token_id", default=pad)
     eos = _token(settings, "eos_token_id", default=1)
     if has_decoder:
+        values.setdefault("num_decoder_layers", values["num_layers"])
         values["tie_word_embeddings"] = _scales_logits(settings)
         if not settings.flag("is_encoder_decoder", default=True):
             settings.note(
@@ -142,7 +137,7 @@ def _written(config: T5Config, is_tied: bool) -> list[Fields]:  # noqa: ARG001
         {
             "model_type": kind,
             "architectures": [model + suffix],
-            **written_keys(_KEYS if is_encoder else (*_KEYS, _DECODER_DEPTH), config),
+            **_settings(kind, has_decoder=not is_encoder).written(config),
             "feed_forward_proj": name,
             "is_encoder_decoder": not is_encoder,
             "tie_word_embeddings": config.tie_word_embeddings,

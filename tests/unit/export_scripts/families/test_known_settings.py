@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families.mapping.huggingface import setting_table
 from export_scripts.families.mapping.known_settings import (
     eleuther_obstacles,
     huggingface_obstacles,
@@ -59,6 +62,24 @@ def test_each_setting_has_a_use() -> None:
     assert all(
         known.why for known in (*core, *theirs) if known.use.endswith(("off", "dense", "t5"))
     )
+
+
+@pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*", "bert", "t5", "mt5"}))
+def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
+    whole = CONFIG_MAPPING[kind]().to_dict()
+    rows = [row for row in setting_table("decoder") if row.kind in ("size", "count")]
+    stated = {"model_type", *(name for row in rows for name in row.names.split())}
+    if whole["bos_token_id"] is whole["eos_token_id"] is None:  # there is no default
+        whole |= {"bos_token_id": 1}
+        stated.add("bos_token_id")
+    bare = {name: value for name, value in whole.items() if name in stated}
+    assert len(bare) < len(whole)
+    configs = []
+    for settings in (whole, bare):
+        facts = Facts(CheckpointReader("huggingface", Path("x"), settings, {}, ()), 1, "fp32")
+        mapping = next(each for each in SOURCE_MAPPINGS if each.matches(facts))
+        configs.append(mapping.config(facts))
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*"}))
