@@ -31,7 +31,7 @@ from stages.deploy_config import PYTORCH
 # The keys of clusters and containers that a kind of cluster uses.
 _EVERYWHERE = ("cluster.gpus_per_node.", "cluster.job_name_prefix.", "cluster.server_host.")
 _USED = {
-    "local": _EVERYWHERE,
+    "local": (*_EVERYWHERE, "cluster.setup."),
     "bcm": tuple(f"{name}." for name in KEYS if "bcprun" not in name and "kubernetes" not in name),
     "bcp": (*_EVERYWHERE, "cluster.setup.", "cluster.signal_delay_s.", "cluster.bcprun"),
     "kubernetes": (*_EVERYWHERE, "cluster.kubernetes.", "container."),

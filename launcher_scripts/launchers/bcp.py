@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inference.system.launch_environment import VISIBLE_VARIABLE
 from launcher_scripts.configuration.settings import CHECKOUT
-from launcher_scripts.launchers.base import Job, job_script
+from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from stages.base import Stage
 from stages.job import LOG_LEVEL_VARIABLE
@@ -88,17 +88,6 @@ class BcpLauncher(LocalLauncher):
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
             )
         return problems
-
-    def render(self, job: Job, after: str) -> str:
-        """Return the script, with JOB_ID in place of the start time."""
-        del after
-        return job_script(job, self.step(job), job.submitit_folder / "JOB_ID")
-
-    def command(self, job: Job, folder: Path) -> list[str]:
-        """Return the command of the job's first process: the script, whose setup comes first."""
-        script = folder / self.script_name
-        script.write_text(job_script(job, self.step(job), folder), encoding="utf-8")
-        return ["bash", str(script)]
 
     def step(self, job: Job) -> JobStep:
         """Return bcprun, or mpirun where that is missing, with the ranks of a stage."""

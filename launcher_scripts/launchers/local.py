@@ -3,13 +3,11 @@
 import itertools
 import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import ClassVar
 
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -20,7 +18,7 @@ from launcher_scripts.launchers.base import (
     JobHandle,
     Launcher,
     clean_environment,
-    fill,
+    job_script,
 )
 from stages import record
 from stages.base import Stage
@@ -130,17 +128,12 @@ class LocalLauncher(Launcher):
         ]
 
     def render(self, job: Job, after: str) -> str:
-        """Return a script that repeats the job by hand."""
+        """Return the script, with JOB_ID in place of the start time."""
         del after
-        config = job.whole_config_path
-        command = [
-            sys.executable, "main.py", f"--config-path={config.parent}",
-            f"--config-name={config.name}", f"stages=[{job.stage.name}]",
-        ]  # fmt: skip
-        return fill("local.sh.j2", job=job, checkout=str(CHECKOUT), command=command)
+        return job_script(job, self.step(job), job.submitit_folder / "JOB_ID")
 
     def submit(self, job: Job, after: str, *, patience_s: float = 0.0) -> LocalHandle:
-        """Start the program of submitit that runs a job, in a session of its own.
+        """Start the script of a job, in a session of its own.
 
         Its dependency must be satisfied: nothing is queued. The terminal's Ctrl-C reaches only the
         launcher, which stops the job gracefully. CUDA_VISIBLE_DEVICES is left as it is; submitit's
@@ -157,20 +150,19 @@ class LocalLauncher(Launcher):
         folder.mkdir(parents=True)
         stage_job = StageJob(job.stage, job.record_path, self.name, self.step(job))
         DelayedSubmission(stage_job).dump(JobPaths(folder, job_id).submitted_pickle)
-        environment = clean_environment(os.environ) | job.environment
-        paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
-        environment |= {
+        script = folder / self.script_name
+        script.write_text(job_script(job, self.step(job), folder), encoding="utf-8")
+        environment = clean_environment(os.environ) | {
             JOB_ID_VARIABLE: job_id,
             MARK_VARIABLE: mark,
             OWNER_VARIABLE: str(os.getpid()),
-            "PYTHONPATH": os.pathsep.join(paths),
             "TZ": "UTC",  # of its log, in which submitit writes first
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_JOB_ID": job_id,
         }
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                self.command(job, folder),
+                ["bash", str(script)],
                 cwd=CHECKOUT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -181,11 +173,6 @@ class LocalLauncher(Launcher):
         record.update_record(job.record_path, job_id, process=process.pid)
         ends_at = time.monotonic() + max(60 * limit_min - _GRACE_S, 30 * limit_min)
         return self.handle_class(job, job_id, log_path, process, mark, ends_at)
-
-    def command(self, job: Job, folder: Path) -> list[str]:
-        """Return the command of the job's first process, whose pickle is in `folder`."""
-        del job
-        return [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
 
     def step(self, job: Job) -> JobStep | None:
         """Return what starts the processes of the stage; None for the job's first process."""

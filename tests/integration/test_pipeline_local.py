@@ -6,11 +6,13 @@ import hashlib
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, endpoint_of, finish, processes_of, start
 from tests.waiting import until
 
@@ -94,8 +96,10 @@ def test_job_folder_has_everything_that_users_of_the_launcher_expect(tmp_path: P
 def test_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, "stages=[convert]")[0] == 0
     before = digests(weights(tmp_path))
-    script = export_dir(tmp_path) / "convert" / "export_gpt_books_5m_submission.sh"
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=120)
+    saved = export_dir(tmp_path) / "convert"
+    root = (f"--config-path={saved}", "--config-name=export_gpt_books_5m_config")
+    command = [sys.executable, "main.py", *root, "stages=[convert]"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "finished at" in done.stdout, done.stderr
     assert digests(weights(tmp_path)) == before
 

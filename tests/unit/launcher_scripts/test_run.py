@@ -307,7 +307,6 @@ def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path: Pat
     for name in ("serve", "write"):
         script = tmp_path / name / f"{name}_submission.sh"
         assert script.read_text() in shown.getvalue()
-        assert f"stages=[{name}]" in script.read_text()
         assert not (tmp_path / name / "job.json").exists()
     assert "export GREETING='it'\"'\"'s a $test'" in shown.getvalue()
     assert not (tmp_path / "out").exists()

@@ -1,9 +1,12 @@
 #!/bin/bash
-# Repeats the job export_gpt_books_5m (export).
+
+# setup
 set -euo pipefail
 export TRANSFORMERS_OFFLINE=1
 export HF_HUB_OFFLINE=1
 export HF_DATASETS_OFFLINE=1
 export NOTE='it'"'"'s a $note'
-cd <checkout>
-exec <python> main.py --config-path=<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/export --config-name=export_gpt_books_5m_config.yaml 'stages=[export]'
+export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
+
+# command
+exec <python> -u -m submitit.core._submit <results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/export/submitit/JOB_ID
