@@ -1,6 +1,7 @@
 """Submission of the planned jobs, which are followed to their end in the foreground."""
 
 import contextlib
+import os
 import re
 import shlex
 import signal
@@ -378,13 +379,11 @@ def _is_ready(handle: JobHandle) -> bool:
 
 
 def _shown_outputs(stage: Stage) -> str:
-    """Return the stage's outputs, or the folder of several, relative to the results folder."""
-    base, paths = stage.job.folder.parent, stage.outputs()
-    levels = (0, 1) if len(paths) > 1 else ()
-    folders = ([*{path.parents[level] for path in paths}] for level in levels)
-    places = next((each for each in folders if len(each) == 1), paths)
-    shown = (path.relative_to(base) if path.is_relative_to(base) else path for path in places)
-    return ", ".join(map(str, shown)) or "-"
+    """Return the stage's output, or the folder of several, relative to the results folder."""
+    if not (paths := stage.outputs()):
+        return "-"
+    place, base = Path(os.path.commonpath(paths)), stage.job.folder.parent
+    return str(place.relative_to(base) if place.is_relative_to(base) else place)
 
 
 def _findings(name: str, result: Summary) -> list[str]:
