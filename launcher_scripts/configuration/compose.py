@@ -5,6 +5,7 @@ Every problem is reported at once. A wrong override is left out, and the rest is
 
 import copy
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from launcher_scripts.configuration.diagnosis import (
     unknown_choice,
     unknown_key,
 )
-from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config
+from launcher_scripts.configuration.schema import GROUPS, KEYS, SECTIONS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
 
 
@@ -53,6 +54,12 @@ class ConfigRoot:
     def path(self) -> Path:
         """The file."""
         return self.folder / f"{self.name.removesuffix('.yaml')}.yaml"
+
+    def has_file(self, group: str, name: str) -> bool:
+        """Return whether there is a file of a group with this name."""
+        folders = filter(None, (self.folder, self.extra_dir))
+        file_name = f"{name.removesuffix('.yaml')}.yaml"
+        return any(os.access(folder / group / file_name, os.R_OK) for folder in folders)
 
     def has_groups(self) -> bool:
         """Return whether it chooses files; a saved configuration holds their contents instead."""
@@ -128,10 +135,14 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         except ValueError as error:
             problems.append(str(error))
             continue
-        is_choice = chooses_file(parsed.key_or_group)
+        name = parsed.key_or_group
+        is_choice = chooses_file(name)
         if problem := check_override(parsed):
             problems.append(problem)
             has_files = has_files and not is_choice
+        elif name in GROUPS and not place.has_file(name, value := str(parsed.value())):
+            problems.append(unknown_choice(name, value))
+            has_files = False
         elif is_choice:
             choices.append(str(parsed.input_line))
         else:
@@ -139,38 +150,13 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
     always = [f"hydra.searchpath=[file://{place.extra_dir}]"] if place.extra_dir else []
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(place.folder), version_base="1.3"):
-        files, wrong = _files(place, always, choices)
-        problems += wrong
-        if files is None:
+        try:
+            files = _merged(place.name, [*always, *choices])
+        except _OBJECTIONS as error:
+            problems.append(f"{place.path} is unusable: {objection(error)}.")
             return Composition(None, tuple(problems))
         config, more = _with_overrides(files, given)
-    has_files = has_files and not wrong
     return Composition(config if has_files else None, (*problems, *more))
-
-
-def _files(
-    root: ConfigRoot, always: Sequence[str], choices: Sequence[str]
-) -> tuple[DictConfig | None, list[str]]:
-    """Return the files of a root without those that are missing, and the problems of choices."""
-    problems: list[str] = []
-    left = list(choices)
-    while True:
-        try:
-            return _merged(root.name, [*always, *left]), problems
-        except _OBJECTIONS as error:
-            missing = getattr(error, "missing_cfg_file", None)
-            files = {each: "/".join(_choice(each)) for each in left}
-            wrong = next((each for each, file in files.items() if file == missing), None)
-            if wrong is None:
-                return None, [*problems, f"{root.path} is unusable: {objection(error)}."]
-        left.remove(wrong)
-        problems.append(unknown_choice(*_choice(wrong)))
-
-
-def _choice(word: str) -> tuple[str, str]:
-    """Return the group and the file that an override names."""
-    group, _, value = word.partition("=")
-    return group, value.strip("'\"")
 
 
 def _merged(name: str, choices: Sequence[str]) -> DictConfig:

@@ -8,6 +8,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from export_scripts.suggest import closest, did_you_mean
+from export_scripts.values import shortened
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS, SECTIONS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
@@ -97,10 +98,9 @@ def unknown_choice(group: str, value: str) -> str:
     """Return that there is no such file."""
     known = files_of_group(group)
     aliases = CLUSTER_ALIASES if group == "cluster" else ()
-    return (
-        f"{group}={value}: unknown configuration{did_you_mean(value, [*known, *aliases])}; "
-        f"use one of {', '.join(known)}."
-    )
+    hint = did_you_mean(value, [*known, *aliases])
+    wrong = f"{group}={shortened(value)}: unknown configuration{hint}"
+    return f"{wrong}; use one of {', '.join(known)}."
 
 
 def unknown_key(word: str, key: str) -> str:

@@ -184,6 +184,7 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("~export.run.time_limit", "export.run.time_limit cannot be removed"),
         ("export=null", "export=null: unknown configuration"),
         ("export=[]", "export=[]: unknown configuration"),
+        (f"export={'x' * 5000}", f"export={'x' * 60}...{'x' * 20}: unknown configuration"),
         ("deploy=[default]", "deploy=[default]: unknown configuration"),
         ("export.run=null", "export.run=null: export.run is a section; set one of its keys"),
         ("cluster=null", "cluster=null: unknown configuration"),
