@@ -201,7 +201,7 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
     with socket.create_connection((host, port), timeout=_GREETING_S) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.settimeout(None)
-        connection = _greeted(end, key, is_server=False)
+        connection, address = _greeted(end, key, is_server=False), end.getsockname()[0]
     lock = threading.Lock()
 
     def answer(*message: Any) -> Any:
@@ -216,7 +216,7 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
     connect = partial(connect_store, host, port, key, timeout_s=timeout_s)
-    return KeyedStore(answer, connect, connection.getsockname()[0], timeout_s)
+    return KeyedStore(answer, connect, address, timeout_s)
 
 
 def _greeted(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:
