@@ -34,7 +34,7 @@ from inference.backend.requests import (
     Responses,
     Submitted,
 )
-from inference.backend.triton_model import TritonEngineModel
+from inference.backend.triton_model import TritonModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
@@ -59,7 +59,7 @@ _FAILURES: dict[type[Exception], tuple[str, str]] = {
 }
 
 
-class EngineModel(TritonEngineModel):
+class EngineModel(TritonModel):
     """Base of the models with an engine; they add `engine_class` and `submit`.
 
     `engine_class` is `module:class`; the module imports torch. `served_by` has the types of weights
@@ -159,10 +159,7 @@ class EngineModel(TritonEngineModel):
     async def infer(
         self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
     ) -> Responses:
-        """Yield the responses, each with whether it is the last. Raises ModelError.
-
-        Closing it gives the request up. `queued` gets the seconds before its first slot.
-        """
+        """Yield the responses, see `TritonModel`."""
         if request.is_canary:
             self._check_progress()
         began = time.perf_counter()

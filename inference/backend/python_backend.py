@@ -41,7 +41,7 @@ class GenerationModel(EngineModel):
 
     def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         """Queue a request, see `EngineModel`."""
-        tensors, turn = request.tensors, request.turn
+        tensors, turn = request.tensors, request.turn if self.interactive else None
         if self.interactive:
             # All have one more axis, of size 1, in front.
             tensors = {name: value[0] for name, value in tensors.items()}

@@ -1,16 +1,39 @@
 """Base of the models that answer each request at once, such as the text models."""
 
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
 from inference.backend.arguments import ModelArguments, RequestInputs
-from inference.backend.requests import Array, Tensors
-from inference.backend.triton_model import TritonTensorModel
+from inference.backend.requests import (
+    Array,
+    InferRequest,
+    ModelError,
+    ModelHost,
+    Responses,
+    Tensors,
+)
+from inference.backend.triton_model import TritonModel
 from inference.decoding.rows import SessionTurn
 
+# Larger requests run in a process of their own, where there is one: they may take seconds, in which
+# some tokenizers keep Python's lock.
+_INLINE_BYTES = 16 << 10
 
-class TensorModel(TritonTensorModel):
-    """A model that answers each request at once; subclasses add `setup` and `run`."""
 
-    def load(self, arguments: ModelArguments) -> None:
-        """Load the model. Raises ValueError if that is impossible."""
+class TensorModel(TritonModel):
+    """A model that answers each request at once; subclasses add `setup` and `run`.
+
+    Attributes:
+        apart: answers a request, whose size in bytes it gets too, as `answer` does, in another
+            process; None without one.
+    """
+
+    apart: Callable[[InferRequest, int], Awaitable[dict[str, Array]]] | None = None
+
+    def load(self, arguments: ModelArguments, host: ModelHost | None = None) -> None:
+        """Load the model, see `TritonModel`."""
+        del host
         self.interactive = arguments.flag("interactive")
         self.setup(arguments)
 
@@ -39,3 +62,26 @@ class TensorModel(TritonTensorModel):
             continues=turn is not None and not turn.starts,
         )
         return {name: value[None] for name, value in outputs.items()}
+
+    async def infer(
+        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
+    ) -> Responses:
+        """Yield the response, see `TritonModel`."""
+        del queued  # it did not wait
+        try:
+            if self.apart is not None and (size := _size_bytes(request.tensors)) > _INLINE_BYTES:
+                outputs = await self.apart(request, size)
+            else:
+                outputs = self.answer(request.tensors, request.turn)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
+        except Exception as error:  # whatever it is, it is this request's answer alone
+            raise ModelError(str(error) or type(error).__name__, "INTERNAL") from None
+        yield outputs, True
+
+
+def _size_bytes(tensors: Mapping[str, Array]) -> int:
+    return sum(
+        sum(map(len, each.reshape(-1))) if each.dtype == object else each.nbytes
+        for each in tensors.values()
+    )

@@ -20,7 +20,7 @@ import numpy as np
 
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance
-from inference.backend.requests import Array, InferRequest, ModelError, Responses
+from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Responses
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
 
@@ -231,47 +231,48 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
     return initialize
 
 
-class TritonTensorModel:
-    """The methods that Triton calls of a model that answers each request at once."""
+class TritonModel:
+    """A model of either server: this project's own calls `load`, `infer` and `close`.
 
-    @with_readable_errors
-    def initialize(self: Any, args: Args) -> None:
-        """Load the model (called by Triton)."""
-        self.load(triton_arguments(args))
+    Triton calls the other methods.
 
-    def execute(self: Any, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests (called by Triton)."""
-        found = []
-        for request in requests:
-            tensors = _request_tensors(request, ())
-            turn = _turn(request, tensors) if self.interactive else None
-            try:
-                outputs = self.answer(tensors, turn)
-            except ValueError as error:
-                found.append(error_response(str(error)))
-            except Exception as error:  # any failure is this request's, not its neighbours'
-                found.append(error_response(str(error) or type(error).__name__, "INTERNAL"))
-            else:
-                found.append(response(outputs, request.requested_output_names()))
-        return found
+    Attributes:
+        decoupled: whether a request may have several responses.
+        interactive: whether requests may belong to sessions.
+        bf16_inputs: names of the inputs that arrive as BF16.
+    """
 
-
-class TritonEngineModel:
-    """The methods that Triton calls of a model with an engine."""
-
+    decoupled = interactive = False
+    bf16_inputs: Collection[str] = ()
     _host: TritonHost
 
+    def load(self, arguments: ModelArguments, host: ModelHost) -> None:
+        """Load the model. Raises ValueError if that is impossible."""
+        raise NotImplementedError
+
+    def infer(
+        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
+    ) -> Responses:
+        """Yield the responses, each with whether it is the last. Raises ModelError.
+
+        Closing it gives the request up. `queued` gets the seconds that an engine kept it waiting.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the model has started."""
+
     @with_readable_errors
-    def initialize(self: Any, args: Args) -> None:
-        """Start the engine (called by Triton).
+    def initialize(self, args: Args) -> None:
+        """Load the model (called by Triton).
 
         Of a ValueError Triton reports the message, and the model stays unavailable.
         """
         self._host = TritonHost(args["model_name"])
         self.load(triton_arguments(args), self._host)
 
-    def execute(self: Any, requests: Sequence[Any]) -> None:
-        """Queue requests (called by Triton); None means that the answers follow later."""
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Answer requests (called by Triton); None means that the answers follow later."""
         for each in requests:
             tensors = _request_tensors(each, self.bf16_inputs)
             request = InferRequest(
@@ -283,7 +284,7 @@ class TritonEngineModel:
             sender, answers = each.get_response_sender(), self.infer(request)
             self._host.start(self._host.answer(answers, request, sender, streams=self.decoupled))
 
-    def finalize(self: Any) -> None:
-        """Stop the engine (called by Triton)."""
+    def finalize(self) -> None:
+        """End the model (called by Triton)."""
         self.close()
         self._host.close()

@@ -1,13 +1,15 @@
 """The link between a server and its owner; without an owner the server ends.
 
 The owner sends the settings as a record, and later the order RELOAD: to serve the repository as it
-is now in the place of what was loaded. The server sends events as lines of text: nothing that it
-sends could run in its owner.
+is now in the place of what was loaded. The server sends objects of JSON, so that nothing can run in
+its owner: `says`, a line on the progress of the start; `models`, their names once they are ready;
+`failures`, why it cannot serve; `lost`, why it is about to end; `kept`, why the repository that was
+served is served on; `used`, the Unix time of the latest request of a client.
 """
 
 import asyncio
 import contextlib
-import enum
+import json
 import signal
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -63,17 +65,6 @@ class HostSettings:
     canaries: CanaryTimes
 
 
-class Event(enum.Enum):
-    """The first word of what a server sends its owner; a text follows it."""
-
-    SAYS = "says"  # a line on the progress of the start
-    READY = "ready"  # the names of the models
-    FAILED = "failed"  # the reasons, a list of JSON
-    LOST = "lost"  # why it is about to end
-    USED = "used"  # a client has asked
-    KEPT = "kept"  # why the repository that was served is served on
-
-
 class OwnerLink:
     """The server's end of the connection; without its owner the process ends after a moment.
 
@@ -109,7 +100,8 @@ class OwnerLink:
             return
         self.reload.set()
 
-    def tell(self, event: Event, about: object = "") -> None:
-        """Send an event to the owner, if there still is one."""
+    def tell(self, **news: object) -> None:
+        """Send news to the owner, if there still is one."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(f"{event.value} {about}".encode(errors="replace"))
+            text = json.dumps(news, ensure_ascii=False)
+            self._connection.send_bytes(text.encode(errors="replace"))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any, TypeAlias
+from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as schema
 
 from inference.backend.engine_model import EngineModel
 from inference.backend.requests import Array, InferRequest, ModelError, Responses
-from inference.backend.tensor_model import TensorModel
+from inference.backend.triton_model import TritonModel
 from inference.decoding.rows import SessionTurn
-from inference.front.guard import RejectedError
 from inference.front.tracing import describe_model
 from inference.host.calls import InferError
 from inference.host.statistics import ModelStatistics
@@ -27,11 +26,6 @@ _SHAPE_NOTE = (
     "docs for more info on max_batch_size."
 )
 _REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMENT": "BACKEND"}
-# Requests to text models that are larger run in a process of their own: they may take seconds, in
-# which some tokenizers keep Python's lock.
-_INLINE_BYTES = 16 << 10
-
-Apart: TypeAlias = Callable[..., Awaitable[dict[str, Array]]]
 
 
 @dataclass(frozen=True)
@@ -240,17 +234,15 @@ class HostedModel:
         return replace(request, tensors=request.tensors | changed) if changed else request
 
 
-class HostedEngine(HostedModel):
-    """A model with an engine, or several instances, which take requests in turn."""
+class HostedInstances(HostedModel):
+    """A model in this process: its instances, which take requests in turn."""
 
-    def __init__(self, config: Any, version: str, instances: Sequence[EngineModel]) -> None:
+    def __init__(self, config: Any, version: str, instances: Sequence[TritonModel]) -> None:
         super().__init__(config, version)
         self.instances = tuple(instances)
         self._turns = cycle(self.instances)
 
     async def _answer(self, request: InferRequest) -> Responses:
-        if not self.keeps_sessions:
-            request = replace(request, turn=None)
         wanted = self.wanted(request)
 
         def queued(seconds: float) -> None:
@@ -266,41 +258,12 @@ class HostedEngine(HostedModel):
         except ModelError as error:
             raise InferError(str(error), error.code) from None
 
-    def _instance(self, request: InferRequest) -> EngineModel:
+    def _instance(self, request: InferRequest) -> TritonModel:
         """Return an instance: of a session the one that has it."""
-        if request.turn is None:
+        if request.turn is None or not self.keeps_sessions:
             return next(self._turns)
-        found: EngineModel = self.sessions.take(request.turn, lambda: next(self._turns))
+        found: TritonModel = self.sessions.take(request.turn, lambda: next(self._turns))
         return found
-
-
-class HostedTexts(HostedModel):
-    """A model that answers at once, such as one that encodes texts."""
-
-    def __init__(self, config: Any, version: str, model: TensorModel, apart: Apart) -> None:
-        """Take a loaded model, and the way to run it in a process of its own."""
-        super().__init__(config, version)
-        self._model, self._apart = model, apart
-
-    async def _answer(self, request: InferRequest) -> Responses:
-        try:
-            if (size_bytes := _size_bytes(request.tensors)) > _INLINE_BYTES:
-                outputs = await self._apart(request.tensors, request.turn, size_bytes=size_bytes)
-            else:
-                outputs = self._model.answer(request.tensors, request.turn)
-        except (ValueError, RejectedError) as error:
-            raise InferError(str(error)) from None
-        except Exception as error:  # whatever it is, it is this request's answer alone
-            raise InferError(str(error) or type(error).__name__, "INTERNAL") from None
-        wanted = self.wanted(request)
-        yield {name: value for name, value in outputs.items() if name in wanted}, True
-
-
-def _size_bytes(tensors: Mapping[str, Array]) -> int:
-    return sum(
-        sum(map(len, each.reshape(-1))) if each.dtype == object else each.nbytes
-        for each in tensors.values()
-    )
 
 
 class HostedEnsemble(HostedModel):
@@ -372,6 +335,6 @@ class HostedEnsemble(HostedModel):
 
 def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineModel]:
     """Yield the models with an engine, every instance."""
-    for each in models.values():
-        if isinstance(each, HostedEngine):
-            yield from each.instances
+    for model in models.values():
+        if isinstance(model, HostedInstances):
+            yield from (each for each in model.instances if isinstance(each, EngineModel))

@@ -7,13 +7,11 @@ after which to try again, and ends.
 import asyncio
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Coroutine
-from functools import partial
 from http import HTTPStatus
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +23,7 @@ from inference.front.context import FrontContext
 from inference.front.grpc_server import grpc_server
 from inference.front.guard import RejectedError
 from inference.front.http_server import Handler, http_server
-from inference.front.link import Event, HostSettings, OwnerLink
+from inference.front.link import HostSettings, OwnerLink
 from inference.front.request_log import with_ids
 from inference.front.tracing import close_tracer, tracer_of
 from inference.front.workers import Workers
@@ -154,7 +152,7 @@ class _Host:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
-        self._link.tell(Event.READY, " ".join(hosted.models))
+        self._link.tell(models=[*hosted.models])
         await self._watch(hosted)
         self._keep(_watch_loop())
         while True:
@@ -175,7 +173,7 @@ class _Host:
         self._canaries = Canaries(hosted, self._settings.canaries, leave=self._leave)
 
     async def _load(self, hosted: Hosted) -> None:
-        await hosted.load(self._mailbox, partial(self._link.tell, Event.SAYS))
+        await hosted.load(self._mailbox, lambda line: self._link.tell(says=line))
         if self._settings.openai is None:
             return
         from inference.host.openai import open_endpoint  # takes time to import
@@ -192,7 +190,7 @@ class _Host:
         self._keep(self._exchange(new))
         await asyncio.sleep(0)  # it has begun: requests go to the new one
         await self._watch(new)
-        self._link.tell(Event.READY, " ".join(new.models))
+        self._link.tell(models=[*new.models])
 
     async def _exchange(self, new: Hosted) -> None:
         await (await self._context.exchange(new)).close()
@@ -209,7 +207,7 @@ class _Host:
             new = Hosted(self._repository())
             await self._load(new)
         except Exception as error:  # whatever it was, the one that is there goes on
-            self._link.tell(Event.KEPT, str(error) or _ENDED)
+            self._link.tell(kept=str(error) or _ENDED)
             if new is not None:
                 await new.close()
             return None
@@ -231,7 +229,7 @@ class _Host:
     def _note_use(self) -> None:
         if (now := time.monotonic()) - self._noted_s > _USED_S:
             self._noted_s = now
-            self._link.tell(Event.USED)
+            self._link.tell(used=time.time())
         if self._link.stopped.is_set() and not self._context.current.open_sessions():
             raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
         if not self._context.current.models:
@@ -256,12 +254,12 @@ class _Host:
         """End the process once what the failed engine has answered is sent."""
         self._is_leaving = True
         sys.stderr.write(f"error: {reason}\n")
-        self._link.tell(Event.LOST, reason)
+        self._link.tell(lost=reason)
         sys.stderr.flush()
         asyncio.get_running_loop().call_later(_SEND_S, os._exit, 1)
 
     def _fail(self, error: Exception) -> int:
         sys.stderr.write(f"error: {error}\n")
         reasons = error.problems if isinstance(error, UnservedError) else (f"{error}",)
-        self._link.tell(Event.FAILED, json.dumps(reasons))
+        self._link.tell(failures=reasons)
         return 1

@@ -27,16 +27,16 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
 from inference.backend.instances import Instance
-from inference.backend.requests import Array, Tensors
+from inference.backend.requests import Array, InferRequest, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
+from inference.front.guard import RejectedError
 from inference.front.workers import Workers
 from inference.host.calls import Mailbox
 from inference.host.models import (
-    HostedEngine,
     HostedEnsemble,
+    HostedInstances,
     HostedModel,
-    HostedTexts,
     engines_of,
 )
 from inference.host.statistics import MetricRegistry
@@ -189,32 +189,37 @@ class Repository:
     def _loaded(self, name: str, mailbox: Mailbox, say: Callable[[str], None]) -> HostedModel:
         config, version = self.configs[name]
         say(f"loading {name}")
-        kind = _kind(self.folder / name, config)
+        host = EngineHost(name, self.registry, mailbox.post, self._leave)
         arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-        if isinstance(kind, TensorModel):
-            kind.load(ModelArguments(arguments, self.folder / name, version=version))
-            apart = partial(self._workers.run, answer_texts, self.texts_place(name))
-            found: HostedModel = HostedTexts(config, version, kind, apart)
-        else:
-            host = EngineHost(name, self.registry, mailbox.post, self._leave)
+        count, instances = 1, list[EngineModel | TensorModel]()
+        if _is_engine(self.folder / name, config):
             groups = arguments.get("instance_group") or [{}]
             count = sum(int(group.get("count", 1)) or 1 for group in groups)
-            engines = []
-            for number in range(count):
-                own = ModelArguments(
-                    arguments, self.folder / name, version=version, instance=Instance(number, count)
-                )
-                engine = _kind(self.folder / name, config)
-                assert isinstance(engine, EngineModel)
-                # A thread of its own, which may be confined to some cores. The kernel ends the
-                # processes that it starts when it ends.
-                thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}_{number}")
-                self._threads.append(thread)
-                thread.submit(engine.load, own, host).result()
-                engines.append(engine)
-            found = HostedEngine(config, version, engines)
+        for number in range(count):
+            own = ModelArguments(
+                arguments, self.folder / name, version=version, instance=Instance(number, count)
+            )
+            model = _kind(self.folder / name, config)
+            if isinstance(model, TensorModel):
+                model.apart = partial(self._apart, self.texts_place(name))
+            # A thread of its own, which may be confined to some cores. The kernel ends the
+            # processes that it starts when it ends.
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}_{number}")
+            self._threads.append(thread)
+            thread.submit(model.load, own, host).result()
+            instances.append(model)
         say(f"loaded {name}")
-        return found
+        return HostedInstances(config, version, instances)
+
+    async def _apart(
+        self, place: TextsPlace, request: InferRequest, size_bytes: int
+    ) -> dict[str, Array]:
+        """Answer a request to a text model in a process of its own. Raises ValueError."""
+        work = answer_texts, place, request.tensors, request.turn
+        try:
+            return await self._workers.run(*work, size_bytes=size_bytes)
+        except RejectedError as error:
+            raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import RELOAD, CanaryTimes, Event, HostSettings, TritonOptions
+from inference.front.link import RELOAD, CanaryTimes, HostSettings, TritonOptions
 from inference.server.process import ServedProcess
 from inference.server.processes import ServerWatch
 from inference.system.process_memory import memory_variables
@@ -45,13 +46,14 @@ class ModelServer(ServedProcess):
     canaries: CanaryTimes = field(default_factory=CanaryTimes)
 
     name = "the server"
+    # Of a server that has been started.
+    _link: HostLink = field(init=False)
+    _watch: ServerWatch = field(init=False)
 
     def __post_init__(self) -> None:
         if self.openai is not None:
             self.ports = {**self.ports, "openai": self.openai.port}
         super().__post_init__()
-        self._watch: ServerWatch | None = None
-        self._link: HostLink | None = None
 
     @property
     def openai_url(self) -> str | None:
@@ -88,7 +90,7 @@ class ModelServer(ServedProcess):
         process = self._start_process(
             _PROGRAM, [str(self.model_repository)], env=memory_variables(), cwd=_CHECKOUT
         )
-        self._link = HostLink(process.link)
+        self._link, self._watch = HostLink(process.link), ServerWatch(process.pid)
         triton = TritonOptions(self.log_path.absolute(), tuple(self.prefix), self.is_nvidias)
         settings = HostSettings(
             self._source(),
@@ -113,30 +115,26 @@ class ModelServer(ServedProcess):
         progress: Callable[[str], None],
         check: Callable[[], None],
     ) -> None:
-        process, link = self._process, self._link
-        assert process is not None
-        assert link is not None
+        link = self._link
         while not link.models:
             check()
-            if (status := process.poll()) is not None:
+            if (status := self.poll()) is not None:
                 link.read_all()
             for said in link.said():
                 progress(said)
-            if link.has_failed:
-                self._fail("the server cannot serve this repository:", link.failures)
+            if "failures" in link.news:
+                self._fail("the server cannot serve this repository:", link.news["failures"])
             if status is not None:
                 self._fail(f"the server ended with status {status} before it was ready:")
             if time.monotonic() > deadline:
                 self._fail(f"the server was not ready after {timeout_s:g} s:", link.loading())
             link.wait(_POLL_S)
         self.models = link.models
-        self._watch = ServerWatch(process.pid)
         progress("ready")
 
     def last_used(self) -> float:
         """Return the Unix time of the last request of a client."""
-        assert self._link is not None
-        return self._link.used
+        return float(self._link.news["used"])
 
     def reload(self, *, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Serve the repository as it is now; requests under way end where they began.
@@ -144,55 +142,48 @@ class ModelServer(ServedProcess):
         Raises ValueError if it cannot be served; what was loaded is served on.
         """
         link = self._link
-        assert link is not None
-        link.models, link.kept = (), ""
+        link.news |= {"models": [], "kept": ""}
         link.send(RELOAD)
         deadline = time.monotonic() + timeout_s
         try:
             while not link.models:
                 check()
-                if link.kept or self.poll() is not None or time.monotonic() > deadline:
-                    raise ValueError(link.kept or "the server did not load the new repository")
+                kept = link.news["kept"]
+                if kept or self.poll() is not None or time.monotonic() > deadline:
+                    raise ValueError(kept or "the server did not load the new repository")
                 link.wait(_POLL_S)
         finally:
-            link.models = link.models or self.models
-        self.models = link.models
+            self.models = link.models or self.models
 
     def _fault(self) -> str | None:
-        assert self._watch is not None
         return self._watch.loss()
 
     def _lost(self) -> str:
-        if self._link is None:
-            return ""
         if self.poll() is not None:
             self._link.read_all()
-        return self._link.lost
+        return str(self._link.news.get("lost", ""))
 
 
 class HostLink:
-    """The owner's end of the connection to a server: orders there, events back.
+    """The owner's end of the connection to a server: orders there, news back.
 
     Attributes:
-        models: those that are served, none before they are ready.
-        has_failed: whether it cannot serve, and `failures` why, as far as it knows.
-        lost: why it is about to end.
-        kept: why it has not loaded another repository.
-        used: Unix time of the last request.
+        news: the latest of each kind, see `inference.front.link`.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.models: tuple[str, ...] = ()
-        self.failures: tuple[str, ...] = ()
-        self.lost = self.kept = ""
-        self.has_failed = False
-        self.used = time.time()
+        self.news: dict[str, Any] = {"models": [], "used": time.time()}
         self._connection = connection
         self._changed = threading.Condition()
         self._said: list[str] = []
         self._loading: list[str] = []
         self._reader = threading.Thread(target=self._read, name="host", daemon=True)
         self._reader.start()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that are served, none before they are ready."""
+        return tuple(sorted(self.news["models"]))
 
     def send(self, record: object) -> None:
         """Send an order."""
@@ -204,7 +195,7 @@ class HostLink:
         self._reader.join(_END_S)
 
     def wait(self, limit_s: float) -> None:
-        """Wait for an event."""
+        """Wait for news."""
         with self._changed:
             self._changed.wait(limit_s)
 
@@ -220,28 +211,18 @@ class HostLink:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                word, _, about = self._connection.recv_bytes().decode().partition(" ")
+                news = json.loads(self._connection.recv_bytes())
                 with self._changed:
-                    self._take(Event(word), about)
+                    if "says" in news:
+                        self._note(news["says"])
+                    self.news |= news
                     self._changed.notify_all()
 
-    def _take(self, event: Event, about: str) -> None:
-        if event is Event.SAYS:
-            does, _, model = about.partition(" ")
-            if does == "loading":
-                self._loading.append(model)
-            elif model in self._loading:
-                self._loading.remove(model)
-            # A model that has loaded does not hide those that still load.
-            self._said.append(f"loading {', '.join(self._loading)}" if self._loading else about)
-        elif event is Event.READY:
-            self.models = tuple(sorted(about.split(" ")))
-        elif event is Event.USED:
-            self.used = time.time()
-        elif event is Event.FAILED:
-            self.failures = tuple(json.loads(about))
-            self.has_failed = True
-        elif event is Event.LOST:
-            self.lost = about
-        elif event is Event.KEPT:
-            self.kept = about
+    def _note(self, line: str) -> None:
+        does, _, model = line.partition(" ")
+        if does == "loading":
+            self._loading.append(model)
+        elif model in self._loading:
+            self._loading.remove(model)
+        # A model that has loaded does not hide those that still load.
+        self._said.append(f"loading {', '.join(self._loading)}" if self._loading else line)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from inference.backend.arguments import RequestInputs
-from inference.backend.requests import Tensors
+from inference.backend.requests import InferRequest, ModelError, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.backend.text_models import Postprocessing, Preprocessing, QueryTokenizer
 from inference.backend.triton_model import triton_arguments
@@ -242,26 +241,27 @@ def test_an_input_of_another_shape_than_the_tokens_is_named(
         _texts(_loaded(Postprocessing(), arguments), [[[97], [98]]], **values)
 
 
-def test_a_failure_of_one_request_is_not_that_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "words", "code"),
+    [(0, "integer division or modulo by zero", "INTERNAL"), (-1, "it is negative", None)],
+)
+def test_a_request_that_fails_has_an_answer_of_its_own(
+    value: int, words: str, code: str | None
+) -> None:
     class Failing(TensorModel):
         def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+            if tensors["x"] < 0:
+                raise ValueError("it is negative")
             return {"OUTPUT": np.array([1 // int(tensors["x"])])}
 
-    backend = SimpleNamespace(
-        InferenceResponse=lambda tensors=None, error=None: tensors or error,
-        Tensor=lambda _, value: value,
-        TritonError=type("TritonError", (str,), {"INTERNAL": 13, "__new__": lambda _, *each: each}),
-    )
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    tensors = [[SimpleNamespace(name=lambda: "x", as_numpy=lambda x=x: x)] for x in (0, 1)]
-    requests = [
-        SimpleNamespace(inputs=lambda each=each: each, requested_output_names=lambda: ["OUTPUT"])
-        for each in tensors
-    ]
-    model = Failing()
-    model.interactive = False
-    failed, _ = model.execute(requests)
-    assert failed == ("integer division or modulo by zero", 13)
+    async def ask(value: int) -> list[Any]:
+        request = InferRequest({"x": np.array(value)})
+        return [each async for each in Failing().infer(request)]
+
+    with pytest.raises(ModelError) as caught:
+        asyncio.run(ask(value))
+    assert (str(caught.value), caught.value.code) == (words, code or "INVALID_ARGUMENT")
+    assert asyncio.run(ask(1)) == [({"OUTPUT": [1]}, True)]
 
 
 def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inference.front.guard import RejectedError
-from inference.front.link import CanaryTimes, Event
+from inference.front.link import CanaryTimes
 from inference.host.process import _Host, serve_host
 from inference.host.repository import UnservedError
 
@@ -44,7 +44,7 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
         host._link.reload = asyncio.Event()
         following = asyncio.create_task(host._follow())
         for count in (1, 2, 3):
-            while events.count((Event.READY, "")) < count:
+            while events.count({"models": []}) < count:
                 await asyncio.sleep(0)
             host._link.reload.set()
         following.cancel()
@@ -54,13 +54,13 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
 
 def host_that_loads(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
-) -> tuple[_Host, list[tuple[Event, str]]]:
+) -> tuple[_Host, list[dict[str, Any]]]:
     """Return a server whose models load by a function, and what it reports to its owner."""
     settings: Any = SimpleNamespace(triton=object(), openai=None, canaries=CanaryTimes())
     connection: Any = None
     host = _Host(settings, connection)
-    events: list[tuple[Event, str]] = []
-    link = SimpleNamespace(tell=lambda event, about="": events.append((event, about)))
+    events: list[dict[str, Any]] = []
+    link = SimpleNamespace(tell=lambda **news: events.append(news))
     monkeypatch.setattr(host, "_link", link, raising=False)
     monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
     monkeypatch.setattr(host, "_load", load)
@@ -78,9 +78,8 @@ def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.Mo
 
     host, events = host_that_loads(monkeypatch, load)
     asyncio.run(host._reload())
-    ((event, words),) = events
-    assert event == Event.KEPT
-    assert words
+    (event,) = events
+    assert event["kept"]
 
 
 def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,7 @@ def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
         asyncio.run(host._follow())
-    assert [event for event, _ in events] == [Event.FAILED]
+    assert [[*event] for event in events] == [["failures"]]
 
 
 def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:

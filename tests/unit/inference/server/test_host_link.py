@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from multiprocessing import Pipe
 
 from inference.server.server import HostLink
@@ -11,7 +12,7 @@ def test_models_that_still_load_are_shown_until_the_last() -> None:
     own, other = Pipe()
     link = HostLink(own)
     for line in ("loading engine", "loading texts", "loaded texts", "loaded engine"):
-        other.send_bytes(b"says " + line.encode())
+        other.send_bytes(json.dumps({"says": line}).encode())
     other.close()
     link.read_all()
     engine, both = "loading engine", "loading engine, texts"
