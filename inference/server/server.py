@@ -46,7 +46,7 @@ class ModelServer(ServedProcess):
     canaries: CanaryTimes = field(default_factory=CanaryTimes)
 
     name = "the server"
-    # Of a server that has been started.
+    # These are set once a server is started.
     _link: HostLink = field(init=False)
     _watch: ServerWatch = field(init=False)
 
