@@ -165,21 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     accept_any_text()
     try:
-        if len(options.runs) < 2:
-            raise ValueError("name at least two runs.")
         if options.gate is None and options.bound:
             raise ValueError("--bound is for --gate: name its folder, too.")
         if options.gate is not None and options.output is not None:
             raise ValueError("--gate writes a page into its folder: leave --output out.")
-        paths = [path / REPORT_JSON if path.is_dir() else path for path in options.runs]
-        if missing := [path for path in paths if not path.is_file()]:
-            raise ValueError(f"there is no report at {missing[0]}; name a report.json's folder.")
-        found = [(path.parent.name, read_run(path)) for path in paths]
-        runs = dict(found)
-        if len(runs) < len(found):
-            runs = {run[0].run_id: run for _, run in found}
-        if len(runs) < 2:
-            raise ValueError("they are one and the same run; name another one.")
+        runs = _read(options.runs)
         if options.gate is not None:
             bounds, problems = parse_bounds(
                 dict(each.partition("=")[::2] for each in options.bound)
@@ -187,21 +177,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if problems:
                 raise ValueError("\n".join(problems))
             text, status = decide(runs, bounds, options.gate)
-            print(text)  # noqa: T201 - this is the command's output
-            return status
-        first, *others = runs.values()
-        compared = [compare_runs(first, each) for each in others]
-        shown = SideBySide(first[0].run_id, first[0], compared)
-        print(_for_terminal(shown))  # noqa: T201 - this is the command's output
-        if options.output is not None:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(options.output, shown.page().html())
-            print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
+        else:
+            first, *others = runs.values()
+            compared = [compare_runs(first, each) for each in others]
+            shown = SideBySide(first[0].run_id, first[0], compared)
+            text, status = _for_terminal(shown), EXIT_PASS
+            if options.output is not None:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(options.output, shown.page().html())
+                text += f"\n\npage: {options.output}"
     except (ValueError, OSError, ImportError) as error:
         text = str(error).replace("evaluate.gate.", "--bound ")
         print(f"error: {text}", file=sys.stderr)  # noqa: T201 - this is the command's output
         return 2
-    return EXIT_PASS
+    print(text)  # noqa: T201 - this is the command's output
+    return status
+
+
+def _read(runs: Sequence[Path]) -> dict[str, Run]:
+    """Return reports, named by their folders, or by their ids where folders have one name.
+
+    Raises:
+        ValueError: there are not two, or one is not there or damaged.
+    """
+    paths = [(each / REPORT_JSON if each.is_dir() else each).absolute() for each in runs]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ValueError(f"there is no report at {missing[0]}; name a report.json's folder.")
+    found = {path: read_run(path) for path in paths}
+    named: dict[str, Run] = {path.parent.name: run for path, run in found.items()}
+    if len(named) < len(found):
+        named = {run[0].run_id: run for run in found.values()}
+    if len(named) < 2:
+        raise ValueError("name at least two runs, which are not the same.")
+    return named
 
 
 if __name__ == "__main__":

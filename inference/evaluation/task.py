@@ -114,9 +114,8 @@ class Metric:
         key: its short name among the metrics of its task, as evaluation harnesses write it.
         method: how it was measured, in one sentence.
         sample_value: the per-sample quantity that it is made of.
-        from_samples: whether those quantities alone give the value; BLEU needs the texts.
         scale: "mean" where the value is the mean of those quantities, "exp" where it is the
-            exponential of the mean's negative; empty where it is neither.
+            exponential of the mean's negative; empty where they alone do not give it, as of BLEU.
         weight: the per-sample quantity by which that mean is weighted, such as a number of tokens.
         group: the part of the data set that it covers; empty where it covers all.
         low, high: the ends of the 95% confidence interval.
@@ -134,7 +133,6 @@ class Metric:
     higher_is_better: bool = True
     method: str = ""
     sample_value: str = ""
-    from_samples: bool = True
     scale: str = ""
     weight: str = ""
     group: str = ""

@@ -21,7 +21,7 @@ DOCUMENTS = (
     "pytriton.md",
 )
 # Commands that need the reader's files or ask a cluster; each is tested elsewhere.
-NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'", "margin:")
+NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'")
 
 
 def planned() -> list[str]:

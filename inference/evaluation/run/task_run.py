@@ -86,7 +86,7 @@ class TaskRun:
         known = [
             metric.name
             for metric in self.report.metrics
-            if metric.from_samples
+            if metric.scale
             and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
         ]
         values = reference.figures(self.report.name, self.report.dataset)

@@ -192,7 +192,6 @@ class HarnessTask(Task):
             higher_is_better=bool(higher),
             method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {version(_PACKAGE)}",
             sample_value=self._group(figure),
-            from_samples=False,
         )
 
     def _manager(self) -> Any:

@@ -167,7 +167,6 @@ class Identity(Task):
                     higher_is_better=False,
                     method=method,
                     sample_value=name,
-                    from_samples=is_mean,
                 )
             )
         if all(TOKENS in each.values for each in found):

@@ -95,7 +95,6 @@ def corpus_bleu(predictions: Sequence[Prediction]) -> Metric:
         unit="BLEU",
         method="sacrebleu's corpus score, 0 to 100",
         sample_value="translation_sentence_bleu",
-        from_samples=False,
     )
 
 

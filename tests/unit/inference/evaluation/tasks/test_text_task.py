@@ -254,7 +254,7 @@ def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_mo
     assert found.predictions[0].answer == "Guten Morgen."
     (metric,) = found.report.metrics
     assert 0 < metric.value < 100
-    assert not metric.from_samples
+    assert metric.scale == ""
     assert found.report.requests.generated == 2 * 13
 
 
