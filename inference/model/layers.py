@@ -20,8 +20,9 @@ from inference.model.step import Step, Tokens
 from inference.parallel.gemm import Gemm, Product
 from inference.parallel.linear import AllReduce
 
-# A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E). One whose readers
-# are products gives many rows as `RoundedRows` where these are in FP8.
+# A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E); with the keywords
+# `onto` (N, E) and `factor` the former plus the factor times the norm. One whose readers are
+# products gives many rows as `RoundedRows` where these are in FP8.
 Normalise = Callable[..., Any]
 
 
@@ -42,12 +43,20 @@ def make_norm(
         return partial(norm, weight=weight, bias=bias, eps=eps, centred=centred, rounds=rounds)
     shape = list(weight.shape)
 
-    def normalise(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def normalise(
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        onto: torch.Tensor | None = None,
+        factor: float = 1.0,
+    ) -> torch.Tensor:
         x = x if residual is None else x + residual
         wide = x.to(weight.dtype)  # a scale is kept in fp32 where its rounding would matter
         if kind == "layernorm":
-            return functional.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)
-        return functional.rms_norm(wide, shape, weight, eps).to(x.dtype)
+            y = functional.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)
+        else:
+            y = functional.rms_norm(wide, shape, weight, eps).to(x.dtype)
+        return y if onto is None else torch.add(onto, y, alpha=factor)
 
     return normalise
 
@@ -223,10 +232,12 @@ class Sublayer(Generic[PartT]):
             y = self.part(h, step)
             y = y if self.adapter is None else self.adapter(y, step)
             x = x if len(x) == len(y) else kept(x, step)
-            if self.sum_norm is None:
-                x = torch.add(x, normalised(y, self.output_norm), alpha=self.scale)
-            else:
+            if self.sum_norm is not None:
                 x = self.sum_norm(y, x)
+            elif self.output_norm is not None:
+                x = self.output_norm(y, onto=x, factor=self.scale)
+            else:
+                x = torch.add(x, y, alpha=self.scale)
         is_bounded = self.bounded and x.dtype == torch.float16
         return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if is_bounded else x
 

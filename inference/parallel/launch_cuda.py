@@ -21,9 +21,14 @@ def _starts_early(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def is_native(x: torch.Tensor) -> bool:
+    """Whether kernels on the device of `x` may have instructions of NVIDIA's GPUs."""
+    return x.is_cuda and torch.version.cuda is not None
+
+
 def launch_options(x: torch.Tensor) -> dict[str, Any]:
     """Return the launch arguments of a kernel with a constant EARLY on the device of `x`."""
-    if x.is_cuda and torch.version.cuda is not None and _starts_early(x.device.index):
+    if is_native(x) and _starts_early(x.device.index):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

@@ -9,17 +9,23 @@ import triton
 import triton.language as tl
 
 from inference.parallel.epilogue import Epilogue, GemmActivation
-from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
+from inference.parallel.launch_cuda import (
+    is_native,
+    launch_options,
+    let_next_begin,
+    wait_for_earlier,
+)
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = tl.constexpr(448.0)  # what a row's largest value becomes
 # Rows up to which FP8 weights are widened within the product, and rows of x stay in 16 bits: a
 # layer's products of 4096 inputs and 14,336 inner ones take 72 us at 8 rows on an H200, 99 at 32,
-# with rounded rows by libraries 118.
-FEW_ROWS = 32
-# Values of a row that a program rounds at once, or pairs of them. On an H200 8000 rows of 4096 take
-# 33 us and of 14,336 pairs 201; pairs held in registers, to be read once, 215.
-_ROUNDED = {False: {"INPUTS": 2048, "num_warps": 8}, True: {"INPUTS": 2048, "num_warps": 16}}
+# where rounded rows take 74.
+FEW_ROWS = 16
+# Values of a row that a program rounds at once, or pairs of them, which it reads once. On an H200
+# 8000 rows of 4096 take 24 us and of 14,336 pairs 141, 8 us more than their bytes; pairs that were
+# read and computed twice took 196.
+_ROUNDED = {False: {"INPUTS": 2048, "num_warps": 8}, True: {"INPUTS": 1024, "num_warps": 8}}
 # Weights of one output that a program widens.
 _WIDENED = {"INPUTS": 2048, "num_warps": 4}
 ACTIVATIONS: dict[GemmActivation | None, int] = {
@@ -49,11 +55,31 @@ class RoundedRows:
 
 
 @triton.jit
-def activated(y, ACTIVATION: tl.constexpr):
+def _sigmoid(y, NATIVE: tl.constexpr):
+    """Return 1 / (1 + exp(-y)), to 2 units of the last place."""
+    below = 1 + tl.exp(-y)
+    if NATIVE:
+        # A division takes some eight instructions, with which gates take longer to compute than to
+        # read.
+        share = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [below],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        share = 1 / below
+    return share
+
+
+@triton.jit
+def activated(y, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
     """Return the activation of sums y, by its number in `ACTIVATIONS`."""
     if ACTIVATION == 1:
         inner = 0.7978845608028654 * (y + 0.044715 * y * y * y)  # sqrt(2 / pi)
-        y = y * tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
+        y = y * _sigmoid(2 * inner, NATIVE)  # (1 + tanh(inner)) / 2
     if ACTIVATION == 2:
         # erfc to 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. The
         # library's takes 65 us for 12,288 rows of 3072 where reading and writing takes 37.
@@ -66,7 +92,7 @@ def activated(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == 3:
         y = tl.maximum(y, 0.0)
     if ACTIVATION == 4:
-        y = y * tl.sigmoid(y)
+        y = y * _sigmoid(y, NATIVE)
     if ACTIVATION == 5:
         y = tl.maximum(y, 0.0)
         y *= y
@@ -118,18 +144,24 @@ def store_scale(largest, spoilt, scale_at):
 
 @triton.jit
 def finished_values(
-    x_at, first, inputs, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr
+    x_at,
+    first,
+    inputs,
+    INPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Return (INPUTS,) fp32: the activation of values, or of pairs of a gate and another."""
     if GATED:
         place = 2 * first + tl.arange(0, 2 * INPUTS)
         pairs = tl.load(x_at + place, mask=place < 2 * inputs, other=0.0).to(tl.float32)
         gate, linear = tl.split(tl.reshape(pairs, (INPUTS, 2)))
-        x = activated(gate, ACTIVATION) * linear
+        x = activated(gate, ACTIVATION, NATIVE) * linear
     else:
         place = first + tl.arange(0, INPUTS)
         x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
-        x = activated(x, ACTIVATION)
+        x = activated(x, ACTIVATION, NATIVE)
     return x
 
 
@@ -141,27 +173,31 @@ def _round_rows(
     x_stride,
     inputs,
     INPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of INPUTS that a row has
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Round a row, which is read once and held in registers."""
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     x_at += row * x_stride
     digits_at += row * inputs
     wait_for_earlier(EARLY)
+    held = ()
     most = tl.zeros((INPUTS,), tl.float32)
     spoilt = tl.zeros((INPUTS,), tl.float32)
-    for first in range(0, inputs, INPUTS):
-        x = finished_values(x_at, first, inputs, INPUTS, ACTIVATION, GATED)
+    for chunk in tl.static_range(CHUNKS):
+        x = finished_values(x_at, chunk * INPUTS, inputs, INPUTS, ACTIVATION, GATED, NATIVE)
         most = tl.maximum(most, tl.abs(x))
         spoilt += x * 0.0
+        held += (x,)
     largest = tl.max(most, 0)
     store_scale(largest, tl.sum(spoilt, 0), scale_at + row)
-    for first in range(0, inputs, INPUTS):  # read again, from the cache
-        place = first + tl.arange(0, INPUTS)
-        x = finished_values(x_at, first, inputs, INPUTS, ACTIVATION, GATED)
-        store_rounded(x, largest, place < inputs, digits_at + place)
+    for chunk in tl.static_range(CHUNKS):
+        place = chunk * INPUTS + tl.arange(0, INPUTS)
+        store_rounded(held[chunk], largest, place < inputs, digits_at + place)
 
 
 def empty_rounded(count: int, inputs: int, x: torch.Tensor) -> RoundedRows:
@@ -179,12 +215,14 @@ def round_rows(x: torch.Tensor, epilogue: Epilogue = Epilogue()) -> RoundedRows:
     """
     count, width = x.shape
     rounded = empty_rounded(count, width // 2 if epilogue.gated else width, x)
-    inputs = rounded.digits.shape[1]
+    inputs, options = rounded.digits.shape[1], _ROUNDED[epilogue.gated]
     _round_rows[(count,)](
         *(x, rounded.digits, rounded.scale, x.stride(0), inputs),
         ACTIVATION=ACTIVATIONS[epilogue.activation],
         GATED=epilogue.gated,
-        **_ROUNDED[epilogue.gated],
+        NATIVE=is_native(x),
+        CHUNKS=triton.cdiv(inputs, options["INPUTS"]),
+        **options,
         **launch_options(x),
     )
     return rounded
@@ -205,7 +243,6 @@ def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     """Return the weights (O, I) that 8-bit ones and their scales (O,) stand for."""
     outputs, inputs = weight.shape
     wide = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    native = weight.is_cuda and torch.version.cuda is not None
     grid = (outputs, triton.cdiv(inputs, _WIDENED["INPUTS"]))
-    _widen[grid](weight, scale, wide, inputs, NATIVE=native, **_WIDENED)
+    _widen[grid](weight, scale, wide, inputs, NATIVE=is_native(weight), **_WIDENED)
     return wide

@@ -36,8 +36,10 @@ def rounded_fp8(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu_erf", "relu", "relu2", "silu"])
 @pytest.mark.parametrize("inputs", [48, 2512])  # less and more than one tile
-# A kernel for one, one for some, and libraries.
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 51), (5, 51), (20, 51), (150, 51), (150, 64)])
+# A kernel for one, one for some, which may be rounded, and libraries.
+@pytest.mark.parametrize(
+    ("rows", "outputs"), [(1, 51), (5, 51), (20, 51), (60, 64), (150, 51), (150, 64)]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_equal_those_of_single_precision(
     form: GemmOptions,
@@ -59,7 +61,7 @@ def test_products_equal_those_of_single_precision(
         wide = (numbers.float() * scale[:, None]).t()
     elif form.fp8:
         wide = rounded_fp8(weight.cuda().float().t()).t().cpu()
-    rounds = form.fp8 and rows > 32 and outputs % 16 == 0  # else rows stay in 16 bits
+    rounds = form.fp8 and rows > 16 and outputs % 16 == 0  # else rows stay in 16 bits
     if rounds:
         taken = rounded_fp8(taken)
     # 8 units of fp16's 2**-11 and 10 of bf16's 2**-8: the numbers that are added up, 1 to 4 large,
@@ -78,7 +80,7 @@ def test_products_equal_those_of_single_precision(
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "silu"])
-@pytest.mark.parametrize("rows", [1, 5, 20, 150])
+@pytest.mark.parametrize("rows", [1, 5, 20, 100, 150])
 # The last is Qwen2.5 1.5B's, whose programs share their inputs in 8 bits.
 @pytest.mark.parametrize("outputs", [35, 64, 8960])
 @pytest.mark.parametrize("form", FORMS)
@@ -95,7 +97,7 @@ def test_gated_products_equal_those_of_single_precision(
         wide, other = ((numbers.float() * scale[:, None]).t() for numbers, scale in rounded)
     elif form.fp8:
         wide, other = (rounded_fp8(weight.cuda().t()).t().cpu() for weight in (wide, other))
-    rounds = form.fp8 and rows > 32 and 2 * outputs % 16 == 0
+    rounds = form.fp8 and rows > 16 and 2 * outputs % 16 == 0
     if rounds:
         taken = rounded_fp8(taken)
     expected = Epilogue(None, activation).finish(taken @ wide + biases[0].float())
@@ -132,15 +134,16 @@ def test_batch_invariant_rows_have_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [60, 150])  # ours, and libraries
 @pytest.mark.parametrize("form", FORMS[2:])
 def test_fp8_rows_are_handed_from_product_to_product(
-    form: GemmOptions, dtype: torch.dtype, gated: bool, activation: GemmActivation
+    form: GemmOptions, rows: int, dtype: torch.dtype, gated: bool, activation: GemmActivation
 ) -> None:
     from inference.model.gpu.norm import norm
     from inference.parallel.rounding_cuda import RoundedRows
 
     torch.manual_seed(0)
-    x = torch.randn(150, 272, device="cuda", dtype=dtype)
+    x = torch.randn(rows, 272, device="cuda", dtype=dtype)
     scale = torch.rand(272, device="cuda", dtype=dtype)
     one, two = torch.randn(2, 272, 5024, device="cuda", dtype=dtype) / 16
     down = torch.randn(5024, 48, device="cuda", dtype=dtype) / 70

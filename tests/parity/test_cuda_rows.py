@@ -42,6 +42,10 @@ def test_norms_equal_those_of_torch_for_every_number_of_rows(
         torch.testing.assert_close(whole.float(), expected, rtol=1e-3, atol=TOLERANCE[dtype])
         for rows in (1, 3, 64, 255, 257):
             assert of(x[:rows], None if residual is None else residual[:rows]).equal(whole[:rows])
+        joined = of(x, residual, onto=x, factor=0.5).float()
+        torch.testing.assert_close(
+            joined, x.float() + 0.5 * expected, rtol=1e-3, atol=2 * TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -36,6 +36,7 @@ from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules
 from inference.parallel.launch_cuda import (
+    is_native,
     launch_options,
     multiprocessors,
     shared_bytes,
@@ -194,6 +195,7 @@ class _Launch:
             WINDOW=rules.window(self.layer) or 0,
             SOFTCAP=rules.softcap or 0.0,
             TABLE=0 if table is None else table.shape[1],
+            NATIVE=is_native(self.query) and self.query.itemsize == 2,
         )
         return constants(record)
 
@@ -215,9 +217,9 @@ class _Launch:
         """Attend for the queries of some tiles, whose keys and values are all in the cache."""
         heads = self._heads(size)
         options = prompt_options(self.query, heads)
+        described = self._described(options["TOKENS"], heads.WIDTH)
         flash_attend_prompts[(len(tiles.slots), self.cache.shape.kv_head_num)](
-            *(replace(self, angles=None)._inputs(None), self._cached()),
-            self._described(options["TOKENS"], heads.WIDTH),
+            *(replace(self, angles=None)._inputs(None), self._cached(), described),
             *(tiles, self._scores()),
             *(self.y, self.y.stride(0), constants(heads)),
             **options,

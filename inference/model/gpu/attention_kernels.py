@@ -79,6 +79,7 @@ class Scores(NamedTuple):
     TABLE: Any = 0
     FIRST: Any = 0
     CAUSAL: Any = True
+    NATIVE: Any = False  # whether a cap's tanh is the processor's
 
 
 @triton.jit
@@ -108,11 +109,37 @@ def _turned(at, inside, inputs, angle, d):
 @triton.jit
 def _in_units_of_log_2(product, scores):
     """Return scores for products of queries and keys: scaled, capped, as exponents of 2."""
-    if scores.SOFTCAP > 0:  # cap * tanh(z) = cap - 2 * cap / (exp(2 * z) + 1)
+    if scores.SOFTCAP > 0:
         cap: tl.constexpr = scores.SOFTCAP * 1.4426950408889634
+        if scores.NATIVE:  # to 2**-11 of it
+            part = tl.inline_asm_elementwise(
+                "tanh.approx.f32 $0, $1;",
+                "=f,f",
+                [product * (scores.scale / scores.SOFTCAP)],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
+            )
+            return cap * part
+        # cap * tanh(z) = cap - 2 * cap / (exp(2 * z) + 1)
         power = tl.exp2(product * (scores.scale * (2 * 1.4426950408889634 / scores.SOFTCAP)))
         return cap - 2 * cap / (power + 1)
     return product * (scores.scale * _LOG2_E)
+
+
+@triton.jit
+def _biased(score, start, position, scores, head, TOKENS: tl.constexpr):
+    """Return scores of queries and of tokens from `start` on, with what their distance adds."""
+    if scores.bias_at is not None:
+        distance = position[:, None] - (start + tl.arange(0, TOKENS))[None, :]
+        if scores.TABLE > 0:
+            entry = tl.minimum(tl.maximum(distance - scores.FIRST, 0), scores.TABLE - 1)
+            entry += head[:, None] * scores.TABLE
+            score += tl.load(scores.bias_at + entry).to(tl.float32) * _LOG2_E
+        else:
+            slope = tl.load(scores.bias_at + head)
+            score -= (slope * _LOG2_E)[:, None] * distance.to(tl.float32)
+    return score
 
 
 @triton.jit
@@ -203,6 +230,9 @@ def _attend_keys(  # noqa: C901 - constants choose
     BLOCK: tl.constexpr = cached.BLOCK
     d = tl.arange(0, heads.WIDTH)[None, :]
     ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # TOKENS never lie in two
+    # Products alone are scaled as their largest is subtracted, by one instruction.
+    PLAIN: tl.constexpr = scores.bias_at is None and scores.SOFTCAP == 0
+    unit = scores.scale * _LOG2_E if PLAIN else 1.0
     zero = tl.full((), 0, tl.int32)  # Triton's interpreter divides no number of its own
     block = zero
     if ONE_BLOCK:
@@ -226,15 +256,10 @@ def _attend_keys(  # noqa: C901 - constants choose
             inside = there & (d < D) if MASKED else d < D
             keys = _loaded(cached.keys_at + at, inside, not MASKED and heads.WIDTH == D)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        score = _in_units_of_log_2(score, scores)
+        if not PLAIN:
+            score = _in_units_of_log_2(score, scores)
+            score = _biased(score, start, position, scores, head, TOKENS)
         distance = position[:, None] - token[None, :]
-        if scores.TABLE > 0:
-            entry = tl.minimum(tl.maximum(distance - scores.FIRST, 0), scores.TABLE - 1)
-            entry += head[:, None] * scores.TABLE
-            score += tl.load(scores.bias_at + entry).to(tl.float32) * _LOG2_E
-        elif scores.bias_at is not None:
-            slope = tl.load(scores.bias_at + head)
-            score -= (slope * _LOG2_E)[:, None] * distance.to(tl.float32)
         if MASKED:
             seen = (token < stop)[None, :]
             if scores.CAUSAL:
@@ -242,8 +267,8 @@ def _attend_keys(  # noqa: C901 - constants choose
             if scores.WINDOW > 0:
                 seen &= distance < scores.WINDOW
             score = tl.where(seen, score, -1e30)
-        new_largest = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - new_largest[:, None])
+        new_largest = tl.maximum(largest, tl.max(score, 1) * unit)
+        weight = tl.exp2(score * unit - new_largest[:, None])
         if MASKED and scores.WINDOW > 0:  # a row may see none of these
             weight = tl.where(seen, weight, 0.0)
         shrink = tl.exp2(largest - new_largest)

@@ -25,12 +25,14 @@ def _norm(
     residual_at,
     weight_at,
     bias_at,
+    onto_at,  # what the norm is added to
     y_at,
     scale_at,  # of rows that are rounded to 8 bits
     stride,
     number,
     size,
     eps,
+    factor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -55,6 +57,8 @@ def _norm(
     y *= weight
     if bias_at is not None:
         y += tl.load(bias_at + place, mask=inside, other=0.0).to(tl.float32)
+    if onto_at is not None:
+        y = y * factor + tl.load(onto_at + at, mask=inside, other=0.0).to(tl.float32)
     if scale_at is not None:
         y = tl.where(inside, y, 0.0)
         largest = tl.max(tl.max(tl.abs(y), 1), 0)
@@ -73,8 +77,12 @@ def norm(
     eps: float,
     centred: bool,
     rounds: bool = False,
+    onto: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> Any:
     """Return LayerNorm (`centred`) or RMSNorm of the sums of rows x and residual (N, E).
+
+    With `onto` (N, E) it is this plus `factor` times the norm.
 
     torch's take 6 us for 64 rows of 4096 on an H200, this one 2; for 8192 rows 54 and 35. Nothing
     depends on the number of rows: a row's result is the same to the bit among any others.
@@ -86,8 +94,9 @@ def norm(
     rounded = empty_rounded(len(x), x.shape[1], x) if rounds else None
     y = torch.empty_like(x) if rounded is None else rounded.digits
     _norm[(len(x), 1)](
-        *(x, None if residual is None else residual.contiguous(), weight, bias, y),
-        *(None if rounded is None else rounded.scale, x.shape[1], 1, x.shape[1], eps),
+        *(x, None if residual is None else residual.contiguous(), weight, bias),
+        *(None if onto is None else onto.contiguous(), y),
+        *(None if rounded is None else rounded.scale, x.shape[1], 1, x.shape[1], eps, factor),
         HEADS=1,
         WIDTH=triton.next_power_of_2(x.shape[1]),
         CENTRED=centred,
@@ -104,7 +113,7 @@ def norm_heads(heads: torch.Tensor, *, weight: torch.Tensor, eps: float) -> None
     width = triton.next_power_of_2(size)
     at_once = max(_NORMED_VALUES // width, 1)
     _norm[(count, triton.cdiv(number, at_once))](
-        *(heads, None, weight, None, heads, None, heads.stride(0), number, size, eps),
+        *(heads, None, weight, None, None, heads, None, heads.stride(0), number, size, eps, 1.0),
         HEADS=at_once,
         WIDTH=width,
         CENTRED=False,
