@@ -410,9 +410,10 @@ class CudaGemm:
 
     def _fused(self, x: Rows, residual: torch.Tensor | None) -> torch.Tensor:
         """Return activation(x W + bias) + residual by `_one_row` or `_some_rows`."""
-        dtype, row_scale = x.dtype, None
+        dtype: torch.dtype = x.dtype
+        row_scale: torch.Tensor | None = None
         if isinstance(x, RoundedRows):
-            x, row_scale = x.digits, x.scale
+            row_scale, x = x.scale, x.digits
         (rows, inputs), (weight, scale) = x.shape, (self.weight, self.scale)
         outputs, gated = len(weight), self.epilogue.gated
         x = x if x.stride(1) == 1 else x.contiguous()

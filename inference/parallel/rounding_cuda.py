@@ -192,7 +192,7 @@ def _round_rows(
         x = finished_values(x_at, chunk * INPUTS, inputs, INPUTS, ACTIVATION, GATED, NATIVE)
         most = tl.maximum(most, tl.abs(x))
         spoilt += x * 0.0
-        held += (x,)
+        held += (x,)  # type: ignore[assignment]
     largest = tl.max(most, 0)
     store_scale(largest, tl.sum(spoilt, 0), scale_at + row)
     for chunk in tl.static_range(CHUNKS):
