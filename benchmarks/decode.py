@@ -27,7 +27,7 @@ import timeit
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -133,7 +133,10 @@ def _peers(
 
 
 def _version(peer: str) -> str:
-    return "" if peer == "llama.cpp" else version({"vLLM": "vllm"}.get(peer, peer))
+    if peer == "llama.cpp":
+        return ""
+    # vLLM's build for CPUs has another name than its module.
+    return version(packages_distributions()[peer.lower()][0])
 
 
 def _measured(generate: Generate, prompts: Prompts, output_len: int) -> Times:
