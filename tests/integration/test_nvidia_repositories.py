@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
 
 from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 from inference.server.server import ModelServer
 from inference.system.ports import FREE_PORTS
+from tests.contract import tensors_of
 from tests.ft_folders import unpack_case
 from tests.nvidia_repositories import add_nvidia_model, add_text_models
 
@@ -28,12 +28,11 @@ MODELS: dict[str, tuple[str, int, dict[str, str]]] = {
     "fastertransformer": (
         "gpt_nemo/train_tp2_pp1_fp32",
         1,
-        {"model_type": "GPT", "model_checkpoint_path": "{folder}/", "int8_mode": "0"},
-    ),
-    "bloom": (
-        "bloom/tiny",
-        1,
-        {"model_type": "GPT", "model_checkpoint_path": "{folder}", "enable_custom_all_reduce": "1"},
+        {
+            "model_type": "GPT",
+            "model_checkpoint_path": "{folder}/",
+            "enable_custom_all_reduce": "1",
+        },
     ),
     "gptj": ("gptj_hf/tiny", 2, {"model_type": "GPT-J"}),
     # Before there was data_type; sizes came from here, not from config.ini.
@@ -102,15 +101,10 @@ def _recorded(shared: Path, name: str) -> tuple[list[int], list[int]]:
     return recorded["prompt"], recorded["continuation"][:count]
 
 
-@pytest.mark.parametrize("name", ["fastertransformer", "bloom", "gptj", "gptneox"])
+@pytest.mark.parametrize("name", ["fastertransformer", "gptj", "gptneox"])
 def test_generator_gives_the_recorded_tokens(shared: Path, client: TritonClient, name: str) -> None:
     prompt, expected = _recorded(shared, name)
-    request = {
-        "input_ids": np.array([prompt], np.uint32),
-        "input_lengths": _column(len(prompt)),
-        "request_output_len": _column(len(expected)),
-    }
-    outputs = client.infer(name, request)
+    outputs = client.infer(name, tensors_of([prompt], len(expected)))
     assert outputs["output_ids"][0, 0].tolist() == prompt + expected
 
 
@@ -133,27 +127,18 @@ def test_text_models_and_ensemble_of_a_user_stay_as_they_are(
 
 def test_conversation_goes_on_where_it_was_left(shared: Path, client: TritonClient) -> None:
     prompt, expected = _recorded(shared, "interactive")
-    first = client.infer(
-        "interactive",
-        {
-            "input_ids": np.array([[prompt]], np.uint32),
-            "input_lengths": np.array([[[len(prompt)]]], np.uint32),
-            "request_output_len": np.array([[[len(expected)]]], np.uint32),
-            "session_len": np.array([[[40]]], np.uint32),
-        },
-        turn=SessionTurn(7, starts=True),
-    )
-    assert first["output_ids"][0, 0, 0].tolist() == prompt + expected
-    more = client.infer(
-        "interactive",
-        {
-            "input_ids": np.array([[[17]]], np.uint32),
-            "input_lengths": np.array([[[1]]], np.uint32),
-            "request_output_len": np.array([[[2]]], np.uint32),
-        },
-        turn=SessionTurn(7, ends=True),
-    )
-    answer = more["output_ids"][0, 0, 0].tolist()
+
+    def say(words: list[int], count: int, turn: SessionTurn, **options: int) -> list[int]:
+        tensors = tensors_of([words], count, **options)
+        outputs = client.infer(
+            "interactive", {n: each[None] for n, each in tensors.items()}, turn=turn
+        )
+        said: list[int] = outputs["output_ids"][0, 0, 0].tolist()
+        return said
+
+    first = say(prompt, len(expected), SessionTurn(7, starts=True), session_len=40)
+    assert first == prompt + expected
+    answer = say([17], 2, SessionTurn(7, ends=True))
     assert answer[: len(prompt + expected) + 1] == [*prompt, *expected, 17]
 
 
@@ -169,7 +154,7 @@ def test_hidden_states_have_the_type_that_is_computed_in(
     # Eight units in the last place of fp16 for values up to 4.
     np.testing.assert_allclose(outputs["output_hidden_state"][0], expected, rtol=0, atol=2**-6)
     prompt = _recorded(shared, "t5")[0]
-    request = {"input_ids": np.array([prompt], np.uint32), "sequence_length": _column(len(prompt))}
+    request = tensors_of([prompt], model="T5-Encoder")
     hidden = client.infer("t5", request)["output_hidden_state"]
     assert hidden.dtype == np.float16
     for name in ("bert", "t5"):
@@ -180,16 +165,7 @@ def test_hidden_states_have_the_type_that_is_computed_in(
 
 def test_parameters_that_do_nothing_here_are_logged(server: ModelServer) -> None:
     log = server.log_path.read_text()
-    assert "bloom: parameter enable_custom_all_reduce has no effect in this engine" in log
+    assert (
+        "fastertransformer: parameter enable_custom_all_reduce has no effect in this engine" in log
+    )
     assert "gptneox: parameter decoder_layers is unknown and has no effect" in log
-
-
-def test_bad_request_gets_an_error_and_the_model_stays(shared: Path, client: TritonClient) -> None:
-    request = {
-        "input_ids": np.array([[1 << 20]], np.uint32),
-        "input_lengths": _column(1),
-        "request_output_len": _column(1),
-    }
-    with pytest.raises(InferenceServerException, match=r"input_ids\[0,0\]=1048576"):
-        client.infer("gptj", request)
-    test_generator_gives_the_recorded_tokens(shared, client, "gptj")

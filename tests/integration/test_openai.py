@@ -17,7 +17,6 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from inference.backend.tokenizer import load_tokenizer
 from inference.front.access import Access, Credentials, OpenAIOptions
 from inference.server.client import TritonClient
 from inference.server.kinds import TRITONSERVER
@@ -160,19 +159,6 @@ def test_seeded_samples_are_the_same_again_and_differ_from_each_other(
 
 
 @BOTH
-def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI, model: str) -> None:
-    asked: dict[str, Any] = {"model": model, "prompt": "It was the best", "temperature": 0}
-    whole = client.completions.create(max_tokens=24, **asked).choices[0].text
-    stop = whole[len(whole) // 2 :][:5]
-    expected = whole[: whole.index(stop)]
-    (choice,) = client.completions.create(max_tokens=24, stop=stop, **asked).choices
-    assert (choice.text, choice.finish_reason) == (expected, "stop")
-    parts = list(client.completions.create(max_tokens=24, stop=stop, stream=True, **asked))
-    assert "".join(part.choices[0].text for part in parts) == expected
-    assert parts[-1].choices[0].finish_reason == "stop"
-
-
-@BOTH
 def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: str) -> None:
     text = "The old man said"
     asked: dict[str, Any] = {"model": model, "max_tokens": 8, "temperature": 0}
@@ -186,37 +172,6 @@ def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: 
     assert all(len(each.top_logprobs) == 2 for each in content)
     parts = client.chat.completions.create(messages=messages, stream=True, **asked)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
-
-
-@BOTH
-def test_a_banned_token_does_not_come(
-    client: openai.OpenAI, server: ModelServer, model: str
-) -> None:
-    asked: dict[str, Any] = {"model": model, "prompt": "It was the best", "temperature": 0}
-    (choice,) = client.completions.create(max_tokens=1, **asked).choices
-    (banned,) = load_tokenizer(Path(server.model_repository) / "preprocessing" / "1").encode(
-        choice.text
-    )
-    other = client.completions.create(max_tokens=1, logit_bias={str(banned): -100}, **asked)
-    assert other.choices[0].text != choice.text
-
-
-def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
-    for model in (WHOLE, STREAMING):
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="maximum context length is") as caught:
-                client.completions.create(
-                    model=model, prompt="It", max_tokens=100_000, stream=stream
-                )
-            assert caught.value.code == "context_length_exceeded"
-    room = int(client.models.retrieve(WHOLE).model_dump()["max_model_len"])
-    client.completions.create(model=WHOLE, prompt=[464] * (room - 1), max_tokens=1)
-    with pytest.raises(openai.BadRequestError, match="the model has no token 1000000"):
-        client.completions.create(model=WHOLE, prompt=[1_000_000])
-    with pytest.raises(openai.NotFoundError, match="fastertransformer, streaming"):
-        client.completions.create(model="gpt-4", prompt="It")
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="wrong" * 8).models.list()
 
 
 def test_the_documents_example_runs(

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import sacrebleu
-from rouge_score.rouge_scorer import RougeScorer
 
 from inference.evaluation.options import (
     EvaluationOptions,
@@ -133,33 +132,6 @@ def test_translation_equals_the_library_s(t5: Source, server: ModelServer, tmp_p
     assert asked.report.tasks[0].requests.generated > 0
 
 
-@pytest.mark.parametrize(
-    ("task", "template"),
-    [
-        ("mnli", "mnli hypothesis: {hypothesis} premise: {premise}"),
-        ("xnli", "xnli: premise: {premise} hypothesis: {hypothesis}"),
-    ],
-)
-def test_entailment_equals_the_library_s(
-    task: str, template: str, t5: Source, server: ModelServer, tmp_path: Path
-) -> None:
-    languages = ["de", "fr"] if task == "xnli" else [""]
-    pairs = [{"premise": one, "hypothesis": other} for one in ENGLISH for other in ENGLISH]
-    expected = t5.answers([template.format(**pair) for pair in pairs], output_len=1)
-    rows = [
-        {**pair, "label": LABELS[2 + number % 3], "language": languages[number % len(languages)]}
-        for number, pair in enumerate(pairs)
-    ]
-    asked = ask(options(tmp_path, server, task, rows, output_len=1))
-    assert asked.answers == expected
-    wanted = {f"{task}_accuracy": share(expected, [row["label"] for row in rows])}
-    for language in filter(None, languages):
-        own = [number for number, row in enumerate(rows) if row["language"] == language]
-        right = sum(expected[number] == rows[number]["label"] for number in own)
-        wanted[f"{task}_accuracy_{language}"] = right / len(own)
-    assert asked.values == pytest.approx(wanted)
-
-
 def f1(answer: str, target: str) -> float:
     shared = (Counter(answer.split()) & Counter(target.split())).total()
     return 2 * shared / (len(answer.split()) + len(target.split()))
@@ -181,30 +153,6 @@ def test_squad_equals_the_library_s(t5: Source, server: ModelServer, tmp_path: P
     assert asked.values == pytest.approx(
         {"squad_exact_match": share(expected, targets), "squad_f1": sum(overlaps) / len(rows)}
     )
-
-
-def test_summaries_equal_the_library_s(t5: Source, server: ModelServer, tmp_path: Path) -> None:
-    articles = [f"{one} {other}" for one, other in zip(ENGLISH, reversed(ENGLISH), strict=True)]
-    expected = t5.answers([f"summarize: {article}" for article in articles], output_len=12)
-    rows = [
-        {"article": article, "highlights": f"the house {answer[:20]} and a river"}
-        for article, answer in zip(articles, expected, strict=True)
-    ]
-    asked = ask(options(tmp_path, server, "summarization", rows, output_len=12))
-    assert asked.answers == expected
-    kinds = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
-    scorer = RougeScorer(kinds, use_stemmer=False)
-    scored = [
-        scorer.score(row["highlights"], f"{answer}.")
-        for row, answer in zip(rows, expected, strict=True)
-    ]
-    assert asked.values == pytest.approx(
-        {
-            f"summarization_{kind}": sum(each[kind].fmeasure for each in scored) / len(rows)
-            for kind in kinds
-        }
-    )
-    assert asked.values["summarization_rouge1"] > 0
 
 
 BOOLQ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import urllib.request
@@ -13,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
 
-from inference.client import main
 from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 from inference.server.server import ModelServer
+from tests.contract import tensors_of
 from tests.integration.triton_process import hosted
 from tests.waiting import until
 
@@ -58,16 +56,7 @@ def client(server: ModelServer) -> Iterator[TritonClient]:
 
 def _request(*prompts: Sequence[int], new_tokens: int = 8, **options: Any) -> dict[str, Any]:
     """Return the tensors of a turn, every shape with a leading axis of size 1."""
-    rows, width = len(prompts), max(map(len, prompts))
-    ids = np.zeros((1, rows, width), np.uint32)
-    for row, prompt in zip(ids[0], prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return {
-        "input_ids": ids,
-        "input_lengths": np.array([[[len(prompt)] for prompt in prompts]], np.uint32),
-        "request_output_len": np.full((1, rows, 1), new_tokens, np.uint32),
-        **{name: np.full((1, rows, 1), value, np.uint32) for name, value in options.items()},
-    }
+    return {name: each[None] for name, each in tensors_of(prompts, new_tokens, **options).items()}
 
 
 def _whole(outputs: dict[str, Any], row: int = 0) -> list[int]:
@@ -159,62 +148,9 @@ def _completed(server: ModelServer) -> dict[str, float]:
     return found
 
 
-def test_a_session_forgets_tokens_beyond_its_memory(
-    client: TritonClient, greedy_cases: list[dict[str, Any]]
-) -> None:
-    turns = [greedy_cases[0]["input_ids"][:6], [5, 6], [7]]
-
-    def talk(session: int, memory_len: int) -> list[int]:
-        shown: list[int] = []
-        for number, prompt in enumerate(turns):
-            lengths = {"session_len": SESSION_LEN, "memory_len": memory_len}
-            turn = SessionTurn(session, starts=number == 0, ends=number == len(turns) - 1)
-            shown = _whole(client.infer(MODEL, _request(prompt, **lengths), turn=turn))
-        return shown
-
-    everything, little = talk(70, SESSION_LEN), talk(71, 8)
-    assert everything == _talk(client, 72, turns)
-    assert len(little) == len(everything)
-    assert little[:6] == everything[:6]
-    assert little != everything
-    short = _request(turns[0], session_len=SESSION_LEN, memory_len=5)
-    with pytest.raises(InferenceServerException, match="memory_len: Memory size too low"):
-        client.infer(MODEL, short, turn=SessionTurn(73, starts=True, ends=True))
-
-
 def test_http_holds_sessions_too(server: ModelServer, client: TritonClient) -> None:
     with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
         assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])
-
-
-def test_request_files_hold_a_session(
-    server: ModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "turn.json"
-    for prompt, more in (([5, 6], {"sequence_start": True}), ([7], {"sequence_end": True})):
-        config = {"protocol": "grpc", "url": server.address("grpc"), "sequence_id": 60, **more}
-        entries = [
-            {"name": name, "data": value.tolist(), "dtype": "uint32"}
-            for name, value in _request(prompt, session_len=SESSION_LEN).items()
-        ]
-        file.write_text(json.dumps({"config": config, "request": entries}))
-        assert main(["request", str(file)]) == 0
-    # Two prompts and the answers to them: 2 + 8 + 1 come before the last answer.
-    assert "response_input_lengths:\n[[[11]]]\n" in capsys.readouterr().out
-
-
-def test_invalid_continuations_are_refused(client: TritonClient) -> None:
-    with pytest.raises(InferenceServerException, match="START"):
-        client.infer(MODEL, _request([5]), turn=SessionTurn(40))
-    with pytest.raises(InferenceServerException, match="session_len: the START request"):
-        client.infer(MODEL, _request([5]), turn=SessionTurn(41, starts=True, ends=True))
-    wide = _request(*[[5]] * SLOTS, session_len=SESSION_LEN)
-    client.infer(MODEL, wide, turn=SessionTurn(42, starts=True))
-    refused = SessionTurn(43, starts=True, ends=True)
-    with pytest.raises(InferenceServerException, match="sessions hold 4 of the 4 sequences"):
-        client.infer(MODEL, _request([5], session_len=50), turn=refused)
-    client.infer(MODEL, _request(*[[5]] * SLOTS), turn=SessionTurn(42, ends=True))
-    assert _talk(client, 44, [[5], [6]])
 
 
 def test_text_of_a_conversation_goes_through_the_ensemble(client: TritonClient) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 from inference.client import main
 from inference.server.client import TritonClient
 from inference.server.server import ModelServer
+from tests.contract import tensors_of
 from tests.integration.triton_process import hosted
 from tests.waiting import until
 
@@ -54,12 +53,7 @@ def client(server: ModelServer) -> Iterator[TritonClient]:
 
 
 def _request(prompt: list[int], new_tokens: int, **options: Any) -> dict[str, Any]:
-    return {
-        "input_ids": np.array([prompt], np.uint32),
-        "input_lengths": np.array([[len(prompt)]], np.uint32),
-        "request_output_len": np.array([[new_tokens]], np.uint32),
-        **options,
-    }
+    return tensors_of([prompt], new_tokens, **options)
 
 
 def _tokens(frame: dict[str, Any]) -> list[int]:
@@ -80,19 +74,6 @@ def test_every_token_comes_as_one_frame_and_the_last_holds_the_recorded_answer(
         assert all(a == b[:-1] for a, b in itertools.pairwise(shown))
         assert shown[-1] == case["greedy_output_ids"]
         assert all(frame["output_ids"].shape[2] == len(prompt) + NEW_TOKENS for frame in frames)
-
-
-def test_answer_that_stops_early_has_no_duplicate_last_frame(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
-    prompt, ids = greedy_cases[0]["input_ids"], greedy_cases[0]["greedy_output_ids"]
-    count = 3
-    stop = np.array([[[ids[len(prompt) + count - 1]], [1]]], np.int32)
-    earlier = ids[len(prompt) : len(prompt) + count - 1]
-    assert ids[len(prompt) + count - 1] not in earlier
-    frames = list(client.stream(MODEL, _request(prompt, NEW_TOKENS, stop_words_list=stop)))
-    assert len(frames) == count
-    assert _tokens(frames[-1]) == ids[: len(prompt) + count]
 
 
 def test_text_arrives_in_pieces_that_make_up_the_recorded_text(
@@ -143,7 +124,7 @@ def test_leaving_a_stream_frees_its_place_before_its_end(
         return metrics(server).get("slipway_requests_total cancelled", 0.0)
 
     before = cancelled()
-    options = {"min_length": np.array([[LONG]], np.int32)}
+    options = {"min_length": LONG}
     stream = client.stream(MODEL, _request([5, 6], LONG, **options))
     next(stream)
     stream.close()
@@ -185,37 +166,6 @@ def test_the_metrics_agree_with_what_a_client_measures(
     assert duration <= request_us / 1e6 + 2e-6 < walls
 
 
-def test_the_metrics_show_what_waits_what_runs_and_what_was_given_up(
-    server: ModelServer, client: TritonClient
-) -> None:
-    cancelled = metrics(server)["slipway_requests_total cancelled"]
-    assert metrics(server)["slipway_slots"] == 1
-    count, seen = 12, threading.Event()
-
-    def ask_until_seen() -> None:
-        options = {"min_length": np.array([[LONG]], np.int32)}
-        for _ in client.stream(MODEL, _request([5, 6], LONG, **options)):
-            if seen.is_set():
-                return
-
-    def shows_both() -> bool:
-        found = metrics(server)
-        running, waiting = (found[f"slipway_{name}_sequences"] for name in ("running", "waiting"))
-        return running == 1 and 1 <= waiting < count
-
-    with ThreadPoolExecutor(count) as pool:
-        asked = [pool.submit(ask_until_seen) for _ in range(count)]
-        until(shows_both, "a running and a waiting sequence")
-        seen.set()
-        for each in asked:
-            each.result()
-    until(lambda: metrics(server)["slipway_running_sequences"] == 0, "the end of the last one")
-    until(
-        lambda: metrics(server)["slipway_requests_total cancelled"] > cancelled,
-        "the requests that were given up",
-    )
-
-
 def settled_metrics(server: ModelServer) -> dict[str, float]:
     """Return the metrics once they no longer change: what came before is reported."""
     last: dict[str, float] = {}
@@ -239,12 +189,6 @@ def metrics(server: ModelServer) -> dict[str, float]:
             values += [each for each in further if each[:3] == "le="]
             found[" ".join([match["name"], *values])] = float(match["value"])
     return found
-
-
-def test_bad_request_ends_its_stream_with_an_error(client: TritonClient) -> None:
-    with pytest.raises(InferenceServerException, match=r"input_ids\[0,1\]=9000"):
-        list(client.stream(MODEL, _request([1, 9000], 4)))
-    assert len(list(client.stream(MODEL, _request([1, 2], 4)))) == 4
 
 
 def test_streaming_commands_work_against_the_server(

@@ -1,42 +1,94 @@
-"""Commands of several documents are planned as written, up to the start."""
+"""Commands of the documents are planned as written, up to the start."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.main import main
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SAMPLE_MODEL
 from tests.documents import commands
+from tests.nvidia_repositories import add_nvidia_model
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
-DOCUMENTS = (
-    "clusters.md",
-    "docker.md",
-    "evaluation.md",
-    "fastertransformer_backend.md",
-    "pytriton.md",
-)
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("clusters", "docker", "evaluation", "fastertransformer_backend", "migrating",
+                     "pytriton", "serving")
+    ),
+]  # fmt: skip
 # Commands that need the reader's files or ask a cluster; each is tested elsewhere.
-NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'")
+NOT_HERE = ("action=", "evaluate.server=", "boolq_short", "stages=[evaluate]'\n")
+
+
+def golden(case: str) -> Callable[[Path, Path], Path]:
+    """Return what copies a checkpoint of the reference material, with a tokenizer of its own."""
+
+    def copied(folder: Path, shared: Path) -> Path:
+        source = shutil.copytree(shared / "golden" / case / "source", folder / "checkpoint")
+        for name in ("vocab.json", "merges.txt"):
+            shutil.copy(shared / "sample_model" / name, source)
+        return next(source.glob("*.nemo"), source)
+
+    return copied
+
+
+def keys(folder: Path, _shared: Path) -> Path:
+    """Write the certificate, key and token that a server is started with."""
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "chain.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=node1"]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    (folder / "token").write_text("0123456789abcdef" * 4)
+    for name in ("key.pem", "token"):
+        (folder / name).chmod(0o600)
+    return folder
+
+
+def repository(folder: Path, _shared: Path) -> Path:
+    sizes = {"tensor_para_size": "1", "pipeline_para_size": "1", "data_type": "fp32"}
+    add_nvidia_model(folder / "models", "fastertransformer", sizes | {"model_type": "GPT"})
+    return folder / "models"
+
+
+# Paths of the reader's, by the files that replace them here.
+STAND_INS: Mapping[str, Callable[[Path, Path], Path]] = {
+    "/models/all_models/gpt": repository,
+    "/models/gptj": golden("gptj_hf/tiny"),
+    "/models/t5.nemo": golden("t5_nemo/train_tp2_pp1_relative_geglu_nobias"),
+    "/models/bert": golden("bert/tiny"),
+    "/models/gpt3_5b.nemo": lambda *_: SAMPLE_MODEL,
+    "/data/lambada_test.jsonl": lambda *_: ROOT / "examples/passages.jsonl",
+    "/keys": keys,
+}
+
+
+def shown() -> list[str]:
+    texts = (path.read_text() for path in DOCUMENTS)
+    return [line for text in texts for line in commands(text) if "python main.py" in line]
 
 
 def planned() -> list[str]:
-    texts = ((ROOT / "docs" / name).read_text() for name in DOCUMENTS)
-    found = [line for text in texts for line in commands(text) if "main.py" in line]
-    return [line for line in found if not any(words in line for words in NOT_HERE)]
+    return [line for line in shown() if not any(words in f"{line}\n" for words in NOT_HERE)]
 
 
-def words_of(line: str, folder: Path) -> list[str]:
+def words_of(line: str, folder: Path, shared: Path) -> list[str]:
     """Return the overrides of a command, with a model of ours where the reader's own is meant."""
+    named = [path for path in STAND_INS if path in line]
+    for path in named:
+        line = line.replace(path, str(STAND_INS[path](folder, shared)))
     words = shlex.split(line.replace("$PWD", str(folder)).replace(" ... ", " "), comments=True)
     words = words[next(i for i, word in enumerate(words) if word.endswith("main.py")) + 1 :]
     words = [re.sub(r"^(base_results_dir|data_dir)=.*", rf"\1={folder}/r", word) for word in words]
     words = [word for word in words if not word.startswith("launcher_scripts_path=")]
-    if "export=gpt3/sample" not in words and "export.model.sizes.family=gpt" not in words:
+    if not named and not {"export=gpt3/sample", "export.model.sizes.family=gpt"} & {*words}:
         source = write_tiny_gpt2(folder / "source", positions=1024)
         words += [
             f"export.model.checkpoint_path={source}",
@@ -53,13 +105,18 @@ def words_of(line: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("line", planned())
 def test_command_is_planned_as_written(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = main([*words_of(line, tmp_path), "dry_run=true"])
+    status = main([*words_of(line, tmp_path, shared), "dry_run=true"])
     seen = capsys.readouterr()
     assert status == 0, seen.err
     assert list(tmp_path.rglob("*_submission.sh")) or list(tmp_path.rglob("*_manifests.yaml"))
 
 
+@pytest.mark.parametrize("line", [each for each in shown() if "action=" in each])
+def test_action_has_its_keys(line: str, tmp_path: Path, shared: Path) -> None:
+    assert main([*words_of(line, tmp_path, shared), "--cfg", "job"]) == 0
+
+
 def test_most_commands_are_looked_at() -> None:
-    assert len(planned()) >= 10
+    assert len(planned()) >= 25

@@ -12,40 +12,12 @@ from tests.conftest import ROOT
 from tests.documents import commands, run
 
 README = (ROOT / "README.md").read_text()
-SAMPLE = ROOT / "examples/gpt_books_5m/gpt_books_5m.nemo"
-# The reader's paths, and the files of the checkout that replace them here.
-STAND_INS = {
-    "/models/gpt3_5b.nemo": str(SAMPLE),
-    "/data/lambada_test.jsonl": str(ROOT / "examples/passages.jsonl"),
-}
 
 
 @pytest.mark.parametrize("command", commands(README, "make "))
 def test_make_targets_exist(command: str) -> None:
     target = command.split()[1]
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", [c for c in commands(README, "python main.py") if "=" in c])
-def test_pipeline_commands_compose(command: str, tmp_path: Path) -> None:
-    for path, stand_in in STAND_INS.items():
-        command = command.replace(path, stand_in)
-    words = [word for word in shlex.split(command)[1:] if not word.startswith("base_results_dir=")]
-    if "action=" in command:
-        result = run([*words, "--cfg", "job"])
-    else:
-        result = run([*words, "dry_run=true", f"base_results_dir={tmp_path}"])
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("command", commands(README, "python -m "))
-def test_tools_explain_the_options_that_are_shown(command: str) -> None:
-    words = shlex.split(command)
-    module, options = words[2], [word for word in words if word.startswith("--")]
-    subcommand = [word for word in words[3:4] if re.fullmatch(r"[a-z]+", word)]
-    result = run(["-m", module, *subcommand, "--help"])
-    assert result.returncode == 0, result.stderr
-    assert [option for option in options if option not in result.stdout] == []
 
 
 def test_python_examples_run(tmp_path: Path) -> None:
