@@ -128,7 +128,7 @@ def test_text_models_and_ensemble_of_a_user_stay_as_they_are(
 def test_conversation_goes_on_where_it_was_left(shared: Path, client: TritonClient) -> None:
     prompt, expected = _recorded(shared, "interactive")
 
-    def say(words: list[int], count: int, turn: SessionTurn, **options: int) -> list[int]:
+    def say(words: list[int], count: int, turn: SessionTurn, **options: Any) -> list[int]:
         tensors = tensors_of([words], count, **options)
         outputs = client.infer(
             "interactive", {n: each[None] for n, each in tensors.items()}, turn=turn

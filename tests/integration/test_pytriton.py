@@ -271,13 +271,6 @@ def test_the_client_of_ensembles_asks_a_text_model_too(two_ranks: Run, expected:
     assert json.loads(done.stdout)[1] == [expected[0]["sentences"][1, 0, 0].decode()]
 
 
-def test_client_shows_the_reason_and_not_the_traceback(two_ranks: Run) -> None:
-    url = f"grpc://localhost:{two_ranks.grpc}"
-    done = run_client("--url", url, "--beam-width", "65", "a")
-    assert done.returncode == 1
-    assert done.stderr.endswith(": prompts[0]: beam_width[0]=65 must be in [1, 64]\n")
-
-
 def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(
     two_ranks: Run, expected: Any, tmp_path: Path
 ) -> None:

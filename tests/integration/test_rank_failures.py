@@ -46,9 +46,9 @@ def endless(engine: Engine) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "has not answered")]
+    ("number", "message", "busy"),
+    [(signal.SIGKILL, "SIGKILL", True), (signal.SIGSTOP, "has not answered", False)],
 )
-@pytest.mark.parametrize("busy", [True, False])
 def test_a_failed_rank_is_noticed_and_nothing_is_left(
     ft_dir: Path, number: signal.Signals, message: str, busy: bool
 ) -> None:

@@ -14,12 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from inference.engine.encoder_engine import EncoderEngine
-from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.engine.options import EngineOptions
@@ -30,7 +27,7 @@ from inference.system.launch_environment import LaunchEnvironment
 from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.engine_logits import prompt_logits
-from tests.ft_folders import write_bert, write_gpt
+from tests.ft_folders import write_gpt
 from tests.waiting import until
 
 PROGRAM = """
@@ -113,22 +110,6 @@ def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) 
     # Sums in another order.
     assert torch.allclose(logits, expected, atol=1e-5)
     assert [each.wait(NOTICE_S) for each in others] == [0, 0, 0]
-
-
-def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -> None:
-    rows = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32)
-    lengths = np.array([[7], [3]], np.int32)
-    tensors = {"input_hidden_state": rows, "sequence_lengths": lengths}
-    with EncoderEngine(write_bert(tmp_path / "one"), Placement(device="cpu")) as engine:
-        expected = engine.encode(parse_encoding(tensors, engine.architecture)).hidden
-    rendezvous, port = rendezvous_of(2)
-    other = start(1, 2, port)
-    folder = write_bert(tmp_path / "two", tp_size=2)
-    with EncoderEngine(folder, Placement(tp_size=2, device="cpu"), rendezvous=rendezvous) as engine:
-        hidden = engine.encode(parse_encoding(tensors, engine.architecture)).hidden
-    # Sums in another order.
-    assert torch.allclose(hidden, expected, atol=1e-4)
-    assert other.wait(NOTICE_S) == 0
 
 
 def test_strangers_at_the_rendezvous_change_nothing(

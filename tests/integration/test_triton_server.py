@@ -10,8 +10,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +19,6 @@ import pytest
 from inference.server.client import TritonClient
 from inference.server.log import ServerStartError
 from inference.server.server import ModelServer
-from inference.system.ports import FREE_PORTS
 from tests.integration.triton_process import (
     DOUBLE,
     add_model,
@@ -59,6 +56,16 @@ def _ask(server: ModelServer, *, model: str = "double") -> list[list[int]]:
         return client.infer(model, {"x": np.array([[1, 2]], np.uint32)})["y"].tolist()
 
 
+def _listening_addresses(ports: set[int]) -> set[str]:
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state = line.split()[:4]
+        address, port = local.split(":")
+        if state == "0A" and int(port, 16) in ports:
+            found.add(socket.inet_ntoa(bytes.fromhex(address)[::-1]))
+    return found
+
+
 def test_server_serves_on_chosen_ports_and_leaves_nothing_behind(tmp_path: Path) -> None:
     messages: list[str] = []
     with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
@@ -71,6 +78,7 @@ def test_server_serves_on_chosen_ports_and_leaves_nothing_behind(tmp_path: Path)
         ]
         assert server.models == ("double",)
         assert len({*server.ports.values(), 0}) == 4
+        assert _listening_addresses(set(server.ports.values())) == {"127.0.0.1"}
         assert _ask(server) == [[2, 4]]
         assert server.failure() is None
         running = processes(server)
@@ -139,46 +147,6 @@ def test_repository_may_have_any_name(tmp_path: Path) -> None:
             assert server.models == ("double",)
     assert list((tmp_path / "temporary").iterdir()) == []
     assert (folder / "double" / "1" / "model.py").exists()
-
-
-def test_server_listens_on_loopback_by_default(tmp_path: Path) -> None:
-    with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
-        server.start(timeout_s=240)
-        listening = _listening_addresses(set(server.ports.values()))
-    assert listening == {"127.0.0.1"}
-
-
-def test_only_the_owner_may_unload_models_of_a_server_that_others_can_reach(
-    tmp_path: Path,
-) -> None:
-    repository = add_model(tmp_path / "repo", "double", DOUBLE)
-    server = ModelServer(
-        repository,
-        ports=FREE_PORTS,
-        host="0.0.0.0",
-        log_path=tmp_path / "log",
-        has_triton=True,
-    )
-    with server:
-        server.start(timeout_s=240)
-        assert server.failure() is None
-        url = f"http://{server.address('http')}/v2/repository/models/double/unload"
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=10)
-        assert caught.value.code == 403
-        with TritonClient(server.address("grpc")) as client:
-            assert client.is_ready("double")
-            assert client.infer("double", {"x": np.array([[3]], np.uint32)})["y"] == [[6]]
-
-
-def _listening_addresses(ports: set[int]) -> set[str]:
-    found = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state = line.split()[:4]
-        address, port = local.split(":")
-        if state == "0A" and int(port, 16) in ports:
-            found.add(socket.inet_ntoa(bytes.fromhex(address)[::-1]))
-    return found
 
 
 def test_stop_lets_running_requests_finish(tmp_path: Path) -> None:

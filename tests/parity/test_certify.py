@@ -36,6 +36,8 @@ TEMPLATE = (
 INDEX = "model.safetensors.index.json"
 LAYER = "model.layers.{}."
 
+Sources = Callable[[str], Path]
+
 
 def convert_to(source: Path, folder: Path, **fields: object) -> Path:
     values = {"tp_size": 2, "weight_data_type": "fp32", **fields}
@@ -96,7 +98,7 @@ def write_source(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     folder = tmp_path_factory.mktemp("sources")
 
     def source(name: str) -> Path:
@@ -104,6 +106,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path if path.exists() else write_source(name, path)
 
     return source
+
+
+@pytest.fixture
+def copy(tmp_path: Path, sources: Sources) -> Copy:
+    """Return a copy of the Llama."""
+    return Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
 
 
 def exchange(copy: Copy, one: str, other: str) -> None:
@@ -214,6 +222,10 @@ def tokenizer(**changes: Any) -> Callable[[Copy], None]:
         path.write_text(json.dumps(table | {k: v for k, v in changes.items() if k != "added"}))
 
     return fault
+
+
+def setting(*file: str, **changes: Any) -> Callable[[Copy], None]:
+    return lambda copy: copy.setting(*file, **changes)
 
 
 def template(text: str) -> Callable[[Copy], object]:
@@ -378,55 +390,55 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "tensors", "model.layers.0.mlp.bias", "extra",
     ),
     "a layer left out": (
-        "llama", lambda c: c.setting(num_hidden_layers=1), "settings", "num_layer", "2",
+        "llama", setting(num_hidden_layers=1), "settings", "num_layer", "2",
     ),
     "base of the rotary embedding": (
         "llama",
-        lambda c: c.setting(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        setting(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
         "settings", "rotary.base", "500000.0",
     ),
     "scaling of the rotary embedding": (
-        "llama", lambda c: c.setting(rope_parameters=SCALED), "settings", "rotary.kind", "linear",
+        "llama", setting(rope_parameters=SCALED), "settings", "rotary.kind", "linear",
     ),
     "epsilon of the norms": (
-        "llama", lambda c: c.setting(rms_norm_eps=1e-3), "settings", "layernorm_eps", "0.001",
+        "llama", setting(rms_norm_eps=1e-3), "settings", "layernorm_eps", "0.001",
     ),
     "another activation": (
-        "llama", lambda c: c.setting(hidden_act="relu"), "settings", "activation", "relu",
+        "llama", setting(hidden_act="relu"), "settings", "activation", "relu",
     ),
     "another class": (
-        "llama", lambda c: c.setting(architectures=["MistralForCausalLM"]), "settings",
+        "llama", setting(architectures=["MistralForCausalLM"]), "settings",
         "architectures", "MistralForCausalLM",
     ),
     "code of its own": (
-        "llama", lambda c: c.setting(auto_map={"AutoModelForCausalLM": "own.Model"}), "settings",
+        "llama", setting(auto_map={"AutoModelForCausalLM": "own.Model"}), "settings",
         "auto_map", "own.Model",
     ),
     "another base for transformers 4": (
-        "llama", lambda c: c.setting(rope_theta=5e5), "settings", "rope_theta", "500000.0",
+        "llama", setting(rope_theta=5e5), "settings", "rope_theta", "500000.0",
     ),
     "biases that are not there": (
-        "llama", lambda c: c.setting(attention_bias=True), "settings", "attention_bias", "True",
+        "llama", setting(attention_bias=True), "settings", "attention_bias", "True",
     ),
     "windows by the flag alone": (
-        "qwen2", lambda c: c.setting(use_sliding_window=True, max_window_layers=0), "settings",
+        "qwen2", setting(use_sliding_window=True, max_window_layers=0), "settings",
         "use_sliding_window", "True",
     ),
     "fewer heads than there are keys": (
-        "llama", lambda c: c.setting(num_key_value_heads=4), "settings", "kv_head_num", "4",
+        "llama", setting(num_key_value_heads=4), "settings", "kv_head_num", "4",
     ),
     "another first token of answers": (
-        "t5", lambda c: c.setting(decoder_start_token_id=7), "settings",
+        "t5", setting(decoder_start_token_id=7), "settings",
         "decoder_start_token_id", "7",
     ),
     "a type that no library has": (
-        "llama", lambda c: c.setting(dtype="float32x"), "settings", "config.json", "float32x",
+        "llama", setting(dtype="float32x"), "settings", "config.json", "float32x",
     ),
     "an activation that no library has": (
-        "t5", lambda c: c.setting(dense_act_fn="relux"), "settings", "dense_act_fn", "relux",
+        "t5", setting(dense_act_fn="relux"), "settings", "dense_act_fn", "relux",
     ),
     "a shorter longest sequence": (
-        "llama", lambda c: c.setting(max_position_embeddings=20), "settings",
+        "llama", setting(max_position_embeddings=20), "settings",
         "max_position_embeddings", "20",
     ),
     "a stale tokenizer": (
@@ -443,7 +455,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "llama", tokenizer(decoder={"type": "Fuse"}), "tokenizer", "' leading'", "text of ids",
     ),
     "a padding token": (
-        "llama", lambda c: c.setting("tokenizer_config.json", pad_token="<|endoftext|>"),
+        "llama", setting("tokenizer_config.json", pad_token="<|endoftext|>"),
         "tokenizer", "pad_token", "None in the source",
     ),
     "tools": ("llama", template(TEMPLATE + "{{ tools }}"), "chats", "tools", "weather"),
@@ -459,7 +471,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "llama", template_of_tools, "chats", "template tool_use", "some libraries",
     ),
     "a stale template next to the one that is taken": (
-        "llama", lambda c: c.setting("tokenizer_config.json", chat_template="stale"), "chats",
+        "llama", setting("tokenizer_config.json", chat_template="stale"), "chats",
         "template default", "some libraries",
     ),
     "a template that is a number": (
@@ -468,20 +480,18 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     ),
     "no template": ("llama", no_template, "chats", "folder", "no chat template"),
     "another end token": (
-        "llama", lambda c: c.setting("generation_config.json", eos_token_id=7), "generation",
+        "llama", setting("generation_config.json", eos_token_id=7), "generation",
         "folder", "7], and",
     ),
     "another default of sampling": (
-        "llama", lambda c: c.setting("generation_config.json", temperature=0.2), "generation",
+        "llama", setting("generation_config.json", temperature=0.2), "generation",
         "temperature", "0.2",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_named_at_its_place(
-    name: str, tmp_path: Path, sources: Callable[[str], Path]
-) -> None:
+def test_planted_fault_is_named_at_its_place(name: str, tmp_path: Path, sources: Sources) -> None:
     family, fault, where, place, said = FAULTS[name]
     source = sources(family)
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
@@ -508,7 +518,7 @@ def test_planted_fault_is_named_at_its_place(
     ],
 )
 def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
-    key: str, value: Any, tmp_path: Path, sources: Callable[[str], Path]
+    key: str, value: Any, tmp_path: Path, sources: Sources
 ) -> None:
     shards = convert_to(sources("llama"), tmp_path / "shards")
     kind: Mapping[str, Any] = {"output_format": "huggingface", "tp_size": 1}
@@ -524,7 +534,7 @@ def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
     ("name", "key", "value"), [("opt", "word_embed_proj_dim", 24), ("bert", "type_vocab_size", 3)]
 )
 def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
-    name: str, key: str, value: Any, tmp_path: Path, sources: Callable[[str], Path]
+    name: str, key: str, value: Any, tmp_path: Path, sources: Sources
 ) -> None:
     copy = Copy(shutil.copytree(sources(name), tmp_path / "copy"))
     copy.setting(**{key: value})
@@ -535,7 +545,7 @@ def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
 
 @pytest.mark.parametrize("names", [["LlamaModel"], ["LlamaForSequenceClassification"], []])
 def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
-    names: list[str], tmp_path: Path, sources: Callable[[str], Path]
+    names: list[str], tmp_path: Path, sources: Sources
 ) -> None:
     shards = convert_to(sources("llama"), tmp_path / "shards")
     kind: Mapping[str, Any] = {"output_format": "huggingface", "tp_size": 1}
@@ -546,7 +556,7 @@ def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
 
 
 def test_code_in_a_folder_of_another_kind_than_its_source_is_named(
-    tmp_path: Path, sources: Callable[[str], Path]
+    tmp_path: Path, sources: Sources
 ) -> None:
     copy = Copy(convert_to(sources("llama"), tmp_path, output_format="huggingface", tp_size=1))
     copy.setting(
@@ -576,7 +586,7 @@ def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Pat
 
 
 def test_values_that_are_no_numbers_are_equal_to_themselves(
-    tmp_path: Path, sources: Callable[[str], Path]
+    tmp_path: Path, sources: Sources
 ) -> None:
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
     source.tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
@@ -587,7 +597,7 @@ def test_values_that_are_no_numbers_are_equal_to_themselves(
     assert [each.where for each in layers.findings] == ["layer 1"]
 
 
-def test_two_spellings_of_a_setting_are_one(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def test_two_spellings_of_a_setting_are_one(tmp_path: Path, sources: Sources) -> None:
     source, copy = sources("llama"), Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
     rope = json.loads((source / "config.json").read_text())["rope_parameters"]
     copy.setting(rope_parameters=None, rope_theta=rope["rope_theta"], torch_dtype="float32",
@@ -642,17 +652,14 @@ def unknown_quantisation(copy: Copy) -> None:
     copy.setting(quantization_config=settings)
 
 
-def test_a_setting_that_the_folder_lost_is_named(
-    tmp_path: Path, sources: Callable[[str], Path]
-) -> None:
-    copy = Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+def test_a_setting_that_the_folder_lost_is_named(copy: Copy, sources: Sources) -> None:
     copy.setting(logit_scale=3.0)
     found = part(made(copy.path, sources("llama")), "settings").of("differs")
     assert [each.where for each in found] == ["logit_scale"]
 
 
 def test_defaults_of_generation_that_the_source_lacks_are_named(
-    tmp_path: Path, sources: Callable[[str], Path]
+    tmp_path: Path, sources: Sources
 ) -> None:
     source, folder = (
         shutil.copytree(sources("llama"), tmp_path / name) for name in ("source", "folder")
@@ -663,10 +670,7 @@ def test_defaults_of_generation_that_the_source_lacks_are_named(
     assert [each.where for each in found] == ["suppress_tokens"]
 
 
-def test_every_key_of_config_json_that_differs_is_on_the_page(
-    tmp_path: Path, sources: Callable[[str], Path]
-) -> None:
-    copy = Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+def test_every_key_of_config_json_that_differs_is_on_the_page(copy: Copy, sources: Sources) -> None:
     copy.setting(use_cache=False, _name_or_path="elsewhere")
     certificate = made(sources("llama"), copy.path)
     assert certificate.status == "equal"
@@ -676,7 +680,7 @@ def test_every_key_of_config_json_that_differs_is_on_the_page(
 
 
 def test_another_scheme_of_quantised_activations_is_a_bound(
-    tmp_path: Path, sources: Callable[[str], Path]
+    tmp_path: Path, sources: Sources
 ) -> None:
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
     fp8(source, off=False)
@@ -697,9 +701,8 @@ UNCOMPARED: Mapping[Callable[[Copy], None], str] = {
 
 @pytest.mark.parametrize("fault", UNCOMPARED)
 def test_what_cannot_be_compared_is_not_called_equal(
-    fault: Callable[[Copy], None], tmp_path: Path, sources: Callable[[str], Path]
+    fault: Callable[[Copy], None], copy: Copy, sources: Sources
 ) -> None:
-    copy = Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
     fault(copy)
     copy.save()
     certificate = made(sources("llama"), copy.path)
@@ -724,7 +727,7 @@ SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
     "rounded": (in_bf16, "rounding to bf16"),
     "truncated": (truncated_to_bf16, "one unit in the last place of bf16"),
     "padded": (padded(0.0), "padding rows of zeros"),
-    "in another type by default": (lambda c: c.setting(dtype="float16"), "(dtype)"),
+    "in another type by default": (setting(dtype="float16"), "(dtype)"),
     "another normalizer, which no probe shows": (
         tokenizer(normalizer={"type": "Replace", "pattern": {"String": "qz"}, "content": "q"}),
         "tokenizer.json, normalizer",
@@ -734,9 +737,7 @@ SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_foreign_folder_passes(
-    name: str, tmp_path: Path, sources: Callable[[str], Path]
-) -> None:
+def test_sound_foreign_folder_passes(name: str, tmp_path: Path, sources: Sources) -> None:
     source, (change, bound) = sources("llama"), SOUND[name]
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     change(copy)
@@ -950,7 +951,7 @@ def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path: Path) -> 
     assert part(certificate, "layers").of("differs")[0].where == "layer 1"
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Sources) -> None:
     source = sources("llama")
     folder = shutil.copytree(source, tmp_path / "folder")
     made(source, folder)
@@ -966,7 +967,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Callable[[str], Pat
 
 
 def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(
-    tmp_path: Path, sources: Callable[[str], Path]
+    tmp_path: Path, sources: Sources
 ) -> None:
     source = sources("llama")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
@@ -982,7 +983,7 @@ def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(
 
 
 def test_certificate_is_written_signed_and_verified(
-    tmp_path: Path, sources: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, sources: Sources, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = sources("llama")
     folder = shutil.copytree(source, tmp_path / "folder")

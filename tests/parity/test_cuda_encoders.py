@@ -12,13 +12,13 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.bert import BERT, BertConfig
-from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
+from tests import contract
 from tests.ft_folders import write_random
 from tests.rank_threads import logits_by
 from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
@@ -86,18 +86,7 @@ def request_of(
     engine: Engine, count: int, *, output_len: int = 15, **options: float
 ) -> GenerationRequest:
     prompts = [[4 + (7 * row + 3 * t) % 36 for t in range(1 + 2 * row)] for row in range(count)]
-    ids = np.zeros((count, 2 * count), np.uint32)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = prompt
-    tensors = {
-        "input_ids": ids,
-        "sequence_length": np.array([[len(prompt)] for prompt in prompts], np.uint32),
-        "max_output_len": np.full((count, 1), output_len, np.uint32),
-    }
-    for name, value in options.items():
-        dtype = np.float32 if isinstance(value, float) else np.uint32
-        tensors[name] = np.full((count, 1), value, dtype)
-    return parse_request(tensors, limits=engine.limits)
+    return contract.request_of(engine, prompts, output_len, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)

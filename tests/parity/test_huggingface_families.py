@@ -17,7 +17,6 @@ import transformers
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.mapping.settings import ALL_ACTIVATIONS
-from export_scripts.ft.reader import FTReader
 from inference.parallel.epilogue import activate, gemm_activation
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS, VARIANTS, model_of
@@ -175,19 +174,3 @@ def test_activation_is_the_one_that_transformers_computes(name: str) -> None:
     # Four units in the last place of the largest value; the two forms of gelu are 5e-4 apart.
     difference = (ours - transformers.activations.ACT2FN[name](x)).abs().max()
     assert float(difference) < 4 * 6 * torch.finfo(torch.float32).eps
-
-
-def test_key_heads_are_repeated_for_more_ranks_than_heads(tmp_path: Path) -> None:
-    build("llama").save_pretrained(tmp_path / "source")
-    request = ConversionRequest(
-        checkpoint_path=tmp_path / "source",
-        output_dir=tmp_path / "ft",
-        tp_size=4,
-        weight_data_type="fp32",
-    )
-    reader = FTReader(convert(request).ft_dir)
-    name = "model.layers.0.attention.key.weight"
-    heads = [reader.read(name, rank) for rank in range(4)]
-    assert torch.equal(heads[0], heads[1])
-    assert torch.equal(heads[2], heads[3])
-    assert not torch.equal(heads[1], heads[2])

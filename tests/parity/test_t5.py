@@ -55,6 +55,13 @@ def nemo_folder(path: Path, source: Path, **fields: Any) -> Path:
     return convert(ConversionRequest(checkpoint_path=source, output_dir=path, **values)).ft_dir
 
 
+def check(folder: Path, reference: Reference, **options: Any) -> None:
+    """Compare the logits of our runtime with those of the plain forward pass."""
+    expected = reference.logits(reference.encode(PROMPT), ANSWER)
+    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=expected.shape[1], **options)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
 # family/case -> widest tensor-parallel size of its recorded folders.
 CASES = {
     "t5/relu_tied": 4,
@@ -94,7 +101,7 @@ def test_reference_folders_give_the_recorded_logits(
     assert difference(ours, expected) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["t5/v1_1_gated_gelu_untied", "t5_nemo/ia3_two_tasks"])
 def test_half_precision_weights_are_close(name: str, tmp_path: Path) -> None:
     case = golden(name)
     prompt, answer = recorded(case)
@@ -118,8 +125,7 @@ def test_every_grid_of_ranks_gives_the_same_model(
     grid: dict[str, Any] = {"tp_size": tp_size, "pp_size": pp_size}
     encoded = reference.encode(PROMPT)
     assert difference(encoded_by(folder, PROMPT, **grid), encoded) < FP32_TOLERANCE
-    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, **grid)
-    assert difference(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE
+    check(folder, reference, **grid)
 
 
 # Every row of the rules by which a NeMo model becomes one with or without biases.
@@ -153,18 +159,16 @@ def test_every_kind_of_nemo_model_is_converted_faithfully(rule: str, tmp_path: P
     model = RULES[rule]
     tensors = t5_tensors(model)
     folder = nemo_folder(tmp_path, write_t5(tmp_path / "t5.nemo", tensors, model))
-    reference = Reference(tensors, model)
-    expected = reference.logits(reference.encode(PROMPT), ANSWER)
-    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    check(folder, Reference(tensors, model))
 
 
 # (training TP, PP, first decoder stage) -> inference TP.
 RESHARDED = (((1, 1, 0), 4), ((2, 1, 0), 1), ((4, 1, 0), 2), ((2, 2, 1), 4), ((1, 3, 1), 2))
 
 
-@pytest.mark.parametrize(("training", "tp_size"), RESHARDED)
-@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    ("training", "tp_size", "legacy"), [(*each, n % 2 > 0) for n, each in enumerate(RESHARDED)]
+)
 def test_training_ranks_and_stages_are_joined(
     training: tuple[int, int, int], tp_size: int, legacy: bool, tmp_path: Path
 ) -> None:
@@ -173,10 +177,7 @@ def test_training_ranks_and_stages_are_joined(
     tensors = t5_tensors(model)
     source = write_t5(tmp_path / "t5.nemo", tensors, model, tp=tp, pp=pp, split=split)
     folder = nemo_folder(tmp_path, source, tp_size=tp_size)
-    reference = Reference(tensors, model)
-    expected = reference.logits(reference.encode(PROMPT), ANSWER)
-    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, tp_size=tp_size)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    check(folder, Reference(tensors, model), tp_size=tp_size)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +205,7 @@ def test_each_ia3_task_acts_as_trained(
     source = write_t5(tmp_path / "t5.nemo", tensors, model, **layout)
     folder = nemo_folder(tmp_path, source, tp_size=tp_size, ia3_checkpoints=archives)
     for number, scalers in ((None, None), (0, tasks[0]), (1, tasks[1])):
-        reference = Reference(tensors, model, scalers=scalers)
-        expected = reference.logits(reference.encode(PROMPT), ANSWER)
-        ours = logits_by(
-            folder, PROMPT, ANSWER, vocab_size=model.vocab_size, task=number, tp_size=tp_size
-        )
-        assert difference(ours, expected) < FP32_TOLERANCE
+        check(folder, Reference(tensors, model, scalers=scalers), task=number, tp_size=tp_size)
 
 
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["biases", "bare"])
@@ -226,10 +222,7 @@ def test_ia3_multiplied_into_the_weights_acts_as_trained(
         ia3_in_place=True,
     )
     assert not list(folder.glob("*ia3*"))
-    reference = Reference(tensors, model, scalers=scalers)
-    expected = reference.logits(reference.encode(PROMPT), ANSWER)
-    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, tp_size=tp_size)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    check(folder, Reference(tensors, model, scalers=scalers), tp_size=tp_size)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +241,7 @@ def test_linear_adapters_act_as_trained(
         tp_size=tp_size,
         adapter_checkpoints=(write_adapter(tmp_path / "a.nemo", adapters, model, **layout),),
     )
-    reference = Reference(tensors, model, adapters=adapters)
-    expected = reference.logits(reference.encode(PROMPT), ANSWER)
-    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, tp_size=tp_size)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    check(folder, Reference(tensors, model, adapters=adapters), tp_size=tp_size)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -38,6 +38,7 @@ from inference.engine.options import EngineOptions
 from inference.engine.scheduler import Scheduler
 from inference.engine.sequence import GenerationStep
 from inference.ranks.settings import Placement
+from tests.contract import tensors_of
 from tests.engine_logits import prompt_logits
 from tests.reference_decoding import (
     CLOSE,
@@ -73,14 +74,6 @@ DECODERS = (
 ENCODER_DECODERS = ("t5", "mt5")
 # Sees only the newest tokens by a mask that its forward pass takes as it is.
 FORGETS = "llama"
-_FLOATS = (
-    *("runtime_top_p", "temperature", "repetition_penalty", "presence_penalty", "len_penalty"),
-    *("frequency_penalty",),
-    *("top_p_decay", "top_p_min"),
-)
-_FLAGS = (
-    *("is_return_log_probs", "is_return_context_cum_log_probs", "is_return_context_embeddings"),
-)
 
 
 @dataclass
@@ -302,7 +295,7 @@ class Run:
 
     def request(self, rows: Sequence[Row], **session: int) -> Any:
         """Return the request of rows, through the contract's tensors."""
-        return parse_request(tensors_of(rows, **session), self.engine.limits)
+        return parse_request(inputs_of(rows, **session), self.engine.limits)
 
     def check_all(self) -> None:
         """Compare all that was answered with the oracle."""
@@ -432,21 +425,10 @@ def assert_answer(
         assert outputs["sequence_length"][b, k] >= min(len(shown), padded or len(shown))
 
 
-def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
+def inputs_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
     is_t5 = rows[0].encoder_ids is not None
     prompts = [row.ids if row.encoder_ids is None else row.encoder_ids for row in rows]
-    width = max(map(len, prompts))
-    ids = np.zeros((len(rows), width), np.uint32)
-    for line, prompt in zip(ids, prompts, strict=True):
-        line[: len(prompt)] = prompt
-    lengths, output_len = (
-        ("sequence_length", "max_output_len") if is_t5 else ("input_lengths", "request_output_len")
-    )
-    columns: dict[str, list[Any]] = {
-        lengths: [len(prompt) for prompt in prompts],
-        output_len: [row.rules.output_len for row in rows],
-        "is_return_log_probs": [row.log_probs for row in rows],
-    }
+    columns: dict[str, Any] = {"is_return_log_probs": [row.log_probs for row in rows], **session}
     names = ["end_id", "beam_width", "runtime_top_k", "runtime_top_p", "temperature", "min_length"]
     names += ("len_penalty", "top_p_decay", "top_p_min", "random_seed", "frequency_penalty")
     columns |= {name: [getattr(row.rules, name) for row in rows] for name in names}
@@ -465,13 +447,8 @@ def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
             "num_log_probs": [row.num_log_probs for row in rows],
             "num_prompt_log_probs": [row.num_prompt_log_probs for row in rows],
         }
-    columns |= {name: [value] * len(rows) for name, value in session.items()}
-    tensors: dict[str, Array] = {"input_ids": ids}
-    for name, values in columns.items():
-        kind: type[Any] = np.bool_ if name in _FLAGS else np.uint32
-        kind = np.float32 if name in _FLOATS else kind
-        kind = np.uint64 if name == "random_seed" else kind
-        tensors[name] = np.array(values, kind)[:, None]
+    output_len = [row.rules.output_len for row in rows]
+    tensors = tensors_of(prompts, output_len, model="T5" if is_t5 else "GPT", **columns)
     for name, lists in (
         ("bad_words_list", [row.rules.bad_words for row in rows]),
         ("stop_words_list", [row.rules.stop_words for row in rows]),
@@ -737,12 +714,13 @@ def test_every_row_of_an_encoder_is_that_of_the_model_alone(
 
 def encoder_tensors(model: Any, name: str, prompts: Sequence[Sequence[int]]) -> dict[str, Array]:
     """Return a request's tensors: ids, or for BERT the hidden states that its layers read."""
-    lengths = np.array([[len(prompt)] for prompt in prompts], np.int32)
-    ids = np.zeros((len(prompts), int(lengths.max())), np.int64)
-    for line, prompt in zip(ids, prompts, strict=True):
-        line[: len(prompt)] = prompt
+    tensors = tensors_of(prompts, model="T5-Encoder")
     if name != "bert":
-        return {"input_ids": ids.astype(np.uint32), "sequence_length": lengths}
+        return tensors
+    ids = torch.from_numpy(tensors["input_ids"].astype(np.int64))
     with torch.no_grad():
-        states = model.embeddings(torch.from_numpy(ids)).numpy()
-    return {"input_hidden_state": states, "sequence_lengths": lengths}
+        states = model.embeddings(ids).numpy()
+    return {
+        "input_hidden_state": states,
+        "sequence_lengths": tensors["sequence_length"].astype(np.int32),
+    }

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.decoding.request import parse_request
 from inference.decoding.rows import GenerationRequest
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
+from tests import contract
 from tests.conftest import ROOT
 
 CLIENTS = 64
@@ -26,14 +26,14 @@ WAIT_S = 600
 SOAK_SECONDS = 1.8  # times 100 in `make soak`
 # Seeded all of them; the random ones differ in what they may choose from and how that is cut.
 KINDS: list[dict[str, Any]] = [
-    {"runtime_top_p": np.float32(0.9)},
-    {"runtime_top_p": np.float32(0.5), "temperature": np.float32(1.3)},
-    {"runtime_top_p": np.float32(0.95), "top_p_decay": np.float32(0.9)},
-    {"runtime_top_k": np.uint32(40)},
-    {"runtime_top_k": np.uint32(200), "runtime_top_p": np.float32(0.8)},
-    {"runtime_top_k": np.uint32(20), "temperature": np.float32(0.7)},
-    {"runtime_top_p": np.float32(1.0), "repetition_penalty": np.float32(1.2)},
-    {"beam_width": np.uint32(3)},
+    {"runtime_top_p": 0.9},
+    {"runtime_top_p": 0.5, "temperature": 1.3},
+    {"runtime_top_p": 0.95, "top_p_decay": 0.9},
+    {"runtime_top_k": 40},
+    {"runtime_top_k": 200, "runtime_top_p": 0.8},
+    {"runtime_top_k": 20, "temperature": 0.7},
+    {"runtime_top_p": 1.0, "repetition_penalty": 1.2},
+    {"beam_width": 3},
     {},
 ]
 
@@ -63,14 +63,10 @@ def request_of(engine: Engine, number: int) -> GenerationRequest:
     """Return a request; the same number gives the same one."""
     generator = np.random.default_rng(number)
     length = int(generator.integers(1, 40))
-    tensors: dict[str, np.ndarray] = {
-        "input_ids": generator.integers(0, 2000, (1, length)).astype(np.uint32),
-        "input_lengths": np.array([[length]], np.uint32),
-        "request_output_len": np.array([[OUTPUT_LEN]], np.uint32),
-        "random_seed": np.array([[number]], np.uint64),
-        **{name: np.full((1, 1), value) for name, value in KINDS[number % len(KINDS)].items()},
-    }
-    return parse_request(tensors, limits=engine.limits)
+    prompt = generator.integers(0, 2000, length).tolist()
+    return contract.request_of(
+        engine, [prompt], OUTPUT_LEN, random_seed=number, **KINDS[number % len(KINDS)]
+    )
 
 
 def answer(engine: Engine, number: int) -> list[Any]:

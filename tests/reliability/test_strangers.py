@@ -18,9 +18,10 @@ import ssl
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import brotli
@@ -338,8 +339,7 @@ def test_bodies_beyond_the_limit_are_refused_unread(server: ModelServer, form: s
 def test_messages_beyond_the_limit_are_refused(
     server: ModelServer, compression: grpc.Compression
 ) -> None:
-    request = service_pb2.ModelInferRequest(model_name="double")
-    request.raw_input_contents.append(bytes(2 * LIMIT_MB << 20))
+    request = _double_request(content=bytes(2 * LIMIT_MB << 20))
     unlimited = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(server.address("grpc"), options=unlimited) as channel:
         for name in ("ModelInfer", "ModelStreamInfer"):
@@ -394,10 +394,10 @@ def test_an_error_that_quotes_a_long_name_reaches_its_client(server: ModelServer
     assert len(caught.value.details()) < 3000
 
 
-def _double_request() -> Any:
+def _double_request(shape: tuple[int, ...] = (1, 2), content: bytes = bytes(8)) -> Any:
     message = service_pb2.ModelInferRequest(model_name="double")
-    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
-    message.raw_input_contents.append(bytes(8))
+    message.inputs.add(name="x", datatype="UINT32", shape=shape)
+    message.raw_input_contents.append(content)
     return message
 
 
@@ -422,17 +422,12 @@ def test_who_has_no_token_makes_nobody_decompress(
     guarded: tuple[ModelServer, Path], coding: str
 ) -> None:
     """16 kB of them stopped every port for seconds, expanded before the token was read."""
-    server, folder = guarded
-    body = _expanding(coding)
+    server, body = guarded[0], _expanding(coding)
     assert len(body) < 20_000
-    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
     headers = {"Content-Encoding": coding}
     before = _cpu_s(server)
     for _ in range(4):
-        connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
-        with contextlib.closing(connection):
-            connection.request("POST", "/v2/models/double/infer", body, headers)
-            assert connection.getresponse().status == 401
+        assert _https(guarded, "POST", "/v2/models/double/infer", body, headers)[0] == 401
     assert _cpu_s(server) - before < 0.2
 
 
@@ -464,6 +459,22 @@ def test_a_refused_body_costs_no_more_than_its_bytes(server: ModelServer) -> Non
     assert _cpu_s(server) - before < 0.3
 
 
+def _https(
+    guarded: tuple[ModelServer, Path],
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[int, bytes]:
+    server, folder = guarded
+    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+    connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
 def _turn(session_id: int | str, value: int, **flags: bool) -> dict[str, Any]:
     tensor = {"name": "x", "shape": [1, 1], "datatype": "UINT32", "data": [value]}
     return {"inputs": [tensor], "parameters": {"sequence_id": session_id, **flags}}
@@ -472,18 +483,13 @@ def _turn(session_id: int | str, value: int, **flags: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("session_id", [1, 2**63 - 5])
 def test_a_session_is_nobody_elses(guarded: tuple[ModelServer, Path], session_id: int) -> None:
     """The sum of a session's values is its owner's, whoever guesses its number."""
-    server, folder = guarded
-    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
 
     def ask(token: str, value: int, **flags: bool) -> Any:
-        connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
+        body = json.dumps(_turn(session_id, value, **flags))
         headers = {"Authorization": f"Bearer {token}"}
-        with contextlib.closing(connection):
-            body = json.dumps(_turn(session_id, value, **flags))
-            connection.request("POST", "/v2/models/sums/infer", body, headers)
-            answer = json.loads(connection.getresponse().read())
-            assert "outputs" in answer or not flags, answer
-            return answer
+        answer = json.loads(_https(guarded, "POST", "/v2/models/sums/infer", body, headers)[1])
+        assert "outputs" in answer or not flags, answer
+        return answer
 
     other = "0" * 40
     assert ask(TOKEN, 5, sequence_start=True)["outputs"][0]["data"] == [5]
@@ -533,15 +539,9 @@ def test_no_form_of_a_request_ends_the_server(server: ModelServer) -> None:
 
 def test_no_form_of_a_message_ends_the_server(server: ModelServer) -> None:
     pid = triton_of(server)
-    messages = [b"\xff" * 1000]
-    for shape in ((2**63 - 1,), (1, 2**61), (1, 2**62 + 2), (2**62, 4), (0, 0), (-1, -2)):
-        message = service_pb2.ModelInferRequest(model_name="double")
-        message.inputs.add(name="x", datatype="UINT32", shape=shape)
-        message.raw_input_contents.append(bytes(8))
-        messages.append(message.SerializeToString())
-    message = service_pb2.ModelInferRequest(model_name="double")
-    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
-    message.raw_input_contents.append(bytes(8))
+    shapes = ((2**63 - 1,), (1, 2**61), (1, 2**62 + 2), (2**62, 4), (0, 0), (-1, -2))
+    messages = [b"\xff" * 1000, *(_double_request(each).SerializeToString() for each in shapes)]
+    message = _double_request()
     message.outputs.add(name="y").parameters["classification"].int64_param = 1
     messages.append(message.SerializeToString())
     with grpc.insecure_channel(server.address("grpc")) as channel:
@@ -566,10 +566,7 @@ def test_no_form_of_a_message_ends_the_server(server: ModelServer) -> None:
 
 def test_clients_that_leave_at_any_moment_do_no_harm(server: ModelServer) -> None:
     pid = triton_of(server)
-    message = service_pb2.ModelInferRequest(model_name="double")
-    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
-    message.raw_input_contents.append(bytes(8))
-    requests = [message.SerializeToString()] * 20
+    requests = [_double_request().SerializeToString()] * 20
     with grpc.insecure_channel(server.address("grpc")) as channel:
         for turn in range(60):
             call = channel.stream_stream(f"{CALLS}ModelStreamInfer")
@@ -607,10 +604,8 @@ def test_other_users_cannot_read_the_servers_memory(server: ModelServer) -> None
 def test_errors_do_not_name_the_servers_memory(server: ModelServer) -> None:
     naming = {**INFER, "inputs": [{**INFER["inputs"][0], "data": [TALKATIVE, 0]}]}
     errors = [_http(server, "POST", "/v2/models/double/infer", json.dumps(naming))[1].decode()]
-    message = service_pb2.ModelInferRequest(model_name="double")
-    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
-    message.raw_input_contents.append(np.array([TALKATIVE, 0], np.uint32).tobytes())
-    data = message.SerializeToString()
+    content = np.array([TALKATIVE, 0], np.uint32).tobytes()
+    data = _double_request(content=content).SerializeToString()
     with grpc.insecure_channel(server.address("grpc")) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             _call(channel, f"{CALLS}ModelInfer", data)
@@ -739,22 +734,10 @@ def test_a_client_with_certificate_and_token_is_served(
 
 @pytest.mark.parametrize("token", [None, TOKEN[::-1], TOKEN])
 def test_https_asks_for_the_token(guarded: tuple[ModelServer, Path], token: str | None) -> None:
-    server, folder = guarded
-    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
-    with contextlib.closing(connection):
-        for path, is_open in (("/v2/health/ready", True), ("/v2/models/double", token == TOKEN)):
-            connection.request("GET", path, headers=headers)
-            response = connection.getresponse()
-            response.read()
-            assert response.status == (200 if is_open else 401)
-            connection.close()
-
-
-def test_http_client_uses_tls(guarded: tuple[ModelServer, Path]) -> None:
-    with _client(guarded, "http", "token", "cert.pem") as client:
-        assert client.is_ready()
+    for path, is_open in (("/v2/health/ready", True), ("/v2/models/double", token == TOKEN)):
+        status, _ = _https(guarded, "GET", path, headers=headers)
+        assert status == (200 if is_open else 401)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

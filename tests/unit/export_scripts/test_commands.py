@@ -74,30 +74,10 @@ def test_validate_exits_1_and_lists_the_differences(tmp_path: Path) -> None:
     assert "model.wte.bin is missing" in result.stdout
 
 
-def test_inspect_describes_a_checkpoint(tmp_path: Path) -> None:
-    result = run("inspect", write_nemo(tmp_path / "x.nemo", tp=3, pp=2), "--tensors")
-    assert result.returncode == 0
-    for line in ("kind: nemo checkpoint", "tensor parallel: 3", "pipeline parallel: 2",
-                 "family: gpt", "inference tensor parallel: 1, 2, 3, 6"):  # fmt: skip
-        assert line in result.stdout
-    assert "encoder.layers.3.mlp.dense_h_to_4h.bias = [22], [22], [22]" in result.stdout
-
-
 def test_inspect_reports_why_a_checkpoint_cannot_be_converted(tmp_path: Path) -> None:
     source = write_nemo(tmp_path / "x.nemo", config={"position_embedding_type": "alibi"})
     facts = json.loads(run("inspect", source, "--json").stdout)
     assert "position_embedding_type = alibi" in facts["cannot be converted"][0]
-
-
-def test_list_families_prints_every_origin() -> None:
-    from export_scripts.families import SOURCE_MAPPINGS
-
-    rows = json.loads(run("list_families", "--json").stdout)
-    assert [row["source"] for row in rows] == [mapping.title for mapping in SOURCE_MAPPINGS]
-    llama = next(row for row in rows if row["family"] == "llama")
-    assert llama["engines"] == ["pytorch"]
-    table = run("list_families", "--markdown").stdout
-    assert table.startswith("| source | format | becomes |")
 
 
 @pytest.mark.parametrize("name", ["convert", "validate", "inspect", "list_families"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +13,6 @@ from export_scripts.ft.reader import FTReader
 from tests.conftest import SAMPLE_MODEL
 from tests.ft_folders import OpenedFolder
 from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
-
-MODEL = TinyGPT()
 
 
 def folder(source: Path, output: Path, tp_size: int, data_type: str = "fp32") -> Path:
@@ -75,51 +72,6 @@ def _merge_stages(source: Path, depths: tuple[int, ...]) -> None:
         shutil.rmtree(file.parent)
 
 
-@pytest.mark.parametrize("tp_size", [2, 3])
-def test_ranks_hold_their_heads_and_columns(tmp_path: Path, tp_size: int) -> None:
-    """The rule itself, written out with numpy for one layer."""
-    tensors = gpt_tensors(MODEL)
-    n, d, h, f = MODEL.head_num, MODEL.size_per_head, MODEL.hidden, MODEL.inter_size
-    reader = FTReader(folder(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", tp_size))
-    source = NEMO + "encoder.layers.2."
-    target = "model.layers.2."
-    fused = tensors[source + "self_attention.query_key_value.weight"].numpy().reshape(n, 3, d, h)
-    for rank in range(tp_size):
-        heads = slice(rank * n // tp_size, (rank + 1) * n // tp_size)
-        mine = fused[heads].transpose(3, 1, 0, 2).reshape(h, 3, h // tp_size)
-        columns = slice(rank * f // tp_size, (rank + 1) * f // tp_size)
-        up = tensors[source + "mlp.dense_h_to_4h.weight"].numpy().T[:, columns]
-        down = tensors[source + "mlp.dense_4h_to_h.weight"].numpy().T[columns]
-        qkv = reader.read(target + "attention.query_key_value.weight", rank)
-        assert np.array_equal(qkv.numpy(), mine)
-        assert np.array_equal(reader.read(target + "mlp.dense_h_to_4h.weight", rank).numpy(), up)
-        assert np.array_equal(reader.read(target + "mlp.dense_4h_to_h.weight", rank).numpy(), down)
-
-
-@pytest.mark.parametrize("source_type", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("data_type", ["fp32", "fp16", "bf16"])
-def test_every_type_becomes_every_type_by_rounding_to_nearest(
-    tmp_path: Path, source_type: torch.dtype, data_type: str
-) -> None:
-    tensors = gpt_tensors(MODEL, dtype=source_type)
-    reader = FTReader(
-        folder(write_nemo(tmp_path / "x.nemo", tensors), tmp_path / "out", 1, data_type)
-    )
-    target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[data_type]
-    for name, key in (
-        ("model.wte", NEMO + "embedding.word_embeddings.weight"),
-        (
-            "model.layers.0.attention.dense.bias",
-            NEMO + "encoder.layers.0.self_attention.dense.bias",
-        ),
-    ):
-        assert torch.equal(reader.read(name), tensors[key].float().to(target))
-    dense = tensors[NEMO + "encoder.layers.3.self_attention.dense.weight"]
-    assert torch.equal(
-        reader.read("model.layers.3.attention.dense.weight"), dense.float().to(target).t()
-    )
-
-
 def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path: Path) -> None:
     """Rows of a large table go through several chunks and transposed tiles."""
     model = TinyGPT(head_num=4, size_per_head=32, inter_size=20_480, num_layer=1, vocab_size=40_000)
@@ -164,13 +116,6 @@ def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path: Path) -> No
         "3-gpu",
         "3-gpu.manifest.json",
     ]
-
-
-def test_megatron_and_nemo_layouts_of_one_model_agree(tmp_path: Path) -> None:
-    tensors = gpt_tensors(MODEL)
-    nemo = contents(folder(write_nemo(tmp_path / "x.nemo"), tmp_path / "nemo", 3))
-    megatron = write_megatron(tmp_path / "megatron", tensors, tp=2, pp=2)
-    assert contents(folder(megatron, tmp_path / "out", 3)) == nemo
 
 
 def test_megatron_core_checkpoints_cut_differently_agree(shared: Path, tmp_path: Path) -> None:

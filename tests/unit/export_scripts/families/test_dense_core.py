@@ -34,17 +34,6 @@ def test_scales_stored_around_zero_get_their_one(tmp_path: Path) -> None:
     assert torch.equal(found, state["model.decoder.final_layernorm.weight"] + 1)
 
 
-def test_queries_keys_and_values_are_taken_from_each_group(tmp_path: Path) -> None:
-    state = core_state()
-    reader = converted(write_core(tmp_path / "a.nemo", state), tmp_path / "out", tp_size=2)
-    rows = state["model.decoder.layers.0.self_attention.linear_qkv.weight"]
-    second = rows.view(2, 4, 8, 24)[1]  # rank 1 of 2 owns the second group
-    layer = "model.layers.0.attention."
-    assert torch.equal(reader.read(layer + "query.weight", 1), second[:2].reshape(16, 24).t())
-    assert torch.equal(reader.read(layer + "key.weight", 1), second[2].t())
-    assert torch.equal(reader.read(layer + "value.weight", 1), second[3].t())
-
-
 def test_qkv_biases_are_divided_like_their_weights(tmp_path: Path) -> None:
     name = "model.decoder.layers.{}.self_attention.linear_qkv.bias"
     state = core_state() | {name.format(i): torch.randn(64) for i in (0, 1)}

@@ -220,17 +220,6 @@ def core_tensors(*, fused_norms: bool) -> dict[str, torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("fused_norms", [False, True])
-def test_megatron_core_names_give_the_same_folder(tmp_path: Path, fused_norms: bool) -> None:
-    expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
-    tensors = core_tensors(fused_norms=fused_norms)
-    tensors["model.decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3)
-    source = write_nemo(tmp_path / "core.nemo", tensors, config={"mcore_gpt": True})
-    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir)
-    for name in expected.names():
-        assert torch.equal(ft.read(name), expected.read(name)), name
-
-
 @pytest.mark.parametrize(("same", "untied"), [(True, False), (False, True)])
 def test_a_stored_output_layer_of_a_tied_core_model_is_compared(
     tmp_path: Path, same: bool, untied: bool
@@ -280,25 +269,6 @@ def test_given_file_that_is_not_a_table_is_refused_by_name(text: str, tmp_path: 
     given.write_text(text)
     with pytest.raises(ValueError, match=r"my-vocab\.json"):
         reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given)
-
-
-def test_the_newest_of_several_last_checkpoints_is_taken_and_reported(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import shutil
-
-    case = shared / "golden/gpt_nemo/ckpt_dir_tp2_pp1"
-    run = tmp_path / "run"
-    shutil.copytree(case / "source", run)
-    for folder in (run / "checkpoints").iterdir():
-        old = next(folder.glob("*step=100*"))
-        old.rename(old.with_name(old.name.replace("step=100", "step=1000").replace(
-            ".ckpt", "-last.ckpt")))  # fmt: skip
-    request = ConversionRequest(
-        run / "checkpoints", tmp_path / "o", 1, "fp32", vocab_path=run / "tokenizer/vocab.json"
-    )
-    summary = convert(request)
-    assert any("step=1000" in remark and "step=200" in remark for remark in summary.remarks)
 
 
 def test_prompt_tables_are_cast_to_the_folder_s_type(shared: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from export_scripts.conversion.convert import ConversionRequest, check_conversio
 from export_scripts.ft.validation import validate_directory
 from tests.tiny_huggingface import converted, copy_of, read_tensors
 
-LAYER = "gpt_neox.layers.0."
 BIAS_SUM = "model.layers.0.mlp.attention.bias.sum"
 
 
@@ -23,40 +22,10 @@ def parallel(shared: Path) -> Path:
 
 
 @pytest.fixture
-def sequential(shared: Path) -> Path:
-    return shared / "golden/gptneox/sequential_residual/source"
-
-
-@pytest.fixture
 def release(shared: Path, tmp_path: Path) -> Path:
     source = tmp_path / "source"
     shutil.copytree(shared / "golden/gptneox_eleuther/train_tp2/source", source)
     return source
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_output_biases_of_the_sequential_residual_are_not_divided(
-    sequential: Path, tmp_path: Path, tp_size: int
-) -> None:
-    reader = converted(sequential, tmp_path, tp_size=tp_size)
-    source = read_tensors(sequential)
-    for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
-        # The reference divides both by tp_size.
-        assert torch.equal(reader.read(f"model.layers.0.{name}"), source[LAYER + name])
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_output_biases_of_the_parallel_residual_are_one_share_of_their_sum(
-    parallel: Path, tmp_path: Path, tp_size: int
-) -> None:
-    reader = converted(parallel, tmp_path, tp_size=tp_size)
-    source = read_tensors(parallel)
-    total = source[LAYER + "attention.dense.bias"] + source[LAYER + "mlp.dense_4h_to_h.bias"]
-    torch.testing.assert_close(reader.read(BIAS_SUM) * tp_size, total)
-    # Each share is kept as well, as by NVIDIA's converter, although no loader reads it.
-    for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
-        share = reader.read(f"model.layers.0.{name}")
-        torch.testing.assert_close(share * tp_size, source[LAYER + name])
 
 
 def test_a_folder_without_the_biases_that_no_loader_reads_is_complete(

@@ -66,26 +66,6 @@ def test_stated_choices_that_no_loader_has_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("case", "head", "shape"),
-    [("gpt2/tiny", "lm_head.weight", (131, 32)), ("opt/pre_ln", "lm_head.weight", (131, 32)),
-     ("bloom/tiny", "lm_head.weight", (131, 32))],
-)  # fmt: skip
-def test_an_untied_head_is_kept_as_it_is(
-    golden: Path, tmp_path: Path, case: str, head: str, shape: tuple[int, int]
-) -> None:
-    values = torch.randn(shape)
-    source = copy_of(
-        golden / case / "source",
-        tmp_path / "s",
-        config={"tie_word_embeddings": False},
-        tensors={head: values},
-    )
-    reader = converted(source, tmp_path)
-    assert torch.equal(reader.read(HEAD), values)
-    assert not reader.config.tie_word_embeddings
-
-
-@pytest.mark.parametrize(
     ("case", "embedding"), [("gpt2/tiny", "wte"), ("bloom/tiny", "word_embeddings")]
 )
 def test_a_stored_copy_of_a_tied_head_is_not_written(

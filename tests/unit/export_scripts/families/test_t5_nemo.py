@@ -25,7 +25,6 @@ from tests.tiny_t5_tuning import (
 
 MODEL = TinyT5()
 EMBEDDING = ROOT + "encoder_embedding.word_embeddings.weight"
-QKV = ROOT + "enc_dec_model.{}.model.layers.{}.self_attention.query_key_value.{}"
 
 
 def converted(source: Path, tmp_path: Path, **fields: Any) -> OpenedFolder:
@@ -112,37 +111,9 @@ def test_half_precision_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
     assert "bf16" in remark
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_head_of_its_own_survives_pipeline_stages(tp_size: int, tmp_path: Path) -> None:
-    # NVIDIA's converter joins the first stage's embedding and the last stage's head.
-    model = TinyT5(own_head=True)
-    tensors = t5_tensors(model)
-    source = write_t5(tmp_path / "t5.nemo", tensors, model, tp=2, pp=2, split=1)
-    reader = converted(source, tmp_path, tp_size=tp_size)
-    assert torch.equal(reader.read("lm_head.weight"), tensors[ROOT + "tokens_head.weight"])
-    assert torch.equal(reader.read("shared.weight_T"), tensors[EMBEDDING])
-
-
 def test_tied_models_get_a_head_that_equals_the_embedding(tmp_path: Path) -> None:
     reader = converted(nemo(tmp_path), tmp_path)
     assert torch.equal(reader.read("lm_head.weight"), reader.read("shared.weight_T"))
-
-
-def test_absent_head_bias_is_zero(tmp_path: Path) -> None:
-    reader = converted(nemo(tmp_path, TinyT5(head_bias=False)), tmp_path)
-    assert not reader.read("shared.bias").any()
-
-
-def test_scaled_scores_without_biases_go_into_the_queries(tmp_path: Path) -> None:
-    model = TinyT5(bias=False, normalization="rmsnorm", head_bias=False)
-    tensors = t5_tensors(model)
-    reader = converted(write_t5(tmp_path / "t5.nemo", tensors, model), tmp_path)
-    fused = tensors[QKV.format("decoder", 1, "weight")]
-    q, k, v = fused.view(4, 3, 6, 20).permute(1, 3, 0, 2).flatten(2)  # each (hidden, inner)
-    ours = reader.read("decoder.block.1.layer.0.SelfAttention.qkv.weight")
-    assert torch.equal(ours[:, 0], q * torch.tensor(6**-0.5))
-    assert torch.equal(ours[:, 1], k)
-    assert torch.equal(ours[:, 2], v)
 
 
 def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path: Path) -> None:
@@ -163,53 +134,6 @@ def test_prompt_tables_have_the_type_of_the_folder(stored: torch.dtype, tmp_path
         nemo(tmp_path), tmp_path, prompt_checkpoints=(archive,), weight_data_type="fp16"
     )
     assert torch.equal(reader.read("model.prompt_table.boolq.weight"), table.half())
-
-
-def test_later_ia3_names_keep_every_layer_apart(tmp_path: Path) -> None:
-    # NVIDIA's converter makes one file of all layers from such names.
-    scalers = ia3_scalers(MODEL)
-    archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL, later_names=True)
-    reader = converted(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,), tp_size=2)
-    names = [name for name in reader.names() if "ia3" in name]
-    assert len(names) == 2 * 3 + 4 * 5
-    for layer in range(4):
-        stored = reader.read(f"decoder.block.{layer}.layer.1.EncDecAttention.v.ia3.weight", 1)
-        assert torch.equal(stored[0], scalers[f"decoder.{layer}.inter_value"][12:])
-
-
-def test_ia3_tasks_are_stacked_whatever_the_ranks(tmp_path: Path) -> None:
-    # NVIDIA's converter cannot add a second task for two ranks, or where n * d_kv is not d_model.
-    tasks = [ia3_scalers(MODEL, seed=seed) for seed in range(3)]
-    archives = tuple(write_ia3(tmp_path / f"{n}.nemo", task, MODEL) for n, task in enumerate(tasks))
-    reader = converted(nemo(tmp_path), tmp_path, ia3_checkpoints=archives, tp_size=4)
-    stored = reader.read("encoder.block.1.layer.1.DenseReluDense.ia3.weight", 2)
-    assert torch.equal(stored, torch.stack([task["encoder.1.mlp"][14:21] for task in tasks]))
-    assert ini(reader)["structure"]["ia3_num_tasks"] == "3"
-
-
-def test_ia3_in_place_scales_the_fused_projection_and_its_bias(tmp_path: Path) -> None:
-    # NVIDIA's converter views the decoder's fused weight as [3, h, h] and leaves biases alone.
-    tensors, scalers = t5_tensors(MODEL), ia3_scalers(MODEL)
-    archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL)
-    source = write_t5(tmp_path / "t5.nemo", tensors, MODEL)
-    reader = converted(source, tmp_path, ia3_checkpoints=(archive,), ia3_in_place=True)
-    bias = tensors[QKV.format("decoder", 2, "bias")].view(4, 3, 6).transpose(0, 1).flatten(1)
-    ours = reader.read("decoder.block.2.layer.0.SelfAttention.qkv.bias")
-    key, value = scalers["decoder.2.key"], scalers["decoder.2.value"]
-    assert torch.equal(ours, bias * torch.stack((torch.ones(24), key, value)))
-    assert ini(reader)["structure"]["ia3_adapted"] == "True"
-    assert ini(reader)["structure"]["ia3_num_tasks"] == "0"
-
-
-def test_adapters_of_all_training_ranks_are_joined(tmp_path: Path) -> None:
-    # NVIDIA's converter takes rank 0's half twice.
-    adapters = adapter_tensors(MODEL)
-    source = nemo(tmp_path, tp=2)
-    archive = write_adapter(tmp_path / "a.nemo", adapters, MODEL, tp=2)
-    reader = converted(source, tmp_path, adapter_checkpoints=(archive,))
-    stored = reader.read("decoder.block.3.after_ffn_adapter.DenseSiluDense.wi.weight")
-    assert torch.equal(stored, adapters["decoder.3.2.module.1.weight"].T)
-    assert ini(reader)["encoder"]["adapter_inter_size"] == "12"
 
 
 def test_a_folder_with_everything_added_is_valid(tmp_path: Path) -> None:

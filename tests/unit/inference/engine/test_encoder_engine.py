@@ -74,30 +74,11 @@ def random_states(rows: int, width: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((rows, width, 24)).astype(np.float32)
 
 
-def test_rows_of_a_batch_equal_the_rows_alone(bert: EncoderEngine) -> None:
-    states, lengths = random_states(5, 9), [9, 1, 4, 9, 7]
-    together = bert.encode(states_request(bert, states, lengths)).hidden
-    for row, length in enumerate(lengths):
-        alone = bert.encode(states_request(bert, states[row : row + 1], [length])).hidden
-        assert torch.allclose(together[row], alone[0], atol=1e-5)
-        assert not together[row, length:].any()
-
-
 def test_padding_has_no_say(bert: EncoderEngine) -> None:
     states = random_states(2, 6)
     first = bert.encode(states_request(bert, states, [3, 6])).hidden
     states[0, 3:] = 1e30
     assert torch.equal(bert.encode(states_request(bert, states, [3, 6])).hidden, first)
-
-
-def test_many_requests_at_once_get_their_own_answers(bert: EncoderEngine) -> None:
-    requests = [
-        states_request(bert, random_states(3, 4 + n, seed=n), [4 + n, 1, 2]) for n in range(20)
-    ]
-    futures = [bert.submit(request) for request in requests]
-    for request, future in zip(requests, futures, strict=True):
-        alone = bert.encode(request).hidden
-        assert torch.allclose(future.result().hidden, alone, atol=1e-5)
 
 
 def test_more_rows_than_fit_in_a_step_are_all_answered(bert: EncoderEngine) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from inference.decoding.candidates import select
 from inference.decoding.draws import ARG_MAX, UNMARKED, Penalty, TokenMarks
 from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampler import Sampler
-from inference.decoding.sampling import SampledAnswer
 from inference.decoding.sampling_params import SamplingParams
 from inference.model.token_feed import (
     NEWEST,
@@ -21,7 +21,6 @@ from inference.model.token_feed import (
     chosen_to_host,
     marks_bytes,
 )
-from tests.reference_choice import draw_by_sorting
 
 CPU = torch.device("cpu")
 
@@ -83,49 +82,6 @@ def test_ranks_that_share_the_vocabulary_choose_what_one_would(width: int) -> No
     assert all(torch.equal(each, expected) for each in choices(lambda _: every))
 
 
-@pytest.mark.parametrize("vocab_size", [1, 60, 3000])
-@pytest.mark.parametrize("include_boundary", [False, True])
-def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: bool) -> None:
-    rng = np.random.default_rng(vocab_size)
-    rows = 64
-    logits = 4 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
-    logits[::3] = logits[::3].round()  # many are equal
-    logits[1::4, 1::2] = -torch.inf
-    sampler = Sampler(vocab_size, nucleus_include_boundary=include_boundary)
-    draws, forbidden, theirs = [], [], []
-    for seed in range(rows):
-        options = SamplingParams(
-            end_id=int(rng.integers(vocab_size + 2)),
-            min_length=seed % 2,
-            top_k=int(rng.choice([0, 0, 1, 2, 50, 1024])),
-            top_p=float(np.float32(rng.choice([0.01, rng.random(), 1.0]))),
-            temperature=float(rng.choice([0.0, 0.3, 1.0, 2.0])),
-            random_seed=seed,
-        )
-        request = SequenceRequest((0, 0), 2, options, (0, 0))
-        theirs.append(sampler.begin(request))
-        ours = sampler.begin(request)
-        assert isinstance(ours, SampledAnswer)
-        assert ours.rank_chooses
-        draws.append(ours.draw())
-        forbidden.append(options.end_id if options.min_length else -1)
-    sampler.step(theirs, logits)
-
-    def drawn(more: float) -> list[int]:
-        """Return the tokens of random numbers that are larger by `more`."""
-        given = torch.tensor(draws)
-        given[:, -1] = (given[:, -1] + more).clamp(1e-9, 1.0)
-        return draw_by_sorting(logits.clone(), torch.tensor(forbidden), given)[:, 1].tolist()
-
-    # Closer to the boundary of two tokens the sums' rounding decides.
-    for answer, *near in zip(theirs, drawn(0.0), drawn(-1e-5), drawn(1e-5), strict=True):
-        if answer.error is None:
-            assert answer.tokens[0] in near
-    usable = [answer.error is None for answer in theirs]
-    assert np.mean([a == s.tokens[0] for a, s in zip(drawn(0.0), theirs, strict=True)]) > 0.9
-    assert sum(usable) >= rows - rows // 4
-
-
 @pytest.mark.parametrize("changed", [
     {"return_log_probs": True},
     {"num_log_probs": 1},
@@ -140,50 +96,6 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
     for options, expected in (plain, True), ({**plain, **changed}, False):
         row = sampler.begin(SequenceRequest((0, 0), 2, SamplingParams(**options), (0, 0)))
         assert row.rank_chooses == expected
-
-
-@pytest.mark.parametrize("vocab_size", [7, 60, 3000])
-def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
-    rng = np.random.default_rng(vocab_size)
-    rows, steps = 48, 6
-    sampler = Sampler(vocab_size)
-    ours, theirs = [], []
-    for seed in range(rows):
-        context = tuple(rng.integers(vocab_size + 2, size=rng.integers(1, 9)).tolist())
-        options = SamplingParams(
-            end_id=vocab_size,
-            top_k=int(rng.choice([0, 1, 3, 50])),
-            top_p=0.9,
-            temperature=float(rng.choice([0.5, 1.0, 2.0])),
-            repetition_penalty=float(np.float32(rng.choice([0.7, 1.0, 1.3]))),
-            presence_penalty=float(np.float32(rng.choice([0.0, 0.0, 0.8, -0.5]))),
-            frequency_penalty=float(np.float32(rng.choice([0.0, 0.0, 0.7, -1.1]))),
-            logit_bias=tuple(enumerate(rng.normal(0, 2, seed % 5).astype(np.float32).tolist())),
-            bad_words=tuple((word,) for word in rng.integers(vocab_size, size=seed % 3).tolist()),
-            random_seed=seed,
-        )
-        request = SequenceRequest(context, steps, options, context)
-        theirs.append(sampler.begin(request))
-        row = sampler.begin(request)
-        assert isinstance(row, SampledAnswer)
-        ours.append(row)
-    feed = TokenFeed(rows, CPU, vocab=range(vocab_size))
-    for produced in range(steps):
-        logits = torch.from_numpy(rng.normal(size=(rows, vocab_size)).astype(np.float32) * 3)
-        sampler.step(theirs, logits)
-        slots = torch.arange(rows)
-        if produced > 3:  # the rows were preempted, and have other slots now
-            slots = slots.roll(5)
-        if produced in (0, 4):
-            for row, slot in zip(ours, slots.tolist(), strict=True):
-                feed.mark(slot, *row.marks())
-        penalties = torch.tensor([row.penalty(produced) for row in ours])
-        draws = torch.tensor([row.draw() for row in ours])
-        nothing = torch.full((rows,), -1)
-        chosen = feed.choose(logits, slots, nothing, draws, penalties).numpy()
-        assert chosen[:, 1].tolist() == [row.tokens[0] for row in theirs]
-        for row, token in zip(ours, chosen[:, 1].tolist(), strict=True):
-            row.append(token)
 
 
 MARKS = TokenMarks(np.array([6]), np.array([7]), np.array([-np.inf], np.float32))
