@@ -5,45 +5,13 @@ their rendezvous.
 """
 
 import os
-import subprocess
 
 from inference.system.launch_environment import LaunchEnvironment
 from stages.base import StageError
 from stages.job_process import node_name
 
-_ASK_S = 60.0
 # Variables of a process whose launcher has started its MPI.
 _MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
-
-
-def check_mpi(kind: str | None) -> None:
-    """Raise StageError if this cluster's srun lacks the MPI."""
-    try:
-        problem = None if kind is None else mpi_problem(kind, timeout_s=_ASK_S)
-    except subprocess.TimeoutExpired as error:
-        raise StageError(f"srun --mpi=list did not answer within {_ASK_S:g} s") from error
-    if problem is not None:
-        raise StageError(problem)
-
-
-def mpi_problem(kind: str, *, timeout_s: float) -> str | None:
-    """Return a problem if this cluster's srun lacks the MPI.
-
-    Raises:
-        OSError: srun is not installed.
-        subprocess.TimeoutExpired: it does not answer.
-    """
-    done = subprocess.run(
-        ["srun", "--mpi=list"], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    listed = (done.stdout + done.stderr).split()
-    if done.returncode != 0 or kind in listed:
-        return None
-    known = [each for each in listed if each in ("none", *_MPI_VARIABLES)]
-    return (
-        f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes it "
-        f"is alone; it has {', '.join(known) or 'none'}."
-    )
 
 
 def check_place(place: LaunchEnvironment, *, ranks: int, mpi: str) -> None:

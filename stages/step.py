@@ -33,7 +33,7 @@ from stages.job_process import (
     close_to_others,
     log_line,
 )
-from stages.preflight import check_mpi, check_place
+from stages.preflight import check_place
 from stages.progress import read_json, write_json
 
 _RANK_FAILURE = "rank-{rank}.txt"  # the reason, next to the result
@@ -102,8 +102,6 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     for stale in (result_path, *folder.glob(_RANK_FAILURE.format(rank="*"))):
         stale.unlink(missing_ok=True)
     stage_path.write_bytes(pickle.dumps(stage))
-    if step.ranks > 1:
-        check_mpi(step.mpi)
     files = str(stage_path), str(result_path)
     process = subprocess.Popen(
         step.command(*files, os.environ),

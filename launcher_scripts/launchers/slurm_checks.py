@@ -2,9 +2,7 @@
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from launcher_scripts.configuration.checks import nearest_that_exists
@@ -15,9 +13,8 @@ from launcher_scripts.launchers.slurm_limits import (
     room_in_queue,
 )
 from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
-from launcher_scripts.launchers.slurm_state import ASK_S, ask_slurm
+from launcher_scripts.launchers.slurm_state import ask_slurm
 from stages.base import Stage
-from stages.preflight import mpi_problem
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
@@ -60,9 +57,20 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
         problems.append(f"the run has {len(stages)} jobs, {room}; wait for them.")
     nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            problems += filter(None, [mpi_problem(config.cluster.mpi, timeout_s=ASK_S)])
+        problems += _problems_of_mpi(config.cluster.mpi)
     return problems
+
+
+def _problems_of_mpi(kind: str) -> Iterator[str]:
+    """Yield that this cluster's srun lacks the MPI, as far as it says so."""
+    answer = ask_slurm(["srun", "--mpi=list"])
+    listed = f"{answer.text} {answer.error}".split()
+    if answer.status == 0 and kind not in listed:
+        known = [each for each in listed if each in ("none", "pmi2", "pmix")]
+        yield (
+            f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes "
+            f"it is alone; it has {', '.join(known) or 'none'}."
+        )
 
 
 def _options(config: Config) -> Iterator[str]:
@@ -176,6 +184,6 @@ def own_file_system(path: Path) -> str | None:
     return kind if kind in _OWN_FILE_SYSTEMS else None
 
 
-def _answer(command: list[str], *, timeout_s: float = ASK_S) -> str | None:
-    answer = ask_slurm(command, timeout_s=timeout_s)
+def _answer(command: list[str]) -> str | None:
+    answer = ask_slurm(command)
     return answer.text if answer.status == 0 else None

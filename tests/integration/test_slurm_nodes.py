@@ -26,7 +26,6 @@ from launcher_scripts.stage_table import build_stage
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
-from stages.preflight import check_mpi
 from stages.step import JobStep, run_in_step
 from tests.conftest import ROOT
 from tests.integration.slurm_cluster import SlurmCluster
@@ -102,15 +101,13 @@ def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
     assert not notes(tmp_path)
 
 
-def test_unknown_mpi_and_partition_are_reported_before_and_inside_the_job(tmp_path: Path) -> None:
+def test_unknown_mpi_and_partition_are_reported_before_the_job(tmp_path: Path) -> None:
     stage = RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES))
     words = ("cluster.mpi=pmi9", "cluster.partition=bach", "container=/nowhere.sqsh")
     reported = "\n".join(SlurmLauncher(configure(*words)).check([stage]))
     assert "cluster.mpi=pmi9: this Slurm does not have it" in reported
     assert "unknown partition bach; known partitions: batch, urgent" in reported
     assert "container=/nowhere.sqsh is not a file" in reported
-    with pytest.raises(StageError, match=r"cluster\.mpi=pmi9"):
-        check_mpi("pmi9")
 
 
 def digests(folder: Path) -> dict[str, str]:
