@@ -25,7 +25,6 @@ from stages.progress import PROGRESS_NAME, DamagedFileError, read_as, read_progr
 LAST_RUN = "last_run.json"
 _POLL_S = 0.5
 _LOGS_POLL_S = 2.0  # each asks Slurm
-_ASK_S = 12.0  # Slurm's clients give up after 10 s by default
 _PIECE = 1 << 20  # characters of a log, which may be larger than memory
 _CANCEL_S = 60.0
 # Longer than sbatch is tried.
@@ -60,7 +59,7 @@ def look_after(config: Config, console: Console) -> int:
         )
         return EXIT_USAGE
     status = EXIT_OK
-    queue = functools.cache(functools.partial(slurm_state.queue_now, timeout_s=_ASK_S))
+    queue = functools.cache(slurm_state.queue_now)
     for each in found:
         records = jobs_in(each, queue)
         if not records:

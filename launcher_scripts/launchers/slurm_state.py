@@ -13,7 +13,7 @@ from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
 from stages.progress import DamagedFileError, read_as
 
-ASK_S = 20.0
+_ASK_S = 20.0  # Slurm's clients give up after 10 s by default
 # An order is given again for so long: a controller that restarts or fails over is away for a while.
 PATIENCE_S = 90.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 10.0
@@ -83,7 +83,7 @@ class SlurmAnswer:
 def ask_slurm(
     command: Sequence[str],
     *,
-    timeout_s: float = ASK_S,
+    timeout_s: float = _ASK_S,
     patience_s: float = 0.0,
     environment: Mapping[str, str] | None = None,
 ) -> SlurmAnswer:
@@ -188,10 +188,10 @@ class SlurmQueue:
         return self.jobs.get(job_id) or _state_of_ended(job_id)
 
 
-def queue_now(job_id: str = "", *, timeout_s: float = ASK_S) -> SlurmQueue:
+def queue_now(job_id: str = "") -> SlurmQueue:
     """Ask Slurm for its queue, or for one job in it."""
     one = ["-j", job_id] if job_id else []
-    answer = ask_slurm(["squeue", "-h", "-r", "-o", "%i|%T|%r|%o", *one], timeout_s=timeout_s)
+    answer = ask_slurm(["squeue", "-h", "-r", "-o", "%i|%T|%r|%o", *one])
     if answer.status != 0:
         return SlurmQueue({}, has_answered=_UNKNOWN_JOB in answer.error)
     rows = (line.split("|", 3) for line in answer.text.splitlines())
