@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from export_scripts.files.replace import read_file, replace_file
-from inference.system.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
+from inference.system.launch_environment import (
+    LAUNCHER_VARIABLE,
+    LaunchEnvironment,
+    read_launch_environment,
+)
 from inference.system.parent_process import end_process, stop_signals
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (
@@ -32,8 +36,8 @@ from stages.job_process import (
     cause_of,
     close_to_others,
     log_line,
+    node_name,
 )
-from stages.preflight import check_place
 from stages.progress import read_json, write_json
 
 _RANK_FAILURE = "rank-{rank}.txt"  # the reason, next to the result
@@ -44,6 +48,8 @@ _LOST_NODE = re.compile(r"srun: error: Node failure on (\S+)")
 # srun's report of a task that failed, and the number in front of a task's line (--label).
 _FAILURE = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _LABEL = re.compile(r"(\d+): (.*)")
+# Variables of a process whose launcher has started its MPI.
+_MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,23 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(grace_s)
     return end_process(process, grace_s=_STOP_WAIT_S)
+
+
+def check_place(place: LaunchEnvironment, *, ranks: int, mpi: str) -> None:
+    """Check that a process is one of so many ranks, and has the MPI.
+
+    Raises:
+        StageError: it is not, or has not; it would believe that it is alone.
+    """
+    name = f"rank {place.rank} on {node_name()}"
+    variable = _MPI_VARIABLES.get(mpi)
+    if place.world_size != ranks:
+        raise StageError(f"{name} sees {place.world_size} ranks instead of {ranks}")
+    if variable is not None and variable not in os.environ:
+        raise StageError(
+            f"{name} got no {variable}: cluster.mpi={mpi} does not reach it, so every rank would "
+            "believe that it is alone; in a container, pyxis needs its PMI hook"
+        )
 
 
 def main(

@@ -6,7 +6,7 @@ import pytest
 
 from inference.system.launch_environment import LaunchEnvironment
 from stages.base import StageError
-from stages.preflight import check_place
+from stages.step import check_place
 
 
 @pytest.mark.parametrize(
