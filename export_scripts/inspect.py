@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader
@@ -190,34 +189,19 @@ def _passed_through(reader: CheckpointReader) -> list[str]:
     ]
 
 
-def description_text(facts: Table) -> str:
+def description_text(facts: Table, indent: str = "") -> str:
     """Return a description as text."""
-    lines: list[str] = []
+    lines = []
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            lines.append(f"{name}:")
-            lines += [f"  {line}" for line in _pairs(value)]
-        elif isinstance(value, list) and value and not isinstance(value[0], int):
-            lines += [f"{name}:", *(f"  {item}" for item in value)]
-        elif value not in ([], "", None):
-            lines.append(f"{name}: {_short(value)}")
-    return "\n".join(lines)
-
-
-def _pairs(value: Table) -> list[str]:
-    lines = []
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            lines += [f"[{key}]", *(f"  {inner}" for inner in _pairs(item))]
-        else:
-            lines.append(f"{key} = {_short(item)}")
-    return lines
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
-        return f"{value:,}"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            lines += [f"{indent}{name}:", description_text(value, f"{indent}  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            lines += [f"{indent}{name}:", *(f"{indent}  {item}" for item in value)]
+        elif isinstance(value, list):
+            lines.append(f"{indent}{name}: {', '.join(map(str, value))}" if value else "")
+        elif value not in ("", None):
+            lines.append(f"{indent}{name}: {value}")
+    return "\n".join(filter(None, lines))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,21 +7,12 @@ from pathlib import Path
 
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.convert import folder_problems
-from export_scripts.conversion.ft_source import is_ft_folder
-from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.layout import expected_files, manifest_path
+from export_scripts.ft.layout import manifest_path
 
 
 def _described(folder: Path) -> str:
-    if not is_ft_folder(folder):
-        sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-        return f"Hugging Face, {len(sizes)} weight files, {sum(sizes):,} bytes"
-    family, config = read_config(folder)
-    files = expected_files(family, config)
-    return (
-        f"{family.name}, {config.tensor_para_size} ranks, {config.weight_data_type}, "
-        f"{len(files)} weight files, {sum(files.values()):,} bytes"
-    )
+    files = [file for pattern in ("*.bin", "*.safetensors") for file in folder.glob(pattern)]
+    return f"{len(files)} weight files, {sum(file.stat().st_size for file in files):,} bytes"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -116,9 +116,9 @@ class StoredTensor(Piece):
 
 @dataclass(frozen=True)
 class ComputedPiece(Piece):
-    """Values in fp32 that are computed of stored tensors."""
+    """Values that are computed of stored tensors."""
 
-    dtype = "fp32"
+    dtype: str
     shape: Shape
     inputs: tuple[StoredTensor, ...]
     compute: Callable[[FileMaps], Array]

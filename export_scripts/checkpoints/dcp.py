@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import Region, StoredTensor
-from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset
+from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
@@ -80,10 +80,11 @@ class ShardedIndex:
         return read_torch_file(_region(self.container, entry, name)) if entry else None
 
     def tensors(self, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
-        """Return the tensors whose name is wanted; chunks are not compared with each other.
+        """Return the tensors whose name is wanted.
 
         Raises:
-            CheckpointMismatchError: Files or chunks are missing, truncated or of other contents.
+            CheckpointMismatchError: Files or chunks are missing, truncated or of other contents, or
+                the chunks do not make the wholes.
         """
         container, entries = self.container, self._entries
         index = container.members[INDEX_NAME]
@@ -116,10 +117,7 @@ class ShardedIndex:
                     )
             tensors[name] = ChunkedTensor(shape.dtype, shape.whole, chunks)
         refuse(listed(problems))
-        wrong = [
-            f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()
-        ]
-        refuse(listed(wrong, f"{container}: "))
+        refuse_holes(tensors, container)
         return tensors
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, json_file
-from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated, refuse_holes
+from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import without_wrappers
@@ -69,7 +69,6 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
     if not isinstance(common, Mapping):
         raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
     tensors = _with_joined_halves(_layers(model_tensors(index), where))
-    refuse_holes(tensors, where)
     own = {METADATA_NAME, INDEX_NAME, _COMMON_NAME} & container.members.keys()
     files = {container.members[name].path for name in own}
     files |= {values.path for tensor in tensors.values() for values in tensor.stored}
@@ -86,8 +85,6 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
 
 def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
     """Return the tensors of an index by their names in the model, without those of training.
-
-    Chunks are not compared with each other.
 
     Raises:
         CheckpointMismatchError: Some are missing or damaged, or two have the same name.

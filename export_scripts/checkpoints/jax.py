@@ -4,7 +4,6 @@ Every shard folder holds the same unnamed arrays in the same order; only that or
 array. Arrays are indexed inside the .npz files and mapped, never unpacked.
 """
 
-import ast
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from export_scripts.checkpoints.partitioned import join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 from export_scripts.files.json_content import Fields
+from export_scripts.numeric.dtypes import Shape
 
 # Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
 # come sorted as text: 0, 1, 10, 11, ..., 2, 20.
@@ -33,7 +33,6 @@ _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 
 # numpy knows no bfloat16 and writes its two bytes as a void type.
 _NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
-_NPY_MAGIC = b"\x93NUMPY"
 _MOST_SHARDS = 10_000
 
 
@@ -135,36 +134,27 @@ def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor
         )
     begin = zip_data_offset(path, file, info)
     file.seek(begin)
-    fields, offset = _npy_header(file, where)
-    dtype = _NPY_TYPES.get(str(fields.get("descr")))
-    if dtype is None or fields.get("fortran_order") is not False:
+    shape, kind = _npy_header(file, where)
+    if kind not in _NPY_TYPES:
         raise CheckpointMismatchError(
-            f"{where} has type {fields.get('descr')!r}; expected bfloat16, float16 or float32"
+            f"{where} has type {kind!r}; expected bfloat16, float16 or float32"
         )
     record = Record(path, begin, info.file_size, info.CRC)
-    tensor = StoredTensor(path, begin + offset, dtype, tuple(fields["shape"]), record=record)
-    if offset + tensor.span_bytes > info.file_size:
+    tensor = StoredTensor(path, file.tell(), _NPY_TYPES[kind], shape, record=record)
+    if tensor.offset + tensor.span_bytes > begin + info.file_size:
         raise truncated(path, f"{info.filename} has {info.file_size} bytes")
     return tensor
 
 
-def _npy_header(file: BinaryIO, where: str) -> tuple[Fields, int]:
-    """Return the fields of a .npy header and the offset of the data after it.
+def _npy_header(file: BinaryIO, where: str) -> tuple[Shape, str]:
+    """Return the shape and the type in the header of a .npy file, whose data follow."""
+    from numpy.lib import format as npy
 
-    Layout: numpy, numpy/lib/format.py.
-    """
-    start = file.read(8)
-    if start[:6] != _NPY_MAGIC:
-        raise CheckpointMismatchError(f"{where} is not a numpy array")
-    width = 2 if start[6] == 1 else 4
-    length = int.from_bytes(file.read(width), "little")
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
-        fields = ast.literal_eval(file.read(min(length, 1 << 16)).decode("latin-1").strip())
-        shape = fields["shape"]
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"shape {shape}")
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        shape, is_fortran, dtype = readers[npy.read_magic(file)](file)
+    except (ValueError, KeyError, TypeError, MemoryError, RecursionError) as error:
         raise CheckpointMismatchError(f"{where} has a damaged header: {error}") from error
-    except (MemoryError, RecursionError) as error:
-        raise CheckpointMismatchError(f"{where} has a damaged header: it nests too deep") from error
-    return fields, 8 + width + length
+    if is_fortran or min(shape, default=0) < 0:
+        raise CheckpointMismatchError(f"{where} has shape {shape} in Fortran's order")
+    return shape, dtype.str if dtype.fields is None else str(dtype)

@@ -152,31 +152,17 @@ def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
 
 
 def _contradictions(tensors: Tensors, layers: str) -> list[str]:
-    """Return layers whose tensors are missing, or of another kind than the pattern says."""
-    held: dict[int, list[str]] = {}
+    """Return the tensors of layers that the pattern lacks, or that it says are of another kind."""
+    problems = []
     for name in tensors:
         if match := _HYBRID_LAYER.match(name):
-            held.setdefault(int(match[2]), []).append(match[3])
-    problems = [
-        f"decoder.layers.{number} holds no tensors"
-        for number in range(len(layers))
-        if number not in held
-    ]
-    for number, names in sorted(held.items()):
-        kind = layers[number] if number < len(layers) else ""
-        mine, other = (
-            (".self_attention.", ".mlp.") if kind == "*" else (".mlp.", ".self_attention.")
-        )
-        if not kind:
-            problems.append(f"decoder.layers.{number} is beyond the pattern's {len(layers)} layers")
-        elif any(each.startswith(other) for each in names):
-            problems.append(
-                f"decoder.layers.{number} holds {other}*, in a layer of {_LETTERS[kind]}"
-            )
-        elif not any(each.startswith(mine) for each in names):
-            problems.append(
-                f"decoder.layers.{number} lacks {mine}*, in a layer of {_LETTERS[kind]}"
-            )
+            number = int(match[2])
+            kind = layers[number] if number < len(layers) else ""
+            other = ".mlp." if kind == "*" else ".self_attention."
+            if not kind:
+                problems.append(f"{name} is beyond the pattern's {len(layers)} layers")
+            elif match[3].startswith(other):
+                problems.append(f"{name} is in a layer of {_LETTERS[kind]}")
     return problems
 
 

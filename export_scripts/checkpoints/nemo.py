@@ -147,13 +147,8 @@ def _chosen_folder(path: Path, remarks: list[str]) -> Path:
     """Return the checkpoint itself, or the newest one in a run's folder."""
     if not path.is_dir() or not (found := _last_folders(path)):
         return _model_folder(path)
-    newest = max(found, key=lambda folder: (_step_told(folder.name) or -1, folder.name))
-    if len(found) > 1:
-        others = ", ".join(folder.name for folder in found if folder != newest)
-        remarks.append(
-            f"took {newest.name}, the newest of several last checkpoints (left: {others})"
-        )
-    return newest
+    steps = {folder.name: _step_told(folder.name) for folder in found}
+    return path / _newest({n: -1 if step is None else step for n, step in steps.items()}, remarks)
 
 
 def _read_config(container: Container) -> Fields | None:
@@ -248,12 +243,17 @@ def _last_name(
         step = _step_told(name)
         step = trees(region).get("global_step") if step is None else step
         steps[name] = step if isinstance(step, int) else -1
+    return _newest(steps, remarks)
+
+
+def _newest(steps: Mapping[str, int], remarks: list[str]) -> str:
+    """Return the name with the highest step, -1 for an unknown one; remark on the others."""
     newest = max(steps, key=lambda name: (steps[name], name))
-    others = ", ".join(f"{name} of step {step}" for name, step in steps.items() if name != newest)
-    remarks.append(
-        f"took {newest} of step {steps[newest]}, the newest of several last checkpoints "
-        f"(left: {others})"
-    )
+    if left := [f"{name} of step {step}" for name, step in steps.items() if name != newest]:
+        remarks.append(
+            f"took {newest} of step {steps[newest]}, the newest of several last checkpoints "
+            f"(left: {', '.join(left)})"
+        )
     return newest
 
 

@@ -200,7 +200,7 @@ def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
         except ValueError as error:  # of indices
             raise CheckpointMismatchError(str(error)) from error
 
-    return ComputedPiece(shape, tuple(parts.values()), compute)
+    return ComputedPiece("fp32", shape, tuple(parts.values()), compute)
 
 
 def _sizes(parts: Parts, end: str, types: Collection[str], *wanted: int | None) -> Shape:

@@ -11,12 +11,12 @@ import dataclasses
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
+    ComputedPiece,
     FileMaps,
     Piece,
     Pieces,
@@ -33,9 +33,8 @@ from export_scripts.checkpoints.distributed import (
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import renamed, without_wrappers
-from export_scripts.checkpoints.safetensors_file import are_sizes, read_safetensors
+from export_scripts.checkpoints.safetensors_file import read_safetensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
-from export_scripts.numeric.dtypes import Shape
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -108,7 +107,6 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             else f"{path} holds no distributed checkpoint of a model, only of its training"
         )
     ((folder, found),) = models.items()
-    refuse_holes(found, folder)
     tensors = {name: tensor.pieces for name, tensor in found.items()}
     if _TITAN_TABLE in tensors:
         tensors = _from_titan(tensors, configuration)
@@ -126,7 +124,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
 
 
 def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
-    """Return a model's tensors in a folder; chunks are not compared with each other."""
+    """Return a model's tensors in a folder."""
     if (folder / INDEX_NAME).is_file():
         return model_tensors(read_index(open_container(folder)))
     chunks: dict[str, dict[ChunkOffset, StoredTensor]] = {}
@@ -138,14 +136,16 @@ def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
             stated = begins.get(name)
             begin = stated.get("saved_offsets") if isinstance(stated, dict) else None
             others = chunks.setdefault(name, {})
-            if not are_sizes(begin) or len(begin) != len(tensor.shape):
+            if not isinstance(begin, list) or [*map(type, begin)] != [int] * len(tensor.shape):
                 problems.append(f"{file}: {_OFFSETS_KEY} does not say where {name} begins")
             elif tuple(begin) in others or any(tensor.dtype != o.dtype for o in others.values()):
                 problems.append(f"{file}: {name} at {begin} contradicts another shard")
             else:
                 others[tuple(begin)] = tensor
     refuse(listed(problems))
-    return without_wrappers({name: _whole(places) for name, places in chunks.items()})
+    tensors = {name: _whole(places) for name, places in chunks.items()}
+    refuse_holes(tensors, folder)
+    return without_wrappers(tensors)
 
 
 def _whole(chunks: Mapping[ChunkOffset, StoredTensor]) -> ChunkedTensor:
@@ -196,43 +196,31 @@ def _from_titan(
             continue
         name = renamed(name, _TITAN_NAMES)
         if (match := _TURNED.search(name)) and (key := _TITAN_MODELS[kind].get(match[1])):
-            piece = HalvedHeads.of(name, piece, configuration.config.get(key))
+            piece = _in_halves(name, piece, configuration.config.get(key))
         found[name] = (piece,)
     return found
 
 
-@dataclass(frozen=True)
-class HalvedHeads(Piece):
-    """Rows of heads whose neighbouring dimensions are rotated together, as halves that are.
+def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:
+    """Return rows of heads that rotate neighbouring dimensions, as halves are rotated.
 
     Row 2 i + j of a head becomes row j * size / 2 + i, as transformers' conversion of Llama does.
+
+    Args:
+        name: Of the projection, for messages.
+        rows: The projection (heads x size, hidden).
+        heads: How many there are.
+
+    Raises:
+        CheckpointMismatchError: The rows are not those of as many heads of an even size.
     """
+    if type(heads) is not int or heads < 1 or not rows.shape or rows.shape[0] % (2 * heads):
+        raise CheckpointMismatchError(
+            f"{name} is {list(rows.shape)}, which {heads!r:.100} heads do not divide"
+        )
 
-    dtype: str
-    shape: Shape
-    source: Piece
-    heads: int
+    def gather(maps: FileMaps) -> Array:
+        pairs = rows.load(maps).reshape(heads, -1, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
 
-    @classmethod
-    def of(cls, name: str, source: Piece, heads: Any) -> HalvedHeads:
-        """Return a projection (heads x size, hidden) in the other order.
-
-        Raises:
-            CheckpointMismatchError: Its rows are not those of as many heads of an even size.
-        """
-        if type(heads) is not int or heads < 1 or not source.shape or source.shape[0] % (2 * heads):
-            raise CheckpointMismatchError(
-                f"{name} is {list(source.shape)}, which {heads!r:.100} heads do not divide"
-            )
-        return cls(source.dtype, source.shape, source, heads)
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of."""
-        return self.source.stored
-
-    def load(self, maps: FileMaps) -> Array:
-        """Return the values in their new order, gathered in memory."""
-        rows = self.source.load(maps)
-        pairs = rows.reshape(self.heads, -1, 2, *self.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(self.shape)
+    return ComputedPiece(rows.dtype, rows.shape, rows.stored, gather)

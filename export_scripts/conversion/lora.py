@@ -151,7 +151,7 @@ def _merged(base: Piece, update: _Update, axis: int, share: slice, halves: int) 
 
     pieces = (base, *update.down, *update.up)
     inputs = tuple(part for piece in pieces for part in piece.stored)
-    return ComputedPiece(base.shape, inputs, compute)
+    return ComputedPiece("fp32", base.shape, inputs, compute)
 
 
 def with_adapters(

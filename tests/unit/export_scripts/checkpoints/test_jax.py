@@ -116,7 +116,7 @@ def test_object_arrays_are_refused_without_unpickling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "reported"),
     [
-        (b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,)}", "has type \\[\\('a'"),
+        (b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,)}", "has type .*'a'"),
         (b"1+" * 20_000 + b"1", "has a damaged header"),
         (b"-" * 60_000 + b"1", "has a damaged header"),
     ],
