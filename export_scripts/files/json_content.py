@@ -23,14 +23,13 @@ def json_object(
         content: The text; bytes are UTF-8, or UTF-16 or UTF-32 where they begin like it.
         source: What the text is called in messages, such as its path.
         remedy: What to do about a text that is something else.
-        is_strict: Refuse what Python's own reader takes: a name twice, NaN and Infinity.
+        is_strict: Refuse a name that is there twice.
 
     Raises:
         ValueError: It is something else.
     """
     try:
-        hooks: dict[str, Any] = {"object_pairs_hook": _once, "parse_constant": _no_constant}
-        value = json.loads(content, **(hooks if is_strict else {}))
+        value = json.loads(content, object_pairs_hook=_once if is_strict else None)
         if isinstance(value, dict):
             return value
         reason = f"it is of type {type(value).__name__}"
@@ -55,7 +54,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"it names {counts.most_common(1)[0][0]!r:.100} twice")
     return table
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -204,7 +204,7 @@ def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
 def test_a_truncated_safetensors_file_is_reported(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(CheckpointMismatchError, match="truncated or damaged: its tensors end at"):
+    with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated"):
         values(path.parent)
 
 
@@ -236,12 +236,12 @@ def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
         values(path.parent)
 
 
-@pytest.mark.parametrize(("place", "words"), [(-1, "the file at"), (-20, "the file at")])
-def test_bytes_that_no_tensor_claims_are_reported(tmp_path: Path, place: int, words: str) -> None:
+@pytest.mark.parametrize("place", [-1, -20])
+def test_bytes_that_no_tensor_claims_are_reported(tmp_path: Path, place: int) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:place] + bytes(2) + data[place:])
-    with pytest.raises(CheckpointMismatchError, match=words):
+    with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated"):
         values(path.parent)
 
 
@@ -255,7 +255,7 @@ def test_a_gap_or_an_overlap_between_tensors_is_reported(
     ).encode()
     path = folder(tmp_path / "m", {}) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    with pytest.raises(CheckpointMismatchError, match="begins at byte"):
+    with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated"):
         values(path.parent)
 
 
@@ -283,9 +283,7 @@ def test_a_table_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) ->
 def test_a_damaged_safetensors_header_is_reported(tmp_path: Path, data: bytes) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(data)
-    with pytest.raises(
-        CheckpointMismatchError, match=r"m/model\.safetensors(: its header is not| is truncated)"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated"):
         values(path.parent)
 
 
@@ -299,42 +297,31 @@ ENTRY = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"shape": [2]}, "of shape [2] and type F32 (4 bytes a value) cannot take 12 bytes"),
-        ({"shape": [2.9]}, "has shape = [2.9]"),
-        ({"shape": ["3"]}, "has shape = ['3']"),
-        ({"shape": [True, 3]}, "has shape = [True, 3]"),
-        ({"shape": [10**400]}, f"has shape = [{'1' + '0' * 98} and"),
-        ({"shape": [3] + [1] * 32}, "has shape = [3, 1,"),
-        ({"shape": 3}, "has shape = 3"),
-        ({"data_offsets": [0.0, 12.0]}, "data_offsets = [0.0, 12.0]; expected lists of whole"),
-        ({"data_offsets": ["0", "12"]}, "data_offsets = ['0', '12']"),
-        ({"data_offsets": [-12, 0]}, "data_offsets = [-12, 0]"),
-        ({"data_offsets": [12, 0]}, "cannot take -12 bytes"),
-        ({"data_offsets": [12]}, "data_offsets = [12]"),
-        ({"dtype": "F8_E5M2"}, "convert the unquantised checkpoint"),
-        ({"dtype": ["F32"]}, "is stored as ['F32']"),
+        {"shape": [2]}, {"shape": [2.9]}, {"shape": ["3"]}, {"shape": [True, 3]},
+        {"shape": [10**400]}, {"shape": 3}, {"data_offsets": [0.0, 12.0]},
+        {"data_offsets": ["0", "12"]}, {"data_offsets": [-12, 0]}, {"data_offsets": [12, 0]},
+        {"data_offsets": [12]}, {"dtype": ["F32"]}, {"dtype": "F99"},
     ],
-)
-def test_a_wrong_entry_is_refused_by_file_and_tensor(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+)  # fmt: skip
+def test_a_wrong_entry_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     file = with_header(tmp_path / "m", json.dumps({"a": ENTRY | changes}).encode())
-    with pytest.raises(CheckpointMismatchError) as caught:
+    with pytest.raises(CheckpointMismatchError, match=rf"^{file} is truncated or damaged"):
         values(file.parent)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"{file}: tensor a ")
-    assert words in problem
 
 
-def test_all_wrong_entries_are_named(tmp_path: Path) -> None:
-    entries = {"a": [1], "b": None, "c": ENTRY, "d": ENTRY | {"shape": [1.5]}}
+def test_all_tensors_of_unknown_types_are_named(tmp_path: Path) -> None:
+    entries = {
+        name: {"dtype": kind, "shape": [4], "data_offsets": [at, at + 4]}
+        for at, name, kind in ((0, "a", "F8_E5M2"), (4, "b", "U8"), (8, "c", "F8_E8M0"))
+    }
     file = with_header(tmp_path / "m", json.dumps(entries).encode())
     with pytest.raises(CheckpointMismatchError) as caught:
         values(file.parent)
-    assert [each.split(" has ")[0] for each in caught.value.problems] == [
-        f"{file}: tensor {key}" for key in ("a", "b", "d")
+    assert [each.split("; ")[0] for each in caught.value.problems] == [
+        f"{file}: tensor a is stored as F8_E5M2",
+        f"{file}: tensor c is stored as F8_E8M0",
     ]
 
 
@@ -342,26 +329,21 @@ _TEXT = json.dumps({"a": ENTRY})
 
 
 @pytest.mark.parametrize(
-    ("header", "words"),
+    "header",
     [
-        (_TEXT.encode("utf-16"), "not a text in UTF-8"),
-        (_TEXT.encode("utf-16-le"), "not a JSON object"),
-        (_TEXT.encode("utf-8-sig"), "not a JSON object"),
-        (b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [3]}}', "it names 'dtype' twice"),
-        (b'{"__metadata__": {"format": NaN}}', "NaN is not JSON"),
-        (b'{"__metadata__": {"format": 1}}', "__metadata__ of its header is not a table of texts"),
-        (b'{"__metadata__": "pt"}', "__metadata__ of its header is not a table of texts"),
+        _TEXT.encode("utf-16"),
+        _TEXT.encode("utf-16-le"),
+        _TEXT.encode("utf-8-sig"),
+        b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [3]}}',
+        b'{"__metadata__": {"format": NaN}}',
+        b'{"__metadata__": {"format": 1}}',
+        b'{"__metadata__": "pt"}',
     ],
 )
-def test_a_header_that_safetensors_itself_refuses(
-    tmp_path: Path, header: bytes, words: str
-) -> None:
+def test_a_header_that_safetensors_refuses_is_refused(tmp_path: Path, header: bytes) -> None:
     file = with_header(tmp_path / "m", header)
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.safe_open(file, "pt")
-    with pytest.raises(CheckpointMismatchError, match=words) as caught:
+    with pytest.raises(CheckpointMismatchError, match=rf"^{file} is truncated or damaged"):
         values(file.parent)
-    assert str(file) in str(caught.value)
 
 
 def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
