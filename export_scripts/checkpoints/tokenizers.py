@@ -1,11 +1,10 @@
 """Tokenizer files of a checkpoint: those for the FT folder, and their special tokens.
 
 No tokenizer library is needed: byte-pair vocabularies are JSON, WordPiece ones lines of text, and
-a sentencepiece model is a protocol buffer of which three integers are read.
+a SentencePiece model is a protocol buffer.
 """
 
 import fnmatch
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,12 +14,7 @@ from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.checkpoints.containers import Container
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.files.json_content import Table
-from export_scripts.wire_format import WireFormatError, wire_fields
-
-# sentencepiece_model.proto: ModelProto.trainer_spec = 2; TrainerSpec.bos_id, eos_id, pad_id.
-_TRAINER_SPEC = 2
-_BOS, _EOS, _PAD = 41, 42, 43
-_SENTENCEPIECE_DEFAULTS = {_BOS: 1, _EOS: 2, _PAD: -1}
+from export_scripts.sentencepiece_model import read_sentencepiece
 
 _MOST_ID = (1 << 32) - 1  # of the tokenizers library
 
@@ -65,17 +59,6 @@ def folder_members(folder: Path) -> dict[str, Region]:
         for entry in sorted(folder.glob(pattern))
         if entry.is_file()
     }
-
-
-@dataclass(frozen=True)
-class MadeFile(Region):
-    """A file of a tokenizer that is made of another one, whose `path` it has."""
-
-    content: bytes = b""
-
-    def open(self) -> io.BufferedReader:
-        """Return the content as a seekable stream."""
-        return io.BufferedReader(io.BytesIO(self.content))
 
 
 @dataclass(frozen=True)
@@ -135,19 +118,12 @@ def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
 
 
 def _sentencepiece_ids(file: Region) -> SpecialIds:
-    ids = dict(_SENTENCEPIECE_DEFAULTS)
-    data = read_small(file)
     try:
-        for field in wire_fields(data):
-            if field.number == _TRAINER_SPEC and field.content is not None:
-                for inner in wire_fields(data[field.content]):
-                    if inner.number in ids and (value := inner.value) is not None:
-                        # int32 is sent as a 64-bit two's complement.
-                        ids[inner.number] = value - (1 << 64) if value >> 63 else value
-    except WireFormatError as error:
-        raise CheckpointMismatchError(f"{file} is not a sentencepiece model: {error}") from error
-    bos, eos, pad = (ids[n] if ids[n] >= 0 else None for n in (_BOS, _EOS, _PAD))
-    return SpecialIds(bos, eos, pad)
+        trainer = read_sentencepiece(read_small(file)).trainer_spec
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{file}: {error}") from error
+    ids = (trainer.bos_id, trainer.eos_id, trainer.pad_id)
+    return SpecialIds(*(each if each >= 0 else None for each in ids))
 
 
 def check_outside_files(files: Mapping[str, Region], checkpoint: Path) -> None:
@@ -181,7 +157,8 @@ def _is_tokenizer(name: str, files: Mapping[str, Region]) -> bool:
     try:
         data = read_small(files[name])
         if name == "tokenizer.model":
-            return {1, _TRAINER_SPEC} <= {field.number for field in wire_fields(data)}  # 1: pieces
+            model = read_sentencepiece(data)
+            return bool(model.pieces) and model.HasField("trainer_spec")
         if name == "vocab.txt":
             return {b"[UNK]", b"[CLS]", b"[SEP]"} <= set(data.split())
         vocabulary = json_file(files["vocab.json"])

@@ -17,6 +17,13 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.files.json_content import Fields, Table, json_bytes
 from export_scripts.ft import fast_tokenizers
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
+from export_scripts.sentencepiece_model import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    read_sentencepiece,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,7 +40,7 @@ _KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
 _MOST_DIFFERENCES, _MOST_SHOWN = 3, 16
 _MOST_PIECES = 2000
 # Kinds of pieces that a text is not made of as of others.
-_SYMBOLS = (fast_tokenizers.USER_DEFINED, fast_tokenizers.CONTROL, fast_tokenizers.UNUSED)
+_SYMBOLS = (USER_DEFINED, CONTROL, UNUSED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,11 +290,11 @@ def _made(files: Mapping[str, bytes], is_lower: bool | None) -> _Made:
 def _from_sentencepiece(data: bytes) -> _Made:
     from sentencepiece import SentencePieceProcessor
 
-    model = fast_tokenizers.read_sentencepiece(data)
+    model = read_sentencepiece(data)
     own = SentencePieceProcessor(model_proto=data)
     backend = fast_tokenizers.sentencepiece_tokenizer(model)
-    special = model.texts(*_SYMBOLS)[:_MOST_PIECES]
-    pieces = model.texts(fast_tokenizers.NORMAL)
+    special = fast_tokenizers.piece_texts(model, *_SYMBOLS)[:_MOST_PIECES]
+    pieces = fast_tokenizers.piece_texts(model, NORMAL)
     usual = pieces[:: max(1, len(pieces) // _MOST_PIECES)]
     return _Made(
         backend,

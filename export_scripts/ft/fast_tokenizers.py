@@ -6,30 +6,28 @@ src/bpe_model.cc, src/unigram_model.cc and src/sentencepiece_processor.cc.
 
 from __future__ import annotations
 
-import base64
-import itertools
-import json
 import re
-import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.files.json_content import json_object
-from export_scripts.wire_format import WireFormatError, wire_fields
+from export_scripts.sentencepiece_model import (
+    BPE,
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNIGRAM,
+    UNKNOWN,
+    USER_DEFINED,
+    WORD,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable
 
     from tokenizers import Tokenizer
 
 # The space of SentencePiece's pieces.
 BLANK = "\u2581"
-# ModelProto.
-_PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
-# ModelProto.SentencePiece.Type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-# TrainerSpec.ModelType.
-_UNIGRAM, _BPE, _WORD, _CHAR = 1, 2, 3, 4
 # Noncharacters of Unicode, which no text holds: between a character and its marks, for an unknown
 # token, for symbols of the user's.
 _JOINT, _UNKNOWN = "\ufdd0", "\ufdd1"
@@ -37,85 +35,12 @@ _PLACES = [chr(code) for code in range(0xFDD2, 0xFDF0)]
 _WITHIN_GRAPHEMES = r"(?<=[\s\S])(?=[\p{M}\x{200d}\x{ff9e}\x{ff9f}])|(?<=\r)(?=\n)"
 
 
-@dataclass(frozen=True)
-class VocabularyPiece:
-    """An entry of a SentencePiece model's vocabulary."""
-
-    text: str
-    score: float
-    kind: int
+def piece_texts(model: Any, *kinds: int) -> list[str]:
+    """Return the texts of all pieces of some kinds in a ModelProto."""
+    return [piece.piece for piece in model.pieces if piece.type in kinds]
 
 
-@dataclass(frozen=True)
-class SentencePieceModel:
-    """The fields of a SentencePiece model that decide its ids."""
-
-    pieces: Sequence[VocabularyPiece]
-    model_type: int
-    byte_fallback: bool
-    blank_at_end: bool  # treat_whitespace_as_suffix
-    unknown_text: str  # to which an unknown id is decoded
-    charsmap: bytes
-    adds_blank: bool  # add_dummy_prefix
-    removes_blanks: bool  # remove_extra_whitespaces
-    writes_blanks: bool  # escape_whitespaces
-    changes_decoded: bool  # denormalizer_spec
-
-    def texts(self, *kinds: int) -> list[str]:
-        """Return the texts of all pieces of some kinds."""
-        return [piece.text for piece in self.pieces if piece.kind in kinds]
-
-
-def read_sentencepiece(data: bytes) -> SentencePieceModel:
-    """Return the content of a tokenizer.model.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    pieces = []
-    specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}, _DENORMALIZER: {}}
-    for field in wire_fields(data):
-        if field.content is None:
-            continue
-        if field.number == _PIECES:
-            pieces.append(_piece(data[field.content]))
-        elif field.number in specs:
-            specs[field.number].update(_values(data[field.content]))
-    trainer, normalizer = specs[_TRAINER], specs[_NORMALIZER]
-    if not pieces:
-        raise WireFormatError("it has no pieces")
-    return SentencePieceModel(
-        pieces=pieces,
-        model_type=trainer.get(3, _UNIGRAM),
-        byte_fallback=bool(trainer.get(35, 0)),
-        blank_at_end=bool(trainer.get(24, 0)),
-        unknown_text=trainer.get(44, " \u2047 ".encode()).decode(),
-        charsmap=normalizer.get(2, b""),
-        adds_blank=bool(normalizer.get(3, 1)),
-        removes_blanks=bool(normalizer.get(4, 1)),
-        writes_blanks=bool(normalizer.get(5, 1)),
-        changes_decoded=bool(specs[_DENORMALIZER].get(2)),
-    )
-
-
-def _values(data: bytes) -> Iterator[tuple[int, Any]]:
-    for field in wire_fields(data):
-        yield field.number, field.value if field.content is None else data[field.content]
-
-
-def _piece(data: bytes) -> VocabularyPiece:
-    text, score, kind = "", 0.0, NORMAL
-    for field in wire_fields(data):
-        if field.number == 1 and field.content is not None:
-            text = data[field.content].decode()
-        elif field.number == 2:
-            (score,) = struct.unpack("<f", data[field.place][-4:])
-        elif field.number == 3 and field.value is not None:
-            kind = field.value
-    return VocabularyPiece(text, score, kind)
-
-
-def sentencepiece_tokenizer(model: SentencePieceModel) -> Tokenizer:
+def sentencepiece_tokenizer(model: Any) -> Tokenizer:
     """Return the tokenizer of a SentencePiece model.
 
     Its control symbols and the unknown one are special tokens. A text goes through the normaliser
@@ -126,28 +51,29 @@ def sentencepiece_tokenizer(model: SentencePieceModel) -> Tokenizer:
     """
     from tokenizers import AddedToken, Tokenizer, models
 
-    if model.model_type == _WORD:
+    trainer = model.trainer_spec
+    if trainer.model_type == WORD:
         raise ValueError("it was trained as whole words (model_type word)")
-    if model.changes_decoded:
+    if model.denormalizer_spec.precompiled_charsmap:
         raise ValueError("it has a denormalizer_spec, rules for decoded text")
-    kinds = [piece.kind for piece in model.pieces]
+    kinds = [piece.type for piece in model.pieces]
     if kinds.count(UNKNOWN) != 1:
         raise ValueError("it has no unknown piece, or several")
     unknown = kinds.index(UNKNOWN)
-    if model.model_type == _UNIGRAM:
+    if trainer.model_type == UNIGRAM:
         backend = Tokenizer(
-            models.Unigram(_unigram_scores(model), unknown, byte_fallback=model.byte_fallback)
+            models.Unigram(_unigram_scores(model), unknown, byte_fallback=trainer.byte_fallback)
         )
     else:
-        vocabulary = {piece.text: index for index, piece in enumerate(model.pieces)}
+        vocabulary = {piece.piece: index for index, piece in enumerate(model.pieces)}
         backend = Tokenizer(
             models.BPE(
                 vocabulary,
-                _merges(model) if model.model_type == _BPE else [],
-                unk_token=model.pieces[unknown].text,
+                _merges(model) if trainer.model_type == BPE else [],
+                unk_token=model.pieces[unknown].piece,
                 fuse_unk=True,
-                byte_fallback=model.byte_fallback,
-                ignore_merges=bool(model.texts(USER_DEFINED)),
+                byte_fallback=trainer.byte_fallback,
+                ignore_merges=bool(piece_texts(model, USER_DEFINED)),
             )
         )
     if len(model.pieces) != backend.get_vocab_size():
@@ -158,64 +84,65 @@ def sentencepiece_tokenizer(model: SentencePieceModel) -> Tokenizer:
         backend.pre_tokenizer = cuts
     backend.decoder = _decoder(model)
     backend.add_special_tokens(
-        [AddedToken(text, normalized=False) for text in model.texts(UNKNOWN, CONTROL)]
+        [AddedToken(text, normalized=False) for text in piece_texts(model, UNKNOWN, CONTROL)]
     )
     return backend
 
 
-def _unigram_scores(model: SentencePieceModel) -> list[tuple[str, float]]:
+def _unigram_scores(model: Any) -> list[tuple[str, float]]:
     """Return the scores as SentencePiece takes them: symbols of the user's win over all others."""
     # Its best score begins at the least positive float, and scores are usually negative.
-    best = max([0.0, *(piece.score for piece in model.pieces if piece.kind == NORMAL)])
+    best = max([0.0, *(piece.score for piece in model.pieces if piece.type == NORMAL)])
     return [
         (
-            piece.text,
-            len(piece.text.encode()) * best - 0.1 if piece.kind == USER_DEFINED else piece.score,
+            piece.piece,
+            len(piece.piece.encode()) * best - 0.1 if piece.type == USER_DEFINED else piece.score,
         )
         for piece in model.pieces
     ]
 
 
-def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
+def _merges(model: Any) -> list[tuple[str, str]]:
     """Return every pair whose product is a piece, the best product first."""
-    usable = {piece.text for piece in model.pieces if piece.kind == NORMAL}
-    ranks = {piece.text: index for index, piece in enumerate(model.pieces)}
+    usable = {piece.piece for piece in model.pieces if piece.type == NORMAL}
+    ranks = {piece.piece: index for index, piece in enumerate(model.pieces)}
     merges = [
-        (-piece.score, ranks[piece.text], left, right)
+        (-piece.score, ranks[piece.piece], left, right)
         for piece in model.pieces
-        if piece.kind == NORMAL
-        for cut in range(1, len(piece.text))
-        if (left := piece.text[:cut]) in usable and (right := piece.text[cut:]) in usable
+        if piece.type == NORMAL
+        for cut in range(1, len(piece.piece))
+        if (left := piece.piece[:cut]) in usable and (right := piece.piece[cut:]) in usable
     ]
     merges.sort(key=lambda each: (each[0], ranks[each[2]], ranks[each[3]]))
     return [(left, right) for _, _, left, right in merges]
 
 
-def _normalizer(model: SentencePieceModel) -> Any:
+def _normalizer(model: Any) -> Any:
     from tokenizers import Regex, normalizers
 
-    blank = BLANK if model.writes_blanks else " "
+    spec = model.normalizer_spec
+    blank = BLANK if spec.escape_whitespaces else " "
     add = (
         normalizers.Replace(Regex(r"(?<=[\s\S])\z"), blank)
-        if model.blank_at_end
+        if model.trainer_spec.treat_whitespace_as_suffix
         else normalizers.Prepend(blank)
     )
     steps: list[Any] = []
-    if model.adds_blank and not model.removes_blanks:
+    if spec.add_dummy_prefix and not spec.remove_extra_whitespaces:
         steps.append(add)
-    if model.charsmap:
+    if spec.precompiled_charsmap:
         steps += _character_table(model)
-    if model.removes_blanks:
+    if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(rf"\A +|[ {BLANK}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-        if model.adds_blank:
+        if spec.add_dummy_prefix:
             steps.append(add)
-    if model.writes_blanks:
+    if spec.escape_whitespaces:
         steps.append(normalizers.Replace(" ", BLANK))
     return normalizers.Sequence(steps)
 
 
-def _character_table(model: SentencePieceModel) -> list[Any]:
+def _character_table(model: Any) -> list[Any]:
     """Return the steps that replace characters by the model's table.
 
     The library's reading of the table loses a mark after a character that is replaced, and finds
@@ -224,8 +151,10 @@ def _character_table(model: SentencePieceModel) -> list[Any]:
     """
     from tokenizers import Regex, normalizers
 
-    table = normalizers.Precompiled(model.charsmap)
-    symbols = [text for text in model.texts(USER_DEFINED) if table.normalize_str(text) != text]
+    table = normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap)
+    symbols = [
+        text for text in piece_texts(model, USER_DEFINED) if table.normalize_str(text) != text
+    ]
     places = dict(zip(sorted(symbols, key=len, reverse=True), _PLACES, strict=False))
     composes = table.normalize_str("e\u0301") == "\u00e9"
     return [
@@ -238,18 +167,18 @@ def _character_table(model: SentencePieceModel) -> list[Any]:
     ]
 
 
-def _cuts(model: SentencePieceModel) -> Any:
+def _cuts(model: Any) -> Any:
     """Return the pre-tokenizer that keeps symbols whole, and no others from becoming whole."""
     from tokenizers import Regex, pre_tokenizers
 
-    symbols = model.texts(USER_DEFINED)
+    symbols = piece_texts(model, USER_DEFINED)
     # The library finds these in a text, or where a text is one, if symbols are kept whole;
     # SentencePiece never does.
-    hidden = [text for text in model.texts(UNKNOWN, CONTROL, BYTE) if len(text) > 1]
+    hidden = [text for text in piece_texts(model, UNKNOWN, CONTROL, BYTE) if len(text) > 1]
     steps = []
-    if symbols and model.model_type != _UNIGRAM:
+    if symbols and model.trainer_spec.model_type != UNIGRAM:
         steps.append(pre_tokenizers.Split(Regex(_choice(symbols)), behavior="isolated"))
-    if hidden and (symbols or model.model_type == _UNIGRAM):
+    if hidden and (symbols or model.trainer_spec.model_type == UNIGRAM):
         patterns = (
             f"{re.escape(head)}(?=(?:{_choice(t[1:] for t in hidden if t[0] == head)}))"
             for head in sorted({text[0] for text in hidden})
@@ -264,18 +193,19 @@ def _choice(texts: Any) -> str:
     return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
 
 
-def _decoder(model: SentencePieceModel) -> Any:
+def _decoder(model: Any) -> Any:
     from tokenizers import Regex, decoders
 
-    (unknown,) = model.texts(UNKNOWN)
+    spec, surface = model.normalizer_spec, model.trainer_spec.unk_surface
+    (unknown,) = piece_texts(model, UNKNOWN)
     steps: list[Any] = [decoders.Replace(unknown, _UNKNOWN)]
-    if model.byte_fallback:
+    if model.trainer_spec.byte_fallback:
         steps.append(decoders.ByteFallback())
     steps.append(decoders.Fuse())
-    if model.adds_blank or model.removes_blanks:
-        count = "+" if model.removes_blanks else ""
+    if spec.add_dummy_prefix or spec.remove_extra_whitespaces:
+        count = "+" if spec.remove_extra_whitespaces else ""
         steps.append(decoders.Replace(Regex(rf"\A{BLANK}{count}"), ""))
-    steps += [decoders.Replace(BLANK, " "), decoders.Replace(_UNKNOWN, model.unknown_text)]
+    steps += [decoders.Replace(BLANK, " "), decoders.Replace(_UNKNOWN, surface)]
     return decoders.Sequence(steps)
 
 
@@ -339,78 +269,3 @@ def wordpiece_tokenizer(data: bytes, *, is_lower: bool | None = None) -> Tokeniz
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _FREE = iter(range(0x100, 0x200))
 BYTES = [chr(byte if byte in _PRINTABLE else next(_FREE)) for byte in range(256)]
-
-# Splitting of a text by Megatron's TikTokTokenizer, --tiktoken-pattern. NeMo's is the second.
-TIKTOKEN_PATTERNS = {
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-
-
-def read_tiktoken(data: bytes, most: int) -> list[bytes]:
-    """Return the first tokens of a vocabulary of Megatron's TikTokTokenizer, by rank.
-
-    Layout: megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    try:
-        entries = json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    if not isinstance(entries, list):
-        raise ValueError("it is not a list of tokens")
-    tokens = []
-    for rank, entry in enumerate(entries[:most]):
-        if not isinstance(entry, dict) or entry.get("rank") != rank:
-            raise ValueError(f"its entry {rank} is not the token of that rank: {entry!r:.100}")
-        tokens.append(base64.b64decode(str(entry.get("token_bytes")), validate=True))
-    if len(set(tokens)) != len(tokens) or not set(tokens) >= {bytes([n]) for n in range(256)}:
-        raise ValueError("it has a token twice, or lacks a byte")
-    return tokens
-
-
-def tiktoken_tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern: str) -> Tokenizer:
-    """Return the tokenizer of tokens by rank, whose ids come after those of the special ones."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    def spelled(token: bytes) -> str:
-        return "".join(BYTES[byte] for byte in token)
-
-    ids = {text: index for index, text in enumerate(special)}
-    ids |= {spelled(token): len(special) + rank for rank, token in enumerate(tokens)}
-    if len(ids) != len(special) + len(tokens):
-        raise ValueError("a special token is spelled as another one")
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    merges = [
-        (spelled(parts[0]), spelled(parts[1]))
-        for token in tokens
-        if len(token) > 1 and len(parts := merged_parts(token, ranks, ranks[token])) == 2
-    ]
-    backend = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    return _with_special(backend, special)
-
-
-def merged_parts(token: bytes, ranks: Mapping[bytes, int], end: int) -> list[bytes]:
-    """Return what a run of bytes becomes by merges of ranks below `end`, the lowest rank first."""
-    parts = [bytes([byte]) for byte in token]
-    while True:
-        found = [
-            (rank, index)
-            for index, pair in enumerate(itertools.pairwise(parts))
-            if (rank := ranks.get(pair[0] + pair[1], end)) < end
-        ]
-        if not found:
-            return parts
-        _, at = min(found)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]

@@ -5,10 +5,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from export_scripts.wire_format import WireField, WireFormatError, wire_fields
 from inference.front.guard import RejectedError
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
 from inference.front.validation import MOST_ENTRIES, MOST_TEXTS, SentRequest, checked_form
+from inference.front.wire_format import WireField, WireFormatError, wire_fields
 
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _ID, _RAW_INPUT_CONTENTS = 3, 7  # of service_pb2.ModelInferRequest
