@@ -16,7 +16,6 @@ ROOT_PAGES = {
 }
 COMMANDS = (
     "export_scripts.convert",
-    "export_scripts.add_tuning",
     "export_scripts.build_repository",
     "export_scripts.inspect",
     "export_scripts.validate",

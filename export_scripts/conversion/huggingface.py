@@ -19,7 +19,6 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
 )
 from export_scripts.conversion.ft_source import FTFolder
-from export_scripts.conversion.peft import IA3, peft_adapters, prompt_reasons
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
@@ -58,13 +57,14 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 _POSITIONS = ("max-position-embeddings", "seq-length", "seq")
 _LONGEST = "max_position_embeddings"
 _USUAL_POSITIONS = 2048
+_IA3 = ".ia3.weight"
 # Names in rope_parameters -> those next to it before transformers 5.
 _OLDER_ROTARY = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
 }
 # Fields of an architecture that decide where a head is stored, not what it computes; and one of
-# adapters, which are written next to the model.
+# tasks, which are left out.
 _FREE = ("untied_head", "ia3_num_tasks")
 # Models of which transformers 4 does not compute every rotary scaling, and what it does with it.
 _NOT_IN_4 = {"nemotron": "ignores", "olmo2": "refuses", "phi3": "refuses"}
@@ -78,7 +78,7 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
     """
-    refuse(prompt_reasons(source))
+    refuse(_tuning_reasons(source))
     mapping, config, tensors = _chosen(source)
     tensors += carried_tensors(source, mapping)
     kind = source.config.weight_data_type
@@ -88,16 +88,24 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
         places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
         size = sum(shard.size_bytes - len(shard.header) for shard in shards)
         files[INDEX_NAME] = json_bytes({"metadata": {"total_size": size}, "weight_map": places})
-    for folder, settings, written in peft_adapters(source):
-        shards = (*shards, _shard(f"{folder}/adapter_model.safetensors", written, kind))
-        files[f"{folder}/adapter_config.json"] = json_bytes(settings)
-        remarks = (*remarks, f"{folder} is a PEFT adapter")
     return dataclasses.replace(
         source,
         files=tuple((shard,) for shard in shards),
         extra_files=files,
         remarks=(*source.remarks, *remarks),
     )
+
+
+def _tuning_reasons(source: ConversionPlan) -> list[str]:
+    """Return what was tuned on top of a model, which its folder cannot hold, and is not passed."""
+    names = [f"prompt:{task.task_name}" for task in source.config.tasks]
+    names += [f"ia3:{number}" for number in range(getattr(source.config, "ia3_num_tasks", 0))]
+    return [
+        f"{source.facts.reader.path}: {name} has no place in a Hugging Face folder: serve it from "
+        f"shards, or leave it out (--allow '{name}')"
+        for name in names
+        if not source.request.allows(name)
+    ]
 
 
 def _chosen(
@@ -266,7 +274,7 @@ def written_views(
         mapping.family.expand(source.config), source.tensors, strict=True
     ):
         assert tensor == item.tensor
-        if spec.name == PROMPT_TABLE or spec.name.endswith(IA3):  # of an adapter
+        if spec.name == PROMPT_TABLE or spec.name.endswith(_IA3):  # which is left out
             continue
         origin = table.get(spec.name)
         views = origin.views(tensor.shape, source.config) if origin else []

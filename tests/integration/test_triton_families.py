@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.add_tuning import add_tuning
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.backend.tokenizer import load_tokenizer
@@ -63,12 +62,11 @@ def _add_t5_with_ia3(model_dir: Path, work_dir: Path) -> None:
     """Write a T5 with the vocabulary of the real ones, to which two IA3 tasks were added."""
     sizes = TinyT5(vocab_size=32128, relative=True)
     source = write_t5(work_dir / "t5.nemo", t5_tensors(sizes), sizes)
-    plain = convert(ConversionRequest(source, work_dir, 1, "fp32")).ft_dir
-    tasks = [
+    tasks = tuple(
         write_ia3(work_dir / f"{seed}.nemo", ia3_scalers(sizes, seed=seed), sizes)
         for seed in (1, 2)
-    ]
-    add_tuning(plain, model_dir / "1", ia3=tasks)
+    )
+    convert(ConversionRequest(source, model_dir / "1", 1, "fp32", ia3_checkpoints=tasks))
     build_repository(
         RepositoryRequest(
             model_dir=model_dir,
