@@ -23,6 +23,7 @@ from export_scripts.conversion.request import ConversionRequest, request_problem
 from export_scripts.conversion.tokenizer import with_tokenizer
 from export_scripts.errors import CheckpointMismatchError, listed, refuse, without_middle
 from export_scripts.files.disk import check_space
+from export_scripts.files.journal import Journal
 from export_scripts.files.json_content import Fields
 from export_scripts.files.lock import folder_lock
 from export_scripts.files.tree import files_below
@@ -89,7 +90,7 @@ def _folder_problems(request: ConversionRequest, paths: WorkPaths, identity: str
     """Return a problem if the output folder exists and holds something else."""
     if not paths.final.exists() or request.overwrite:
         return []
-    if _is_finished(paths, identity) or is_interrupted(paths, identity):
+    if _is_finished(paths, identity) or is_interrupted(paths, Journal(paths.journal, identity)):
         return []
     return [
         f"{request.names['output_dir']}: {paths.final} exists and holds another conversion; choose "
@@ -170,7 +171,7 @@ def _source_print(path: Path) -> str:
 
 
 def _is_finished(paths: WorkPaths, identity: str) -> bool:
-    if is_interrupted(paths, identity) or not paths.final.is_dir():
+    if is_interrupted(paths, Journal(paths.journal, identity)) or not paths.final.is_dir():
         return False
     try:
         is_ours = read_manifest(paths.final).get("identity") == identity
@@ -181,7 +182,7 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
 
 def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
     """Execute a plan; return the bytes of weights written."""
-    from export_scripts.conversion.write import Counter, tensor_records, write_files
+    from export_scripts.conversion.write import Counter, write_files
 
     sizes = {file.name: file.size_bytes for files in plan.files for file in files}
     with FTWriter(paths, identity) as writer:
@@ -198,7 +199,7 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
         if problems := write_files(plan, writer, counter):
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
-        writer.finish(_manifest(plan, writer, identity) | {"tensors": tensor_records(plan, writer)})
+        writer.finish(_manifest(plan, writer, identity))
     problems = folder_problems(paths.final, checksums=False)
     assert not problems, problems
     assert counter.done == counter.total, (counter.done, counter.total)
@@ -236,6 +237,16 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
         "allow_setting": list(request.allow_setting),
         "remarks": [without_middle(each) for each in plan.remarks],
         "files": files,
+        "tensors": {
+            tensor.key: {
+                **({} if tensor.pieces[0][1] else {"split": tensor.items[0].tensor.split}),
+                "shape": list(tensor.shape),
+                "dtype": first.data_type,
+                "source": [*dict.fromkeys(key for item in tensor.items for key, _ in item.reads)],
+            }
+            for first, *_ in plan.files
+            for tensor in first.tensors
+        },
     }
 
 

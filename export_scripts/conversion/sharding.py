@@ -9,8 +9,7 @@ import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from export_scripts.conversion.tensor_plan import Window
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
-from export_scripts.numeric.arrays import DTYPES, Array, bits, store, to_float32
+from export_scripts.numeric.arrays import DTYPES, Array, bits, store
 from export_scripts.numeric.dtypes import Shape
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,30 +37,8 @@ _TILE_GAP_BYTES = 64
 # Below this the plain strided copy is as fast.
 _SMALL = 4096
 
-# Views of the same width: signed for the largest value, unsigned for the most negative one.
-_INTEGERS = {
-    "fp32": (np.int32, np.uint32),
-    "fp16": (np.int16, np.uint16),
-    "bf16": (np.int16, np.uint16),
-}
-
-
-@dataclass
-class ValueRange:
-    """Smallest and largest value written; NaN if one of the values is."""
-
-    smallest: float = math.inf
-    largest: float = -math.inf
-
-    @property
-    def finite(self) -> bool:
-        """Whether no value is infinite or NaN."""
-        return self.smallest > -math.inf and self.largest < math.inf
-
-    def include(self, other: ValueRange) -> None:
-        """Widen to another range."""
-        self.smallest = float(np.minimum(self.smallest, other.smallest))
-        self.largest = float(np.maximum(self.largest, other.largest))
+# The bytes of a value, and the bits of infinity.
+_INFINITIES = {"fp32": (4, 0x7F800000), "fp16": (2, 0x7C00), "bf16": (2, 0x7F80)}
 
 
 class Workspace(threading.local):
@@ -117,23 +94,24 @@ _WORKSPACE = Workspace()
 
 
 def file_chunks(
-    pieces: Iterable[tuple[Parts, Window, ValueRange]],
+    pieces: Iterable[tuple[Parts, Window]],
     data_type: str,
     size_bytes: int,
     header: bytes = b"",
+    look: Callable[[Bytes], None] = lambda _: None,
 ) -> Iterator[memoryview]:
     """Yield the contents of a file in whole blocks, and the rest.
 
-    After the header come the pieces: a tensor, the window to take of it, and the range that is
-    widened to its values. A chunk of a file of LARGE_BYTES or more is valid until the next but one
-    is requested.
+    After the header come the pieces: a tensor, and the window to take of it. `look` is called with
+    the bytes of each before they are yielded. A chunk of a file of LARGE_BYTES or more is valid
+    until the next but one is requested.
     """
     space, dtype = _WORKSPACE, DTYPES[data_type]
     is_large = size_bytes >= LARGE_BYTES
     buffer = space.next_chunk(space.chunk_bytes) if is_large else np.empty(size_bytes, np.uint8)
     buffer, filled = space.with_room(buffer, 0, len(header)), len(header)
     buffer[:filled] = memoryview(header)
-    for parts, window, found in pieces:
+    for parts, window in pieces:
         (first, end), *others = window
         shape = [high - low for low, high in others]
         row = math.prod(shape) * dtype.itemsize
@@ -150,7 +128,7 @@ def file_chunks(
             raw = buffer[filled : filled + rows * row]
             taken = [(first, first + rows), *others]
             gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
-            found.include(value_range(raw, data_type))
+            look(raw)
             first += rows
             filled += rows * row
         del parts
@@ -217,24 +195,14 @@ def _transpose(target: Array, rows: Array, space: Workspace) -> None:
             np.copyto(bits(place), bits(np.moveaxis(straight, -1, 0)))
 
 
-def value_range(raw: Bytes, data_type: str) -> ValueRange:
-    """Return the range of a chunk of values, by comparing their bit patterns as integers.
+def is_finite(raw: Bytes, data_type: str) -> bool:
+    """Return whether no value of a chunk is infinite or NaN, by comparing bits as integers.
 
-    Non-negative floats are ordered like signed integers; negative ones, read as unsigned, are
-    ordered by magnitude and sort above all others. Integer maxima run at memory speed.
+    Without its sign, the bits of a finite value are below infinity's. Integer maxima run at memory
+    speed: positive values are the largest signed integers, negative ones the largest unsigned.
     """
-    if data_type not in _INTEGERS:
-        values = raw.view(np.int8)
-        return ValueRange(float(values.min()), float(values.max()))
-    signed, unsigned = _INTEGERS[data_type]
-    sign = 1 << (np.dtype(unsigned).itemsize * 8 - 1)
-    top, bottom = int(raw.view(signed).max()), int(raw.view(unsigned).max())
-    # All negative: the largest is the one of least magnitude. All positive: the smallest likewise.
-    largest = top if top >= 0 else int(raw.view(unsigned).min())
-    smallest = bottom if bottom >= sign else int(raw.view(signed).min())
-    return ValueRange(_float(smallest, data_type), _float(largest, data_type))
-
-
-def _float(bits: int, data_type: str) -> float:
-    _, unsigned = _INTEGERS[data_type]
-    return float(to_float32(np.array([bits], unsigned).view(DTYPES[data_type]))[0])
+    if data_type not in _INFINITIES:
+        return True
+    width, infinity = _INFINITIES[data_type]
+    positive, negative = int(raw.view(f"i{width}").max()), int(raw.view(f"u{width}").max())
+    return positive < infinity and negative < infinity | 1 << 8 * width - 1

@@ -5,16 +5,15 @@ lock, and all workers share one mapping of the source.
 """
 
 import concurrent.futures
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.conversion.sharding import ValueRange, file_chunks
+from export_scripts.conversion.sharding import Bytes, file_chunks, is_finite
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
     Window,
@@ -25,7 +24,6 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
-from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
@@ -99,6 +97,7 @@ class _Group:
     problems: list[str] = field(default_factory=list)  # known after `write`
     # Tensors of the family, with the parts that were made of their sources.
     _built: dict[TensorPlan, Parts] = field(default_factory=dict)
+    _is_finite: bool = True  # whether all values written of the present tensor are
 
     def place(self) -> tuple[str, int]:
         """Return the file and offset at which the first tensor begins in the source."""
@@ -130,11 +129,11 @@ class _Group:
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def _value_problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
+    def _value_problems(self, tensor: WrittenTensor, kind: str) -> list[str]:
         """Return a problem if a tensor was written with infinities or NaN."""
         name = tensor.key
         names = (name, *(item.tensor.name for item in tensor.items))
-        if found.finite or any(map(self.plan.request.allows, names)):
+        if self._is_finite or any(map(self.plan.request.allows, names)):
             return []
         extents = [_source_extent(self._built[item]) for item in tensor.items]
         largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
@@ -170,22 +169,15 @@ class _Group:
         self._keep(())
 
     def _write(self, file: WrittenFile) -> None:
-        ranges = {tensor.key: ValueRange() for tensor in file.tensors}
+        def look(raw: Bytes) -> None:
+            self._is_finite = self._is_finite and is_finite(raw, file.data_type)
 
-        def facts() -> Table:
-            found = {  # as texts: JSON has no infinities
-                key: {"min": repr(each.smallest), "max": repr(each.largest)}
-                for key, each in ranges.items()
-            }
-            return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
-
-        pieces = self._pieces(file, ranges)
-        chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
+        facts = {} if file.header else {"tensor": file.tensors[0].key}
+        pieces = self._pieces(file)
+        chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header, look)
         self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
-    def _pieces(
-        self, file: WrittenFile, ranges: Mapping[str, ValueRange]
-    ) -> Iterator[tuple[Parts, Window, ValueRange]]:
+    def _pieces(self, file: WrittenFile) -> Iterator[tuple[Parts, Window]]:
         """Yield what follows each other in a file.
 
         What a tensor is made of is kept for the next one or the next file, if that has the same.
@@ -197,6 +189,7 @@ class _Group:
         problems: list[str] = []
         for tensor in file.tensors:
             self._keep(tensor.items)
+            self._is_finite = True
             for item in tensor.items:
                 if item not in self._built:
                     problems += self._damage(item)
@@ -209,9 +202,9 @@ class _Group:
                 else:
                     tp_size = self.plan.config.tensor_para_size
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
-                yield parts, window, ranges[tensor.key]
+                yield parts, window
                 del parts
-            problems += self._value_problems(tensor, ranges[tensor.key], file.data_type)
+            problems += self._value_problems(tensor, file.data_type)
         refuse(problems)
 
     def _keep(self, items: Sequence[TensorPlan]) -> None:
@@ -234,30 +227,3 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
             if finite.any():
                 largest = max(largest, float(abs(values[finite]).max()))
     return largest, bad
-
-
-def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Fields]:
-    """Return the manifest's record of each tensor: shape, type, sources, range of values."""
-    out: dict[str, Fields] = {}
-    for files in plan.files:
-        for tensor in files[0].tensors:
-            whole = ValueRange()
-            for file in files:
-                own = writer.records[file.name]["tensors"][tensor.key]
-                whole.include(ValueRange(float(own["min"]), float(own["max"])))
-            item, view = tensor.pieces[0]
-            reads = (key for item in tensor.items for key, _ in item.reads)
-            out[tensor.key] = {
-                **({} if view else {"split": item.tensor.split}),
-                "shape": list(tensor.shape),
-                "dtype": files[0].data_type,
-                "source": list(dict.fromkeys(reads)),
-                "min": _json_number(whole.smallest),
-                "max": _json_number(whole.largest),
-                "abs_max": _json_number(max(abs(whole.smallest), abs(whole.largest))),
-            }
-    return out
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else repr(value)

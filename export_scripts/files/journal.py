@@ -19,15 +19,20 @@ class Journal:
 
         The text after the last line feed is not whole, and would damage the line that comes next.
         """
-        if not self.path.is_file():
-            return []
-        first, *lines = self.path.read_bytes().split(b"\n")
-        if not lines or first != self._head.encode():
+        if not self.is_begun():
             self.forget()
             return []
+        _, *lines = self.path.read_bytes().split(b"\n")
         if torn := lines.pop():
             os.truncate(self.path, self.path.stat().st_size - len(torn))
         return lines
+
+    def is_begun(self) -> bool:
+        """Return whether an earlier run of the same work has left something; not through a link."""
+        if self.path.is_symlink() or not self.path.is_file():
+            return False
+        with self.path.open("rb") as file:
+            return file.readline() == f"{self._head}\n".encode()
 
     def add(self, result: Any) -> None:
         """Keep a result."""

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ from export_scripts.files.disk import (
     sync_file_system,
     sync_folder,
 )
+from export_scripts.files.journal import Journal
 from export_scripts.files.json_content import Fields, Table
 from export_scripts.files.tree import files_below
 from export_scripts.ft.layout import manifest_path, staging_directory
@@ -94,24 +94,21 @@ class FTWriter:
 
     def __init__(self, paths: WorkPaths, identity: str) -> None:
         self.paths = paths
-        self._identity = identity
+        self._journal = Journal(paths.journal, identity)
+        self._boot = _boot_id()
         self._lock = threading.Lock()
         self._own = threading.local()
         self._queues: list[WriteBehind] = []
         self.records: dict[str, Fields] = {}
-        self._journal_fd = -1
 
     def __enter__(self) -> FTWriter:
         """Continue an interrupted run of the same identity, or start over."""
         paths = self.paths
-        if not self._continue():
-            _remove(paths.staging)
-            paths.journal.unlink(missing_ok=True)
+        if is_interrupted(paths, self._journal):
+            self._continue()
+        else:
+            self.discard()
         paths.staging.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._journal_fd = os.open(paths.journal, flags, 0o666)
-        if os.fstat(self._journal_fd).st_size == 0:
-            self._append({"identity": self._identity, "boot": _boot_id()})
         for path in paths.staging.rglob("*"):  # which does not enter linked folders
             is_own = path.relative_to(paths.staging).as_posix() in self.records
             if path.is_symlink() or (path.is_file() and not is_own):
@@ -119,27 +116,21 @@ class FTWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the journal; complete files are kept for the next run."""
+        """Wait for what is being written; complete files are kept for the next run."""
         for queue in self._queues:
             queue.close()
-        os.close(self._journal_fd)
 
-    def _continue(self) -> bool:
-        if not is_interrupted(self.paths, self._identity):
-            return False
-        lines = _read_journal(self.paths.journal)
-        # After a machine crash the journal may list files whose contents were lost.
-        trusted = lines[0].get("boot") == _boot_id()
-        for record in lines[1:]:
-            path = self.paths.staging / str(record.get("file"))
-            is_whole = path.is_file() and path.stat().st_size == record.get("size_bytes")
-            if is_whole and (trusted or checksum_of(path) == record.get("crc32")):
-                self.records[record["file"]] = record
-        return True
-
-    def _append(self, record: Table) -> None:
-        line = json.dumps(record, separators=(",", ":")) + "\n"
-        os.write(self._journal_fd, line.encode())
+    def _continue(self) -> None:
+        for line in self._journal.lines():
+            # A crash may leave any bytes.
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                record = json.loads(line)
+                path = self.paths.staging / record["file"]
+                is_whole = path.is_file() and path.stat().st_size == record["size_bytes"]
+                # After a machine crash the journal may list files whose contents were lost.
+                is_kept = record["boot"] == self._boot
+                if is_whole and (is_kept or checksum_of(path) == record["crc32"]):
+                    self.records[record["file"]] = record
 
     def write(
         self,
@@ -147,7 +138,7 @@ class FTWriter:
         size: int,
         chunks: Iterable[memoryview],
         *,
-        facts: Callable[[], Table] = dict,
+        facts: Table | None = None,
     ) -> None:
         """Write one file, renamed once it is complete. Any thread may call this.
 
@@ -159,7 +150,7 @@ class FTWriter:
             size: Exact bytes.
             chunks: Contents in order. Of a file of LARGE_BYTES or more, each must stay unchanged
             until the next but one is requested.
-            facts: Called after the last chunk; returns further facts for the record.
+            facts: Further facts for the record.
 
         Raises:
             OSError: A file cannot be written.
@@ -172,7 +163,10 @@ class FTWriter:
             for chunk in chunks:
                 run(functools.partial(file.write, chunk))
                 found = crc32(chunk, found)
-            record = {"file": name, "size_bytes": size, "crc32": f"{found:08x}", **facts()}
+            record = {
+                "file": name, "size_bytes": size, "crc32": f"{found:08x}", "boot": self._boot,
+                **(facts or {}),
+            }  # fmt: skip
         except BaseException:
             with contextlib.suppress(OSError):  # which the last step may have raised already
                 if queue:
@@ -182,9 +176,8 @@ class FTWriter:
 
         def complete() -> None:
             file.finish()
-            with self._lock:
-                self._append(record)
-                self.records[name] = record
+            self._journal.add(record)
+            self.records[name] = record
 
         if queue:
             queue.run_next(complete)
@@ -231,25 +224,22 @@ class FTWriter:
         paths.new_manifest.rename(paths.manifest)
         paths.staging.rename(paths.final)
         sync_folder(paths.final.parent)
-        paths.journal.unlink()
+        self._journal.forget()
         _remove(paths.replaced)
         paths.replaced_manifest.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove what was written so far."""
         _remove(self.paths.staging)
-        self.paths.journal.unlink(missing_ok=True)
+        self._journal.forget()
 
 
-def is_interrupted(paths: WorkPaths, identity: str) -> bool:
-    """Return whether an interrupted run of this identity can be continued.
+def is_interrupted(paths: WorkPaths, journal: Journal) -> bool:
+    """Return whether the interrupted run of a journal can be continued.
 
     Not if links lead elsewhere: what is behind them would be deleted or overwritten.
     """
-    if paths.journal.is_symlink() or paths.staging.is_symlink():
-        return False
-    lines = _read_journal(paths.journal)
-    return bool(lines) and lines[0].get("identity") == identity and paths.staging.is_dir()
+    return journal.is_begun() and paths.staging.is_dir() and not paths.staging.is_symlink()
 
 
 def recover(paths: WorkPaths) -> None:
@@ -263,21 +253,6 @@ def recover(paths: WorkPaths) -> None:
     paths.replaced_manifest.unlink(missing_ok=True)
     if not paths.staging.is_dir():
         paths.journal.unlink(missing_ok=True)
-
-
-def _read_journal(path: Path) -> list[Fields]:
-    """Return the journal's records without an incomplete last line."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")  # a crash may leave any bytes
-    except FileNotFoundError:
-        return []
-    lines: list[Fields] = []
-    for line in text.split("\n"):
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                lines.append(record)
-    return lines
 
 
 def _boot_id() -> str:

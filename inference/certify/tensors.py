@@ -14,7 +14,7 @@ import numpy as np
 
 from export_scripts.checkpoints.base import FLOATING_TYPES, Piece
 from export_scripts.checkpoints.huggingface import TIED_TABLES
-from export_scripts.conversion.sharding import ValueRange, file_chunks
+from export_scripts.conversion.sharding import file_chunks
 from export_scripts.conversion.tensor_plan import WrittenTensor, rank_window, whole_window
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, taken
@@ -168,17 +168,17 @@ class _Unit:
         """Yield the first values that it should hold, flat; each block until the next one."""
         facts, tp_size = self.pair.facts, self.pair.folder.facts.tp_size
 
-        def pieces() -> Iterator[tuple[Parts, Any, ValueRange]]:
+        def pieces() -> Iterator[tuple[Parts, Any]]:
             last = None
             for item, view in self.written.pieces:
                 if item is not last:
                     last, built = item, item.build(facts, self.pair.config)
                 if view is None:
                     window = rank_window(built, item.tensor, tp_size, self.rank)
-                    yield built, window, ValueRange()
+                    yield built, window
                 else:
                     parts = taken(built, view)
-                    yield parts, whole_window(parts.shape), ValueRange()
+                    yield parts, whole_window(parts.shape)
 
         for chunk in file_chunks(pieces(), kind, math.prod(self.shape) * item_size(kind)):
             values = np.frombuffer(chunk, DTYPES[kind])[:count]

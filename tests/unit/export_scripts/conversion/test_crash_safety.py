@@ -180,10 +180,9 @@ def test_after_a_reboot_files_are_trusted_only_by_checksum(
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
     paths = WorkPaths(ft_directory(tmp_path, 3))
-    first, *rest = paths.journal.read_text().splitlines(keepends=True)
-    paths.journal.write_text(
-        json.dumps(json.loads(first) | {"boot": "other"}) + "\n" + "".join(rest)
-    )
+    first, *rest = paths.journal.read_text().splitlines()
+    changed = [json.dumps(json.loads(line) | {"boot": "other"}) for line in rest]
+    paths.journal.write_text("\n".join([first, *changed, ""]))
     victim = next(path for path in paths.staging.iterdir() if path.suffix == ".bin")
     victim.write_bytes(bytes(victim.stat().st_size))
     assert contents(convert(wanted).ft_dir) == expected
@@ -261,7 +260,7 @@ def test_a_kill_after_the_last_rename_is_recognised_as_finished(
     convert(request(source, tmp_path))
     paths = WorkPaths(ft_directory(tmp_path, 3))
     identity = json.loads(paths.manifest.read_text())["identity"]
-    paths.journal.write_text(json.dumps({"identity": identity}) + "\n")
+    paths.journal.write_text(json.dumps(identity) + "\n")
     assert convert(request(source, tmp_path)).already_done
     assert not paths.journal.exists()
 
@@ -363,17 +362,13 @@ def test_progress_counts_every_byte_once(source: Path, tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_the_manifest_records_files_ranges_and_source(source: Path, tmp_path: Path) -> None:
+def test_the_manifest_records_files_tensors_and_source(source: Path, tmp_path: Path) -> None:
     summary = convert(request(source, tmp_path))
     manifest = json.loads((tmp_path / "3-gpu.manifest.json").read_text())
     assert set(manifest["files"]) == {path.name for path in summary.ft_dir.iterdir()}
     qkv = manifest["tensors"]["model.layers.1.attention.query_key_value.weight"]
-    wanted = gpt_tensors(MODEL)[
-        "model.language_model.encoder.layers.1.self_attention.query_key_value.weight"
-    ].half()
-    assert (qkv["shape"], qkv["split"], qkv["dtype"]) == ([96, 3, 96], 2, "fp16")
-    assert (qkv["min"], qkv["max"]) == (float(wanted.min()), float(wanted.max()))
-    assert qkv["abs_max"] == float(wanted.abs().max())
+    name = "model.language_model.encoder.layers.1.self_attention.query_key_value.weight"
+    assert qkv == {"shape": [96, 3, 96], "split": 2, "dtype": "fp16", "source": [name]}
     assert manifest["source"]["path"] == str(source)
 
 
