@@ -8,6 +8,7 @@ library's chain (environment, profile, role) and are never read here.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from export_scripts.errors import first_names
 from export_scripts.files.checksum import sha256_of
@@ -24,6 +24,8 @@ CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
 _WORKERS = 8
 _PAGE = 1000  # objects in one deletion
+_PLACE = re.compile(r"s3://([^/?#:]+)(/[^?#]*|)")
+_ENDPOINT = re.compile(r"https?://[^/?#]+:\d{1,5}/*")
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,19 @@ def parse_location(url: str, *, endpoint_url: str | None = None) -> StoreLocatio
     Raises:
         ValueError: the URL or the endpoint's is malformed.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-        raise ValueError(f"{url} is not of the form s3://bucket/prefix.")
-    if ":" in parts.netloc:
+    place = _PLACE.fullmatch(url)
+    if place is None:
         raise ValueError(
-            f"{url} names a server; give s3://bucket/prefix, and the server as endpoint_url."
+            f"{url} is not of the form s3://bucket/prefix; give a server as endpoint_url."
         )
     if endpoint_url is not None:
-        endpoint = urlsplit(endpoint_url)
-        if endpoint.scheme not in ("http", "https") or not endpoint.hostname or not endpoint.port:
+        if not _ENDPOINT.fullmatch(endpoint_url):
             raise ValueError(
                 f"endpoint_url={endpoint_url} is not of the form http://host:port or "
                 "https://host:port."
             )
         endpoint_url = endpoint_url.rstrip("/")
-    return StoreLocation(parts.netloc, parts.path.strip("/"), endpoint_url)
+    return StoreLocation(place[1], place[2].strip("/"), endpoint_url)
 
 
 def publish_repository(
