@@ -5,8 +5,8 @@ tokenizer.json, whose ids and decoded texts are compared with those of the sourc
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import json_table
 from export_scripts.conversion.ft_source import FTFolder
@@ -26,6 +26,7 @@ from export_scripts.sentencepiece_model import (
 )
 
 if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
 # --allow TOKENIZER leaves it out.
@@ -41,19 +42,6 @@ _MOST_DIFFERENCES, _MOST_SHOWN = 3, 16
 _MOST_PIECES = 2000
 # Kinds of pieces that a text is not made of as of others.
 _SYMBOLS = (USER_DEFINED, CONTROL, UNUSED)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """A tokenizer made of a source's files, with what its own library says of a text."""
-
-    backend: "Tokenizer"
-    library: str
-    encode: Callable[[str], list[int]] | None  # None: that of the backend is the source's own
-    decode: Callable[[list[int]], str] | None  # None: a text has to come back
-    unknown: str | None = None  # the token of what it does not know
-    texts: Sequence[str] = ()  # to try, in addition to those of every tokenizer
-    is_lossy: bool = False  # whether the library itself loses something of a text
 
 
 def with_tokenizer(plan: ConversionPlan) -> ConversionPlan:
@@ -216,15 +204,14 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
 def _made_files(
     plan: ConversionPlan, files: Mapping[str, bytes], settings: Table
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    made = _compared(files, _stated_case(plan, settings))
-    backend = made.backend
+    backend, unknown = _compared(files, _stated_case(plan, settings))
     _check_last_id(plan, max(backend.get_vocab(with_added_tokens=True).values()))
     special = {
         token.content: index
         for index, token in backend.get_added_tokens_decoder().items()
         if token.special
     }
-    names = _special_names(plan, made, special)
+    names = _special_names(plan, unknown, special)
     _add_markers(plan, backend, settings, special, names)
     kept = {
         name: data
@@ -255,76 +242,79 @@ def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:
     return flag if isinstance(flag, bool) else stated
 
 
-def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> _Made:
-    """Return the tokenizer that a source's files make, if it is equal to the source's.
+def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> tuple["Tokenizer", str | None]:
+    """Return the tokenizer that a source's files make, and its token for the unknown.
+
+    That of a SentencePiece model is compared with the library; GPT-2's and WordPiece are computed
+    as the source computes them.
 
     Raises:
         ValueError: It differs, or the files make none that the tokenizers library can compute.
     """
+    problems: list[str] = []
     try:
-        made = _made(files, is_lower)
-        made.backend.encode_special_tokens = True
-        problems = _differences(made)
+        backend, unknown = _made(files, is_lower, problems)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library ends in a panic, too, which is not an Exception
         raise ValueError(f"its tokenizer has no equal in a tokenizer.json: {error}") from error
     refuse(problems)
-    return made
+    return backend, unknown
 
 
-def _made(files: Mapping[str, bytes], is_lower: bool | None) -> _Made:
+def _made(
+    files: Mapping[str, bytes], is_lower: bool | None, problems: list[str]
+) -> tuple["Tokenizer", str | None]:
+    unknown = None
     if "tokenizer.model" in files:
-        return _from_sentencepiece(files["tokenizer.model"])
-    if {"vocab.json", "merges.txt"} <= files.keys():
-        merges = files["merges.txt"].decode()
-        backend = fast_tokenizers.gpt2_tokenizer(files["vocab.json"], merges)
-        lacks_bytes = any(backend.token_to_id(each) is None for each in fast_tokenizers.BYTES)
-        return _Made(backend, "GPT-2", None, None, is_lossy=lacks_bytes)
-    if "vocab.txt" in files:
+        from sentencepiece import SentencePieceProcessor
+
+        data = files["tokenizer.model"]
+        model, own = read_sentencepiece(data), SentencePieceProcessor(model_proto=data)
+        backend = fast_tokenizers.sentencepiece_tokenizer(model)
+        unknown = own.id_to_piece(own.unk_id())
+        backend.encode_special_tokens = True
+        problems += _differences(backend, own, (*PROBES, *_piece_probes(model)))
+    elif {"vocab.json", "merges.txt"} <= files.keys():
+        backend = fast_tokenizers.gpt2_tokenizer(files["vocab.json"], files["merges.txt"].decode())
+    elif "vocab.txt" in files:
         backend = fast_tokenizers.wordpiece_tokenizer(files["vocab.txt"], is_lower=is_lower)
-        return _Made(backend, "WordPiece", None, None, "[UNK]", is_lossy=True)
-    raise ValueError(f"{first_names(sorted(files))} make none")
+        unknown = "[UNK]"
+    else:
+        raise ValueError(f"{first_names(sorted(files))} make none")
+    backend.encode_special_tokens = True
+    return backend, unknown
 
 
-def _from_sentencepiece(data: bytes) -> _Made:
-    from sentencepiece import SentencePieceProcessor
-
-    model = read_sentencepiece(data)
-    own = SentencePieceProcessor(model_proto=data)
-    backend = fast_tokenizers.sentencepiece_tokenizer(model)
+def _piece_probes(model: Any) -> Iterator[str]:
+    """Yield texts of a SentencePiece model's own symbols and pieces."""
     special = fast_tokenizers.piece_texts(model, *_SYMBOLS)[:_MOST_PIECES]
     pieces = fast_tokenizers.piece_texts(model, NORMAL)
     usual = pieces[:: max(1, len(pieces) // _MOST_PIECES)]
-    return _Made(
-        backend,
-        "sentencepiece",
-        own.encode,
-        own.decode,
-        unknown=own.id_to_piece(own.unk_id()),
-        texts=[
-            *special,
-            *(f"x{text}y {text}" for text in special),
-            "".join(special),
-            *("".join(usual[at : at + 8]) for at in range(0, len(usual), 8)),
-            *(" ".join(usual[at : at + 8]) for at in range(0, len(usual), 8)),
-        ],
-    )
+    yield from special
+    yield from (f"x{text}y {text}" for text in special)
+    yield "".join(special)
+    for at in range(0, len(usual), 8):
+        yield "".join(usual[at : at + 8])
+        yield " ".join(usual[at : at + 8])
 
 
-def _differences(made: _Made) -> list[str]:
+def _differences(
+    backend: "Tokenizer", own: "SentencePieceProcessor", texts: Iterable[str]
+) -> list[str]:
     """Return where the ids of a text, or the text of its ids, differ from the source's."""
     found = []
-    for text in (*PROBES, *made.texts):
-        ids = made.backend.encode(text, add_special_tokens=False).ids
-        own = ids if made.encode is None else made.encode(text)
-        back = made.backend.decode(own, skip_special_tokens=False)
-        wanted = text if made.decode is None else made.decode(own)
-        if ids != own:
-            found.append(f"{text!r:.80} has the ids {_shown(own)} in {made.library}, {_shown(ids)}")
-        elif back != wanted and not made.is_lossy:
+    for text in texts:
+        ids, wanted = backend.encode(text, add_special_tokens=False).ids, own.encode(text)
+        back = backend.decode(wanted, skip_special_tokens=False)
+        if ids != wanted:
             found.append(
-                f"{text!r:.80} comes back as {wanted!r:.80} from {made.library}, as {back!r:.80}"
+                f"{text!r:.80} has the ids {_shown(wanted)} in sentencepiece, {_shown(ids)}"
+            )
+        elif back != own.decode(wanted):
+            found.append(
+                f"{text!r:.80} comes back as {own.decode(wanted)!r:.80} from sentencepiece, as "
+                f"{back!r:.80}"
             )
     more = len(found) - _MOST_DIFFERENCES
     return [f"{each} in a tokenizer.json made of it" for each in found[:_MOST_DIFFERENCES]] + (
@@ -337,7 +327,9 @@ def _shown(ids: Sequence[int]) -> str:
     return f"{list(ids[:_MOST_SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
-def _special_names(plan: ConversionPlan, made: _Made, special: Mapping[str, int]) -> dict[str, str]:
+def _special_names(
+    plan: ConversionPlan, unknown: str | None, special: Mapping[str, int]
+) -> dict[str, str]:
     """Return the settings that name the special tokens, of those that are some."""
     known, fields = plan.facts.special_ids(), vars(plan.config)
     texts = {index: text for text, index in special.items()}
@@ -350,7 +342,7 @@ def _special_names(plan: ConversionPlan, made: _Made, special: Mapping[str, int]
         name: next((texts[index] for index in found if index in texts), None)
         for name, found in ids.items()
     }
-    names["unk_token"] = made.unknown
+    names["unk_token"] = unknown
     return {name: text for name, text in names.items() if text is not None}
 
 

@@ -263,9 +263,3 @@ def wordpiece_tokenizer(data: bytes, *, is_lower: bool | None = None) -> Tokeniz
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     return _with_special(backend, marks)
-
-
-# The letter that stands for each byte in byte-level vocabularies: its own, or the next free one.
-_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_FREE = iter(range(0x100, 0x200))
-BYTES = [chr(byte if byte in _PRINTABLE else next(_FREE)) for byte in range(256)]

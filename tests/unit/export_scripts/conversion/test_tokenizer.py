@@ -14,6 +14,7 @@ import sentencepiece
 import torch
 import transformers
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from export_scripts.conversion.convert import (
     ConversionRequest,
@@ -256,9 +257,11 @@ def test_a_slow_tokenizer_keeps_its_names_and_class(corpus: Path, tmp_path: Path
 
 
 def byte_level(*merges: str) -> dict[str, bytes]:
-    from export_scripts.ft.fast_tokenizers import BYTES
-
-    tokens = [*BYTES, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    tokens = [
+        *sorted(ByteLevel.alphabet()),
+        *(merge.replace(" ", "") for merge in merges),
+        "<|endoftext|>",
+    ]
     return {
         "a_vocab.json": json.dumps({token: n for n, token in enumerate(tokens)}).encode(),
         "a_merges.txt": "\n".join(["#version: 0.2", *merges, ""]).encode(),
