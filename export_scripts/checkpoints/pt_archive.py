@@ -24,8 +24,7 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-# Objects of a tree whose shared objects would be repeated, and those that are repeated in memory.
-_MOST_VALUES, _MOST_JOINED = 20_000_000, 1_000_000
+_MOST_VALUES = 20_000_000  # of a tree whose shared objects would be repeated
 
 
 def read_torch_file(region: Region | Path) -> Any:
@@ -186,7 +185,8 @@ def _plain(tree: Any, region: Region) -> Any:
 class _PlainData:
     """Return an object tree as dicts, lists and values.
 
-    A shared object is converted once, and a cycle ends in None. A tree that would be too large if
+    A shared object is converted once, and a cycle ends in None. An object with both attributes and
+    slots is a list of the two. A tree that would be too large if
     nothing were shared is refused: walking over it would not terminate.
     """
 
@@ -194,7 +194,6 @@ class _PlainData:
         self._region = region
         self._done: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}  # values below a container, by the identity of the result
-        self._joined = 0  # values of objects with both attributes and slots
 
     def __call__(self, value: Any) -> Any:
         """Return `value` as plain data."""
@@ -228,13 +227,7 @@ class _PlainData:
         if isinstance(state, tuple) and len(state) == 2:  # (attributes, slots), either may be None
             parts = [part for part in state if isinstance(part, Mapping) and part]
             if len(parts) == 2:
-                self._joined += sum(map(len, parts))
-                if self._joined > _MOST_JOINED:
-                    raise CheckpointMismatchError(
-                        f"{self._region} is refused: its objects with slots unfold to more than "
-                        f"{_MOST_JOINED} values"
-                    )
-                return {**(self(parts[0]) or {}), **(self(parts[1]) or {})}
+                return [self(part) for part in parts]
             state = parts[0] if parts else None
         if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
             # OmegaConf containers hold nodes in _content, nodes their value in _val.

@@ -183,7 +183,7 @@ def test_objects_with_slots_keep_their_own_values(tmp_path: Path) -> None:
     }
     tree = read_torch_file(save(tmp_path / "x.pt", value))
     assert tree["slots"] == [{"x": i} for i in range(4)]
-    assert tree["both"] == [{"a": i, "x": i} for i in range(4)]
+    assert tree["both"] == [[{"a": i}, {"x": i}] for i in range(4)]
 
 
 @pytest.mark.parametrize("state", [b"h\x00", b"h\x00h\x01\x86"])
