@@ -155,16 +155,6 @@ def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
         assert list(client.stream_text("x", output_len=3)) == ["ab", "c"]
 
 
-def test_published_address_is_an_url_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "endpoint.json"
-    (port,) = pick_free_ports("127.0.0.1", 1)
-    path.write_text(json.dumps({"host": "127.0.0.1", "http": port, "grpc": 1, "uses_tls": False}))
-    assert main(["health", "--url", str(path), "--protocol", "http"]) == 1
-    assert f"error: 127.0.0.1:{port}: no server answers" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["[]", '{"host": "n1"}', "nothing"])
 def test_another_file_than_a_published_address_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
