@@ -80,6 +80,8 @@ def test_the_generation_files_of_lm_eval_are_taken(kind: type[Sampling]) -> None
         ({"stop_token_ids": [1, 2.0]}, {"stop_token_ids": [1, 2]}),
         ({"num_beams": 1, "use_beam_search": False, "early_stopping": True}, {}),
         ({"bad_words": [], "stream_interval": 1, "include_reasoning": True, "suffix": ""}, {}),
+        ({"cache_prompt": True, "id_slot": -1, "mirostat": 0, "typical_p": 1.0}, {}),  # llama.cpp
+        ({"rid": "a", "no_stop_trim": False, "return_hidden_states": False}, {}),  # SGLang
         ({"reasoning_effort": "none", "prompt_cache_options": {"ttl": "30m"}}, {}),
     ],
 )
@@ -95,6 +97,8 @@ def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -
         ({"use_beam_search": True}, "use_beam_search"),
         ({"bad_words": ["no"]}, "bad_words"),
         ({"cache_salt": "mine"}, "cache_salt"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"regex": "a+"}, "regex"),
         ({"include_reasoning": False}, "include_reasoning"),
         ({"moderation": {"model": "m"}}, "moderation"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
