@@ -6,6 +6,7 @@ Dimensions all differ, so that a wrong axis cannot pass. QKV rows are ordered [h
 from __future__ import annotations
 
 import argparse
+import base64
 import io
 import json
 import tarfile
@@ -231,3 +232,18 @@ def write_megatron(
     (folder / "gpt2-vocab.json").write_text(json.dumps({"<|endoftext|>": 3}))
     (folder / "gpt2-merges.txt").write_text("#version: 0.2\n")
     return folder
+
+
+def tiktoken_list(*more: bytes) -> bytes:
+    """Return a vocabulary as Megatron's TikTokenizer reads it: all bytes, and more tokens."""
+    tokens = [*(bytes([value]) for value in range(256)), *more]
+    return json.dumps(
+        [
+            {
+                "rank": rank,
+                "token_bytes": base64.b64encode(token).decode(),
+                "token_str": token.decode(errors="replace"),
+            }
+            for rank, token in enumerate(tokens)
+        ]
+    ).encode()

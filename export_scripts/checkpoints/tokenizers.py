@@ -5,6 +5,7 @@ a SentencePiece model is a protocol buffer.
 """
 
 import fnmatch
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -59,6 +60,17 @@ def folder_members(folder: Path) -> dict[str, Region]:
         for entry in sorted(folder.glob(pattern))
         if entry.is_file()
     }
+
+
+@dataclass(frozen=True)
+class MadeFile(Region):
+    """A file of a tokenizer that is made of another one, whose `path` it has."""
+
+    content: bytes = b""
+
+    def open(self) -> io.BufferedReader:
+        """Return the content as a seekable stream."""
+        return io.BufferedReader(io.BytesIO(self.content))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader, Region, json_table, read_small
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
-from export_scripts.checkpoints.tokenizers import check_outside_files, given_files, is_list
+from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
 from export_scripts.conversion.ft_source import FTFolder, is_ft_folder, open_ft_folder
 from export_scripts.conversion.lora import with_adapters
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
@@ -25,6 +25,7 @@ from export_scripts.conversion.tensor_plan import (
     WrittenTensor,
     plan_tensors,
 )
+from export_scripts.conversion.tiktoken import with_tiktoken
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
@@ -226,16 +227,7 @@ def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str
     found = reader.tokenizer.items()
     kept = {name: file for name, file in found if not is_replaced(name, list(given))}
     check_outside_files(kept, reader.path)
-    files = {**given, **kept}
-    refuse(
-        [
-            f"{files[name]} is a list of tokens of Megatron's TikTokenizer, which is not read: "
-            f"give the model's tokenizer.json in {request.names['vocab_path']}"
-            for name in {"tokenizer.json", "vocab.json"} & files.keys()
-            if is_list(files[name])
-        ]
-    )
-    return files
+    return with_tiktoken({**given, **kept}, reader.config)
 
 
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:

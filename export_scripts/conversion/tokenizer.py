@@ -245,8 +245,8 @@ def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:
 def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> tuple["Tokenizer", str | None]:
     """Return the tokenizer that a source's files make, and its token for the unknown.
 
-    That of a SentencePiece model is compared with the library; GPT-2's and WordPiece are computed
-    as the source computes them.
+    That of a SentencePiece model is compared with the library. GPT-2's byte pairs, which the
+    source's library computes by the same rules, have to give back each text.
 
     Raises:
         ValueError: It differs, or the files make none that the tokenizers library can compute.
@@ -277,6 +277,8 @@ def _made(
         problems += _differences(backend, own, (*PROBES, *_piece_probes(model)))
     elif {"vocab.json", "merges.txt"} <= files.keys():
         backend = fast_tokenizers.gpt2_tokenizer(files["vocab.json"], files["merges.txt"].decode())
+        backend.encode_special_tokens = True
+        problems += _lost(backend)
     elif "vocab.txt" in files:
         backend = fast_tokenizers.wordpiece_tokenizer(files["vocab.txt"], is_lower=is_lower)
         unknown = "[UNK]"
@@ -284,6 +286,19 @@ def _made(
         raise ValueError(f"{first_names(sorted(files))} make none")
     backend.encode_special_tokens = True
     return backend, unknown
+
+
+def _lost(backend: "Tokenizer") -> list[str]:
+    """Return the texts that a tokenizer of bytes does not give back, none if it lacks a byte."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    if not backend.get_vocab().keys() >= {*ByteLevel.alphabet()}:
+        return []
+    ids = {text: backend.encode(text, add_special_tokens=False).ids for text in PROBES}
+    back = {text: backend.decode(ids[text], skip_special_tokens=False) for text in PROBES}
+    return [
+        f"{text!r:.80} comes back as {back[text]!r:.80}" for text in PROBES if back[text] != text
+    ]
 
 
 def _piece_probes(model: Any) -> Iterator[str]:

@@ -232,10 +232,11 @@ def gpt2_tokenizer(vocabulary: bytes, merges: str) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     products = {"".join(pair) for pair in pairs}
-    return _with_special(backend, (t for t in ids if len(t) > 1 and t not in products))
+    return with_special(backend, (t for t in ids if len(t) > 1 and t not in products))
 
 
-def _with_special(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
+def with_special(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
+    """Add special tokens, whose ids the vocabulary has; return the tokenizer."""
     from tokenizers import AddedToken
 
     ids = backend.get_vocab()
@@ -262,4 +263,4 @@ def wordpiece_tokenizer(data: bytes, *, is_lower: bool | None = None) -> Tokeniz
     backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    return _with_special(backend, marks)
+    return with_special(backend, marks)

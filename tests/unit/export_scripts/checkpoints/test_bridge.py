@@ -11,10 +11,13 @@ import torch
 import yaml
 
 from export_scripts.checkpoints import recognise_format
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
+from inference.backend.tokenizer import load_tokenizer
+from tests.tiny import tiktoken_list
 from tests.tiny_distributed import write_distributed
 from tests.unit.export_scripts.checkpoints.test_distributed import (
     Tensors,
@@ -281,3 +284,19 @@ def test_unfinished_runs_are_refused(state: Tensors, tmp_path: Path) -> None:
     assert "lacks iter_0000007/run_config.yaml" in refusal(run, tmp_path)
     torch.save({"step": "7; ls"}, run / "latest_train_state.pt")
     assert "does not say how many steps" in refusal(run, tmp_path)
+
+
+def test_tiktoken_s_vocabulary_becomes_a_tokenizer(state: Tensors, tmp_path: Path) -> None:
+    source = write_bridge(tmp_path / "run", state)
+    tokenizer = {"tokenizer_type": "TikTokenizer", "vocab_size": 264}
+    settings = {**tokenizer, "tiktoken_num_special_tokens": 8}
+    (source / "run_config.yaml").write_text(run_config(MODEL, tokenizer=settings))
+    (source / "tokenizer").mkdir(exist_ok=True)
+    (source / "tokenizer" / "tokenizer.json").write_bytes(tiktoken_list())
+    (source / "tokenizer" / "tokenizer_config.json").unlink(missing_ok=True)
+    folder = convert(ConversionRequest(source, tmp_path / "shards", 1, "fp32")).ft_dir
+    ours = load_tokenizer(folder)
+    assert ours.encode("a</s>") == [8 + ord("a"), 2]
+    assert (ours.special_ids, ours.vocab_size) == (frozenset(range(8)), 264)
+    (source / "tokenizer" / "tokenizer.json").write_text('[{"rank": 1}]')
+    assert "entry 0 is not the token of that rank" in refusal(source, tmp_path)

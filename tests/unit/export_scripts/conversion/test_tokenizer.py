@@ -25,7 +25,7 @@ from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
 from tests.folder_answers import OTHERS, answered
-from tests.tiny import torch_bytes, write_tar
+from tests.tiny import tiktoken_list, torch_bytes, write_tar
 from tests.tiny_megatron_core import CORE, core_state
 from tests.tiny_transformers import write_model
 
@@ -295,16 +295,24 @@ def test_word_pieces_have_the_case_that_their_source_states(
     assert load_tokenizer(folder).encode("A \u00c1") == ids
 
 
-def test_a_list_of_tiktoken_is_refused_until_a_tokenizer_is_given(tmp_path: Path) -> None:
+def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path: Path) -> None:
+    data = tiktoken_list(b"th", b"the", b" the", b"he", b" t", b"\xe4\xbd")
     tokenizer = {"library": "tiktoken", "vocab_file": "nemo:a_vocab.json"}
-    data = b' [{"rank": 0, "token_bytes": "AA==", "token_str": ""}]'
-    source = archive(tmp_path / "m.nemo", 53, tokenizer, a_vocab__json=data)
-    with pytest.raises(CheckpointMismatchError, match=r"TikTokenizer.*--vocab-path"):
-        convert(request(source, tmp_path / "out"))
-    (tmp_path / "tokenizer.json").write_text(words(50))
-    given, stated = tmp_path / "tokenizer.json", (("start_id", "1"), ("end_id", "2"))
-    wanted = request(source, tmp_path / "out", vocab_path=given, given=stated)
-    assert not (convert(wanted).ft_dir / "vocab.json").exists()
+    sizes = {"vocab_size": 264, "tiktoken_num_special_tokens": 3}
+    source = archive(tmp_path / "m.nemo", 272, {**tokenizer, **sizes}, a_vocab__json=data)
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    shards = convert(ConversionRequest(source, tmp_path / "ft", 1, "fp32")).ft_dir
+    text = "the thethx 你"
+    for python in (None, *OTHERS):
+        (((ids, back), *_),) = answered([{"folder": str(folder), "texts": [text]}], python)
+        assert (ids[:3], back) == ([260, 261, 259], text)
+    for each in (folder, shards):
+        ours = load_tokenizer(each)
+        assert ours.encode("the") == [260]
+        assert ours.encode(" the") == [261]
+        assert ours.encode("thx") == [259, 3 + ord("x")]
+        assert ours.encode("你") == [3 + byte for byte in "你".encode()]
+        assert 2 not in ours.encode("</s>")
 
 
 def test_the_end_of_a_text_is_a_token_by_its_id_alone(tmp_path: Path) -> None:
