@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from inference.server.log import last_lines
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.schema import Config
@@ -38,7 +39,6 @@ from stages.endpoint import published_by
 from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
-_LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 64 << 10
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
@@ -284,12 +284,8 @@ class Run:
         if not logs:
             self.console.say(f"nothing was written to {handle.log_path}")
         for path in logs:
-            with path.open("rb") as log:
-                log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-                written = log.read().decode(errors="replace").splitlines()
             # submitit adds lines of its own.
-            lines = [line for line in written if not line.startswith("submitit ")]
-            lines = lines[-_LOG_TAIL_LINES:]
+            lines = [line for line in last_lines(path) if not line.startswith("submitit ")]
             if all(_without_time(line) in cause for line in lines):
                 self.console.say(f"log: {path}")  # the log repeats only the cause
             else:

@@ -298,6 +298,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation",
         "inference.evaluation.report",
         "inference.evaluation.run",
+        "inference.server",
         "launcher_scripts.configuration",
         "launcher_scripts.launchers",
         "stages",
