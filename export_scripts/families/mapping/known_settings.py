@@ -20,6 +20,28 @@ from export_scripts.files.json_content import Table
 _FOLDER = Path(__file__).parent
 # Values that state nothing, in any of the libraries.
 _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
+# Parameters of rotary positions: transformers 4.57 and 5.24, modeling_rope_utils.py. `finetuned`,
+# of the first folders with YaRN, says how the weights came about.
+_ROTARY_TABLES = ("rope_scaling", "rope_parameters")
+_ROTARY = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "finetuned",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +94,23 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     """
     table, kind = huggingface_table(), facts.config["model_type"]
     others = {name: KnownSetting("none", ()) for settings in table.values() for name in settings}
-    return obstacles(facts.config, {**others, **table["*"], **table[kind]}, {"read", "none"})
+    rotary = {name: facts.config.get(name) for name in _ROTARY_TABLES}
+    unknown = {
+        name: value for name, value in _dotted(rotary) if name.rpartition(".")[2] not in _ROTARY
+    }
+    return {
+        **obstacles(facts.config, {**others, **table["*"], **table[kind]}, {"read", "none"}),
+        **obstacles(unknown, {}, set()),
+    }
+
+
+def _dotted(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a table and of the tables in it, with the keys that lead to it."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{path}{key}.")
+        elif path:
+            yield f"{path}{key}", value
 
 
 def eleuther_obstacles(facts: Facts) -> dict[str, str]:

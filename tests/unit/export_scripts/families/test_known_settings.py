@@ -107,6 +107,15 @@ def test_a_setting_is_known_or_refused(settings: dict[str, Any], refused: set[st
     assert megatron_obstacles(settings).keys() == refused
 
 
+@pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
+def test_a_parameter_of_rotary_positions_is_known_or_refused(table: str) -> None:
+    given = {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2], "finetuned": True}
+    for nested, path in ((given, table), ({"full_attention": given}, f"{table}.full_attention")):
+        config = {"model_type": "llama", table: nested}
+        facts = Facts(CheckpointReader("huggingface", Path("x"), config, {}, ()), 1, "fp32")
+        assert huggingface_obstacles(facts).keys() == {f"{path}.mrope_section"}
+
+
 def test_what_stands_in_the_way_depends_on_the_layout() -> None:
     settings = {"window_size": [4, 0], "moe_latent_size": 8, "moe_router_topk": 4}
     assert megatron_obstacles(settings).keys() == {"window_size"}
