@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from inference.certify.certificate import _rendered
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
 from inference.evaluation.report.pages import report_page
@@ -155,6 +156,18 @@ def test_a_figure_that_json_has_no_number_for_hides_no_other(
     assert "not a number" in page
     assert "4 of 4 samples" in page
     assert "NaN" not in page
+
+
+def test_a_certificate_fits_a_narrow_window(browser: Browser, url, folder, tmp_path):
+    script = "document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`"
+    table = {"verdict": "equal", "status": "equal", "made_at": "", "version": "", "left_out": []}
+    part = {"name": "x", "status": "equal", "compared": "y" * 300, "up_to": [], "findings": []}
+    table |= {"parts": [part], "source": None, "folder": None, "card": "word " * 60 + "z" * 300}
+    page = _rendered("html", table, digest="0" * 64) + f"<script>{script}</script>"
+    (folder / "certificate.html").write_text(page)
+    shown = browser(f"{url}/certificate.html", width=520, shot=tmp_path / "shot.png")
+    wide, room = map(int, re.findall(r"<title>(\d+) of (\d+)</title>", shown)[0])
+    assert wide <= room
 
 
 @pytest.mark.parametrize("width", [1200, 520])
