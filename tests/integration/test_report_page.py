@@ -160,7 +160,13 @@ def test_a_figure_that_json_has_no_number_for_hides_no_other(
 
 def test_a_certificate_fits_a_narrow_window(browser: Browser, url, folder, tmp_path):
     script = "document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`"
-    table = {"verdict": "equal", "status": "equal", "made_at": "", "version": "", "left_out": []}
+    table: dict[str, Any] = {
+        "verdict": "equal",
+        "status": "equal",
+        "made_at": "",
+        "version": "",
+        "left_out": [],
+    }
     part = {"name": "x", "status": "equal", "compared": "y" * 300, "up_to": [], "findings": []}
     table |= {"parts": [part], "source": None, "folder": None, "card": "word " * 60 + "z" * 300}
     page = _rendered("html", table, digest="0" * 64) + f"<script>{script}</script>"

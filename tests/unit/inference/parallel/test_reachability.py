@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from inference.parallel.reachability import check_reachable, listening_address
 from inference.system.ports import pick_free_ports
