@@ -1,23 +1,25 @@
 """Ranks that do not reach each other, and the addresses at which they wait."""
 
 import json
+import socket
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from inference.parallel.reachability import check_reachable, listening_address
-from inference.system.ports import pick_free_ports
 
 
 def test_a_rank_that_cannot_be_reached_is_named() -> None:
     store = HashStore()
-    (closed,) = pick_free_ports("127.0.0.1", 1)
-    store.set("at/1", json.dumps(["node2", "127.0.0.1", closed]))
     store.set("tried/1", json.dumps([None, "node2 cannot reach node3"]))
-    with pytest.raises(
-        RuntimeError, match=f"node2 at 127.0.0.1, port {closed}: Connection refused"
-    ):
-        check_reachable(store, "127.0.0.1", 0, 2, timeout_s=5)
+    with socket.socket() as deaf:  # it has a port, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        closed = deaf.getsockname()[1]
+        store.set("at/1", json.dumps(["node2", "127.0.0.1", closed]))
+        with pytest.raises(
+            RuntimeError, match=f"node2 at 127.0.0.1, port {closed}: Connection refused"
+        ):
+            check_reachable(store, "127.0.0.1", 0, 2, timeout_s=5)
     # The others hear of it.
     assert f"port {closed}" in store.get("tried/0").decode()
 
