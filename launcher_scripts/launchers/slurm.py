@@ -27,7 +27,11 @@ from launcher_scripts.launchers.base import (
     clean_environment,
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
-from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
+from launcher_scripts.launchers.slurm_checks import (
+    forgotten_jobs,
+    own_file_system,
+    problems_of_cluster,
+)
 from launcher_scripts.launchers.slurm_limits import largest_array, room_in_queue
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
@@ -70,7 +74,7 @@ class SlurmLauncher(Launcher):
         return problems_of_cluster(self.config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return notes on folders that the nodes may not see, and on what a profile sets."""
+        """Return notes on folders that the nodes may not see, on dependencies and profiles."""
         del stages
         folders = {
             "base_results_dir": self.config.base_results_dir,
@@ -82,7 +86,8 @@ class SlurmLauncher(Launcher):
             for key, path in folders.items()
             if (kind := own_file_system(Path(path))) is not None
         ]
-        return [*local, *profile_notes(self.config)]
+        forgotten = [] if self.config.is_dry_run else forgotten_jobs(self.config)
+        return [*local, *forgotten, *profile_notes(self.config)]
 
     def room(self) -> Room | None:
         """Return how many jobs more the user may have in the queue."""

@@ -13,7 +13,7 @@ from launcher_scripts.launchers.slurm_limits import (
     room_in_queue,
 )
 from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
-from launcher_scripts.launchers.slurm_state import ask_slurm
+from launcher_scripts.launchers.slurm_state import SlurmJobState, ask_slurm, queue_now
 from stages.base import Stage
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
@@ -29,6 +29,7 @@ _OWN = (
 # Slurm, doc/man/man1/sbatch.1: `type:job[+minutes][:job...]`, joined by , or ?; jobs of arrays too.
 _JOBS = r"\d+(_(\d+|\*))?(\+\d+)?"
 _DEPENDENCY = re.compile(rf"((singleton|[a-z]+(:{_JOBS})+)([,?]|$))*")
+_DEPENDENCY_KEYS = ("cluster.dependency", "export.run.dependency")
 # An option in a #SBATCH line of the script ends with its line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -61,6 +62,17 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     return problems
 
 
+def forgotten_jobs(config: Config) -> Iterator[str]:
+    """Yield the jobs of a dependency that Slurm does not know, and so takes for done."""
+    for key in _DEPENDENCY_KEYS:
+        for job_id in re.findall(r":(\d+)", config.at(key) or ""):
+            if queue_now(job_id).state(job_id) == SlurmJobState():
+                yield (
+                    f"{key}={config.at(key)}: Slurm does not know a job {job_id}, and takes the "
+                    "dependency for satisfied; make sure that the job has ended as it should"
+                )
+
+
 def _problems_of_mpi(kind: str) -> Iterator[str]:
     """Yield that this cluster's srun lacks the MPI, as far as it says so."""
     answer = ask_slurm(["srun", "--mpi=list"])
@@ -74,7 +86,7 @@ def _problems_of_mpi(kind: str) -> Iterator[str]:
 
 
 def _options(config: Config) -> Iterator[str]:
-    for key in ("cluster.dependency", "export.run.dependency"):
+    for key in _DEPENDENCY_KEYS:
         if not _DEPENDENCY.fullmatch(value := config.at(key) or ""):
             yield (
                 f"{key}={value} is not a dependency for sbatch; write singleton, or TYPE:ID such "

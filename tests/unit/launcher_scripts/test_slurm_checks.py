@@ -165,6 +165,18 @@ def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path: 
     assert launcher(*words).check([stage(tmp_path)]) == []  # no server among the jobs
 
 
+def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path) -> None:
+    unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    known = f'case "$*" in *12*) echo "12|PENDING|None|x";; *) {unknown};; esac'
+    programs(slurm, squeue=known, scontrol="exit 1", sacct="exit 1")
+    words = ("export.run.dependency=afterok:12:9999", "cluster.dependency=singleton")
+    (note,) = launcher(*words).notes([])
+    assert "does not know a job 9999" in note
+    assert launcher(*words, "dry_run=true").notes([]) == []
+    programs(slurm, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert launcher(*words).notes([]) == []
+
+
 def test_folders_in_memory_are_remarked_upon() -> None:
     assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
     assert own_file_system(Path("/proc")) is None
