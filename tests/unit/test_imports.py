@@ -158,6 +158,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "inference.front.openai": (
         "export_scripts.ft",
+        "inference.system",
         "inference.backend",
         "inference.decoding",
         "inference.front",
@@ -271,6 +272,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation.report",
         "inference.evaluation.run",
         "inference.front",
+        "inference.front.openai",
         "inference.pytriton",
         "inference.server",
         "inference.certify",

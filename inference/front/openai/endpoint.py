@@ -140,7 +140,7 @@ class OpenAIEndpoint:
         except ConnectionError:  # the client has left, in the middle of its body or of a stream
             raise
         except Exception as error:
-            return refusal(*_refused(error, request_id(request)))
+            return refusal(*refused(error, request_id(request)))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -256,7 +256,7 @@ def _counts(run: CompletionRun | None) -> dict[str, Any]:
     return {} if run is None else {"model": run.model, **run.usage, "ends": run.ends}
 
 
-def _refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:
+def refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:
     """Return the error that a client gets, and the same as OpenAI's API sends it."""
     if not isinstance(error, RejectedError):  # of this program, for the log alone
         logger.error("request %s failed", name, exc_info=error)
@@ -307,7 +307,7 @@ async def _streamed(
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
-        body = json.dumps(_refused(error, request_id(request))[1]).encode()
+        body = json.dumps(refused(error, request_id(request))[1]).encode()
         await response.write(b"data: " + body + b"\n\n")
         await response.write_eof()
         return response
