@@ -105,7 +105,8 @@ def read_job(
         return found
     if found.cluster == _QUEUED_CLUSTER:
         return slurm_state.settle(path, queue)
-    if _is_here(found) and found.process is not None and not _is_process_of(found, path.parent):
+    has_process = bool(found.job_id) and found.process is not None  # its own
+    if has_process and _is_here(found) and not _is_process_of(found, path.parent):
         return record.correct_record(
             path,
             found,
@@ -145,7 +146,7 @@ def jobs_in(
             with contextlib.suppress(OSError):  # its record from now on
                 record.write_record(path, own)
         elif own is not None and _is_abandoned(own):
-            error = "the command that was submitting it has ended, and Slurm has no such job"
+            error = "the command that was submitting it has ended, and there is no such job"
             own = record.correct_record(path, own, state=record.LOST, error=error)
         found += [own] * (own is not None) + [_described(path, each, queue) for each in others]
     return [each for each in found if each is not None]
@@ -216,7 +217,8 @@ def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
         command = Path(f"/proc/{found.process}/cmdline").read_bytes()
     except OSError:
         return False
-    return os.fsencode(folder / "submitit" / found.job_id) in command
+    # The folder of the results may have other names, by symbolic links.
+    return os.fsencode(Path(folder.name, "submitit", found.job_id)) in command
 
 
 def _status(

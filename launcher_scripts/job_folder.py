@@ -102,9 +102,9 @@ def prepare_submission(
             state=record.SUBMITTED,
             cluster=launcher.name,
             dependency=after,
-            # A queued job has neither before it runs: they are the command's until it has an id.
-            host="" if launcher.in_foreground else socket.gethostname(),
-            process=None if launcher.in_foreground else os.getpid(),
+            # A job has neither before it runs: they are the command's until it has an id.
+            host=socket.gethostname(),
+            process=os.getpid(),
             submitted_at=record.now(),
             git_revision=job.git_revision,
             config_sha256=hashlib.sha256(_stage_config(job).encode()).hexdigest(),

@@ -2,12 +2,14 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import ClassVar
 
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -40,11 +42,13 @@ class LocalHandle(JobHandle):
     """A job on this machine.
 
     Attributes:
+        result_path: submitit's file, which appears once the stage has ended.
         mark: in the environment of all its processes.
         ends_at: when it has to end, on the monotonic clock.
     """
 
     process: subprocess.Popen[bytes]
+    result_path: Path
     mark: str
     ends_at: float
     _state: str | None = None
@@ -55,14 +59,14 @@ class LocalHandle(JobHandle):
         if self._state is None and self._has_ended():
             end_processes_of_job(self.mark)
             self._state = self._settle()
-        elif self._state is None and time.monotonic() > self.ends_at:
+        elif self._ended_as is None and time.monotonic() > self.ends_at:
             limit = self.job.stage.job.resources.time_limit
             self._end(_GRACE_S, (record.FAILED, f"the time limit of {limit} has passed"))
         return self._state
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM for up to `grace_s`, then kill every process of the job."""
-        self._end(grace_s, (record.CANCELLED, "stopped"))
+        self._end(grace_s, self._ended_as or (record.CANCELLED, "stopped"))
 
     def _end(self, grace_s: float, ended_as: tuple[str, str]) -> None:
         self._ended_as = ended_as
@@ -97,7 +101,12 @@ class LocalHandle(JobHandle):
         noted = found.state if found is not None and found.job_id == self.job_id else record.RUNNING
         status = self.process.returncode
         state, error = record.LOST, "the job ended without a result: killed, or out of memory"
-        if status is not None and status > 0:
+        if status == -signal.SIGTERM:  # before the stage could handle it
+            state, error = record.CANCELLED, "stopped by a signal"
+        elif status == 0:
+            error = "the stage did not run: a line of cluster.setup has ended the job's script"
+            state = record.FAILED
+        elif status is not None and status > 0:
             state, error = record.FAILED, "the job failed before the stage began"
         # A job that is asked to end at its time limit takes that for a cancellation.
         is_late = self._ended_as is not None and self._ended_as[0] == record.FAILED
@@ -105,8 +114,8 @@ class LocalHandle(JobHandle):
             return noted
         if self._ended_as is not None:
             state, error = self._ended_as
-        elif status == 0:
-            return record.COMPLETED
+        elif status == 0 and self.result_path.exists():
+            return record.COMPLETED  # the record is another job's by now
         changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
         record.update_record(self.job.record_path, self.job_id, **changes)
         return state
@@ -146,10 +155,10 @@ class LocalLauncher(Launcher):
         job_id = next(each for each in names if not (job.submitit_folder / each).exists())
         folder, mark = job.submitit_folder / job_id, uuid.uuid4().hex
         log_path = job.folder / f"log-{job.name}_{job_id}.out"
-        record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
         folder.mkdir(parents=True)
+        paths = JobPaths(folder, job_id)
         stage_job = StageJob(job.stage, job.record_path, self.name, self.step(job))
-        DelayedSubmission(stage_job).dump(JobPaths(folder, job_id).submitted_pickle)
+        DelayedSubmission(stage_job).dump(paths.submitted_pickle)
         script = folder / self.script_name
         script.write_text(job_script(job, self.step(job), folder), encoding="utf-8")
         environment = clean_environment(os.environ) | {
@@ -160,19 +169,24 @@ class LocalLauncher(Launcher):
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_JOB_ID": job_id,
         }
-        with log_path.open("ab") as log:
-            process = subprocess.Popen(
-                ["bash", str(script)],
-                cwd=CHECKOUT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        record.update_record(job.record_path, job_id, process=process.pid)
+        try:
+            with log_path.open("ab") as log:
+                process = subprocess.Popen(
+                    ["bash", str(script)],
+                    cwd=CHECKOUT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            place = {"host": os.uname().nodename, "log": str(log_path), "process": process.pid}
+            record.update_record(job.record_path, job_id, **place)
+        except BaseException:  # also Ctrl-C, which finds no handle yet by which the job is stopped
+            end_processes_of_job(mark)
+            raise
         ends_at = time.monotonic() + max(60 * limit_min - _GRACE_S, 30 * limit_min)
-        return self.handle_class(job, job_id, log_path, process, mark, ends_at)
+        return self.handle_class(job, job_id, log_path, process, paths.result_pickle, mark, ends_at)
 
     def step(self, job: Job) -> JobStep | None:
         """Return what starts the processes of the stage; None for the job's first process."""

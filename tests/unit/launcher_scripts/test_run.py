@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import pytest
 import yaml
 
+from launcher_scripts.actions import problem_of_live_job, read_job
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
+from stages import record
 from stages.base import Stage
 from stages.progress import Progress
 from stages.record import read_record, write_record
@@ -43,12 +46,13 @@ CONFIG = compose_config(
 ).config
 
 
-def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
+def make_run(*stages: Stage, setup: Sequence[str] = ()) -> tuple[Run, io.StringIO]:
     shown = io.StringIO()
     assert CONFIG is not None
-    jobs = {stage.name: Job(stage, CONFIG) for stage in stages}
+    config = replace(CONFIG, cluster=replace(CONFIG.cluster, setup=list(setup)))
+    jobs = {stage.name: Job(stage, config) for stage in stages}
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
-    return Run(LocalLauncher(CONFIG), Console(shown), planned, jobs), shown
+    return Run(LocalLauncher(config), Console(shown), planned, jobs), shown
 
 
 def wait_for(path: Path) -> None:
@@ -120,6 +124,72 @@ def test_killed_job_is_lost_and_says_so(tmp_path: Path) -> None:
     record = read_record(tmp_path / "write" / "job.json")
     assert record is not None
     assert record.state == "lost"
+
+
+@pytest.mark.parametrize("line", ["exit 0", "exec true", "exec false"])
+def test_job_whose_setup_ends_its_script_has_failed(tmp_path: Path, line: str) -> None:
+    stages = [
+        WriteStage(settings(tmp_path, "write")),
+        EnvironmentStage(settings(tmp_path, "environment")),
+    ]
+    run, _ = make_run(*stages, setup=[line])
+    assert run.run_all(wait=False) == 1
+    assert list(run.handles) == ["write"]
+    found = read_record(tmp_path / "write" / "job.json")
+    assert found is not None
+    assert (found.state, found.exit_code) == ("failed", 1)
+
+
+def test_job_that_is_cancelled_during_its_setup_is_not_lost(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    run, _ = make_run(
+        WriteStage(settings(tmp_path, "write")), setup=[f"touch {begun}", "sleep 300"]
+    )
+    handle = run._submit("write")
+    assert isinstance(handle, LocalHandle)
+    wait_for(begun)
+    os.kill(handle.process.pid, signal.SIGTERM)  # as action=cancel does
+    until(lambda: handle.poll() is not None)
+    found = read_record(tmp_path / "write" / "job.json")
+    assert found is not None
+    assert (handle.poll(), found.state) == ("cancelled", "cancelled")
+
+
+def test_interrupt_while_a_job_is_started_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid_file = tmp_path / "pid"
+    setup = [f"echo $$ > {pid_file}.new", f"mv {pid_file}.new {pid_file}", "sleep 300"]
+    run, _ = make_run(WriteStage(settings(tmp_path, "write")), setup=setup)
+
+    def interrupted(*_: object, **__: object) -> None:
+        wait_for(pid_file)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(record, "update_record", interrupted)
+        assert run.run_all(wait=False) == 130
+    until(lambda: not lives(int(pid_file.read_text())))
+
+
+def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> None:
+    run, _ = make_run(WriteStage(settings(tmp_path, "write")))
+    run.announce("write", "")
+    found = read_job(tmp_path, "write")
+    assert found is not None
+    assert found.state == "submitted"
+    assert str(os.getpid()) in (problem_of_live_job(found, tmp_path / "write") or "")
+
+
+def test_running_job_is_found_through_a_link_to_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    stage = SleepStage(settings(tmp_path / "real", "sleep"))
+    handle = make_run(stage)[0]._submit("sleep")
+    wait_for(stage.target.with_suffix(".pid"))
+    found = read_job(tmp_path / "link", "sleep")
+    handle.stop(20)
+    assert found is not None
+    assert found.state == "running"
 
 
 def test_job_gets_its_variables_and_none_of_an_enclosing_job(
@@ -227,6 +297,30 @@ def test_second_interrupt_counts_from_the_moment_it_is_offered(
     assert not lives(int(pid_file.read_text()))
     assert not stage.asked_path.exists()  # it was not asked to end
     assert "stubborn  cancelled" in shown.getvalue()
+
+
+def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> None:
+    stage = StubbornStage(settings(tmp_path, "stubborn"))
+    handle = make_run(stage)[0]._submit("stubborn")
+    assert isinstance(handle, LocalHandle)
+    wait_for(stage.target.with_suffix(".pid"))
+
+    def interrupt() -> None:
+        wait_for(stage.asked_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    handle.ends_at = 0
+    with pytest.raises(KeyboardInterrupt):
+        handle.poll()
+    thread.join()
+    assert handle.poll() is None
+    handle.stop(0)
+    found = read_record(tmp_path / "stubborn" / "job.json")
+    assert found is not None
+    assert found.state == "failed"
+    assert "time limit" in found.error
 
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
