@@ -106,7 +106,8 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
         if runs[0].only_renders:
             return EXIT_OK
         for signum in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
+            if signum == signal.SIGTERM or signal.getsignal(signum) != signal.SIG_IGN:  # by nohup
+                signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
         return start()
     except OSError as error:
         if isinstance(error, BrokenPipeError) or config.debug or is_set(FULL_ERROR):

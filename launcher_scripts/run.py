@@ -309,7 +309,8 @@ class Run:
         handles = list(reversed(self.handles.values()))
         try:
             if notice:
-                self.console.say(notice)
+                with contextlib.suppress(OSError):  # Ctrl-C has ended the reader, such as tee, too
+                    self.console.say(notice)
             for handle in handles:
                 if handle.poll() is None:
                     handle.stop(handle.job.stage.stop_grace_s())

@@ -22,6 +22,7 @@ import yaml
 from launcher_scripts.actions import problem_of_live_job, read_job
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
+from launcher_scripts.invocation import execute
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
@@ -299,6 +300,28 @@ def test_second_interrupt_counts_from_the_moment_it_is_offered(
     assert "stubborn  cancelled" in shown.getvalue()
 
 
+def test_job_is_stopped_although_the_reader_of_the_output_has_left(tmp_path: Path) -> None:
+    run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
+    pid_file = tmp_path / "out" / "target.pid"
+    reading, writing = os.pipe()
+    run.console = Console(os.fdopen(writing, "w"))
+
+    def interrupt() -> None:
+        wait_for(pid_file)
+        os.close(reading)  # as tee does, which gets the terminal's Ctrl-C too
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(BrokenPipeError):
+        run.run_all(wait=False)
+    thread.join()
+    assert not lives(int(pid_file.read_text()))
+    found = read_record(tmp_path / "sleep" / "job.json")
+    assert found is not None
+    assert found.state == "cancelled"
+
+
 def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> None:
     stage = StubbornStage(settings(tmp_path, "stubborn"))
     handle = make_run(stage)[0]._submit("stubborn")
@@ -321,6 +344,23 @@ def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> Non
     assert found is not None
     assert found.state == "failed"
     assert "time limit" in found.error
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_command_that_nohup_starts_outlives_its_terminal(
+    before: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run()
+    monkeypatch.setattr(run, "begin", lambda: None)
+    kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, before)
+    try:
+        assert execute([run], lambda: 0) == 0
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
+    assert ignored == (before == signal.SIG_IGN)
 
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
