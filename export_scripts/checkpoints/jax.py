@@ -4,6 +4,7 @@ Every shard folder holds the same unnamed arrays in the same order; only that or
 array. Arrays are indexed inside the .npz files and mapped, never unpacked.
 """
 
+import tokenize
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -153,8 +154,11 @@ def _npy_header(file: BinaryIO, where: str) -> tuple[Shape, str]:
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
         shape, is_fortran, dtype = readers[npy.read_magic(file)](file)
-    except (ValueError, KeyError, TypeError, MemoryError, RecursionError) as error:
+    except (
+        ValueError, KeyError, TypeError, MemoryError, RecursionError, SyntaxError,
+        tokenize.TokenError,
+    ) as error:  # fmt: skip
         raise CheckpointMismatchError(f"{where} has a damaged header: {error}") from error
     if is_fortran or min(shape, default=0) < 0:
         raise CheckpointMismatchError(f"{where} has shape {shape} in Fortran's order")
-    return shape, dtype.str if dtype.fields is None else str(dtype)
+    return shape, str(dtype) if dtype.fields or dtype.subdtype else dtype.str

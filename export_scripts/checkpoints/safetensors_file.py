@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 from export_scripts.checkpoints.base import StoredTensor, json_table, truncated
-from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 _SAFETENSORS_TYPES = {
     "F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I64": "int64",
@@ -37,6 +37,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         # The library takes the last of several tensors of one name.
         header = json_table(file.read(length).decode(), f"{path}: its header", is_strict=True)
     header.pop("__metadata__", None)
+    if lists := [key for key, entry in header.items() if not isinstance(entry, dict)]:
+        # The library reads the fields of an entry from a list, too.
+        raise truncated(path, f"the entries of {first_names(lists)} in its header are lists")
     unknown = [
         f"tensor {key} is stored as {entry['dtype']}; known types: "
         f"{', '.join(_SAFETENSORS_TYPES)} (convert the unquantised checkpoint)"

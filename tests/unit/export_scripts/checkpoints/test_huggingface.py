@@ -245,6 +245,14 @@ def test_bytes_that_no_tensor_claims_are_reported(tmp_path: Path, place: int) ->
         values(path.parent)
 
 
+def test_an_entry_of_the_header_that_is_a_list_is_reported(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {}) / "model.safetensors"
+    header = b'{"a": ["F32", [1], [0, 4]]}'
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated .* a "):
+        values(path.parent)
+
+
 @pytest.mark.parametrize("offsets", [(4, 8), (0, 4)])
 def test_a_gap_or_an_overlap_between_tensors_is_reported(
     tmp_path: Path, offsets: tuple[int, int]

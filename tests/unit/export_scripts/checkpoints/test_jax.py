@@ -119,8 +119,11 @@ def test_object_arrays_are_refused_without_unpickling(tmp_path: Path) -> None:
         (b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,)}", "has type .*'a'"),
         (b"1+" * 20_000 + b"1", "has a damaged header"),
         (b"-" * 60_000 + b"1", "has a damaged header"),
+        (b"{'descr': '<f4', ", "has a damaged header"),
+        (b"  a\n b\n", "has a damaged header"),
+        (b"{'descr': ('i1', (2,)), 'fortran_order': False, 'shape': (2,)}", "has type .*i1"),
     ],
-    ids=["a table", "a sum", "signs"],
+    ids=["a table", "a sum", "signs", "cut off", "indented", "arrays in an array"],
 )
 def test_headers_of_something_else_are_refused(
     tmp_path: Path, header: bytes, reported: str
