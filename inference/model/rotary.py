@@ -71,8 +71,8 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
         frequencies = self._frequencies
         if frequencies.ndim == 2:
             frequencies = frequencies[positions // _LONG]  # (N, R/2)
-            positions = positions % _LONG
-        angles = positions.unsqueeze(1).float() * frequencies  # (N, R/2)
+        # Other layers than those with LongRoPE get the same positions.
+        angles = (positions % _LONG).unsqueeze(1).float() * frequencies  # (N, R/2)
         if self._interleaved:
             angles = angles.repeat_interleave(2, dim=1)  # (N, R)
         else:

@@ -72,6 +72,11 @@ def rotary_fields(
     fields = {"rotary_embedding": int(size_per_head * part), "rotary_base": base}
     if local_base is not None:
         fields["rotary_local_base"] = local_base
+    if kind == "yarn" and local_base is not None and given.get("truncate") is False:
+        settings.note(
+            "rotary scaling yarn with truncate = false: in layers with rotary positions of their "
+            "own transformers 4 applies it and 5 does not; remove it if the model was made with 5"
+        )
     if missing := [name for name in ROTARY_SCALINGS.get(kind or "", ()) if given.get(name) is None]:
         settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
         kind = None

@@ -71,3 +71,12 @@ def test_two_values_of_which_releases_read_different_ones_are_refused(
     assert read({outside: 0.5, "rope_parameters": {name: 0.5}})
     with pytest.raises(ValueError, match=name):
         read({outside: 0.5, "rope_parameters": {name: 0.25}})
+
+
+def test_truncate_which_releases_apply_differently_in_layers_apart_is_refused() -> None:
+    given = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "truncate": True}
+    assert read({"rope_scaling": given}, local_base=1e4)["rotary_truncate"]
+    given["truncate"] = False
+    assert not read({"rope_scaling": given})["rotary_truncate"]
+    with pytest.raises(ValueError, match="truncate"):
+        read({"rope_scaling": given}, local_base=1e4)

@@ -99,3 +99,11 @@ def test_only_the_first_dimensions_turn() -> None:
     turned = turn(POSITIONS).rotate(x)
     assert turned[..., 4:].equal(x[..., 4:])
     assert turned[0].equal(x[0])
+
+
+def test_layers_without_longrope_pass_over_the_shift_of_those_with_it() -> None:
+    scaling = {"original_max_position_embeddings": 4}
+    shift = position_shift(Rotary(dims=16, kind="longrope", scaling=scaling), 5)
+    plain = table(Rotary(dims=16))
+    assert shift
+    assert plain(POSITIONS + shift).cos.equal(plain(POSITIONS).cos)
