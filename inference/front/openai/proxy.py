@@ -45,7 +45,7 @@ _OPEN = {
     r"|/v1/audio/(transcriptions|translations)|/(v2/)?rerank|/score|/classify|/pooling"
     r"|/(de)?tokenize",
 }
-# Of one connection (RFC 9110, 7.6.1), or decided here.
+# Headers of one connection (RFC 9110, 7.6.1), or decided here.
 _OWN_HEADERS = {
     "authorization", "connection", "content-encoding", "content-length", "expect", "host",
     "keep-alive", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade",
