@@ -134,9 +134,9 @@ def _problems(bounds: Bounds, first: Report) -> list[str]:
 
 def _not_numbers(report: Report, bounds: Bounds) -> list[str]:
     return [
-        f"{each.name} is not a number"
+        f"{each.name} is not a finite number"
         for each in report.metrics
-        if each.name in bounds and math.isnan(each.value)
+        if each.name in bounds and not math.isfinite(each.value)
     ]
 
 

@@ -77,8 +77,11 @@ class PairedBound:
         """Return what is allowed, on the scale on which samples are averaged.
 
         Raises:
-            ValueError: the metric has no such unit or direction, or is not a mean over samples.
+            ValueError: the metric has no such unit or direction, is not a mean over samples, or the
+                baseline's figure cannot be.
         """
+        if not math.isfinite(baseline.value) or (baseline.scale == "exp" and baseline.value <= 0):
+            raise ValueError(f"the baseline's {baseline.name} is {baseline.value}.")
         word = "drop" if baseline.higher_is_better else "rise"
         if self.word not in (word, CHANGE):
             raise ValueError(f"{baseline.name} gets worse by a {word}; write 'no {word}'.")

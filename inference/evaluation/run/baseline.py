@@ -4,8 +4,10 @@ As a baseline, later runs must not fall behind them; as a reference, the report 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ class TaskScores:
     def __post_init__(self) -> None:
         if any(len(row) != len(self.quantities) for row in self.rows.values()):
             raise ValueError("a row of scores is not whole")
+        if not all(map(math.isfinite, chain.from_iterable(self.rows.values()))):
+            raise ValueError("a score is not a finite number")
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,11 @@ def test_invalid_references_are_refused(tmp_path, content):
         read_baseline(path)
 
 
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="finite"):
+        TaskScores(1, ("correct",), {"a": (1.0,), "b": (float("nan"),)})
+
+
 def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
     path = tmp_path / "kept" / "baseline.json"
     if found is None:
