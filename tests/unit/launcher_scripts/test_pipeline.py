@@ -245,7 +245,7 @@ def test_the_harness_chats_by_openai_s_protocol(tmp_path: Path) -> None:
 
 def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
     made = plan(tmp_path, "deploy.engine=vllm", "convert.format=huggingface")
-    (problem,) = [text for text in made.problems if "export" in text]
+    (problem,) = [text for text in made.problems if text.startswith("deploy.engine=vllm")]
     assert "stages=[convert,deploy,evaluate]" in problem
     made = plan(tmp_path, "deploy.engine=vllm", "stages=[export]")
     (problem,) = [text for text in made.problems if "export" in text]
