@@ -18,6 +18,7 @@ import torch
 from inference.decoding.rows import SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from inference.system.process_memory import keep_loaded, memory_variables
 from tests.contract import request_of
@@ -94,7 +95,11 @@ def tensors_of(engine: Engine) -> Iterator[torch.Tensor]:
 def test_no_tensor_outlives_the_stop(
     how: str, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(write_gpt(tmp_path, tp_size=tp_size), Placement(tp_size=tp_size, device="cpu"))
+    engine = Engine(
+        write_gpt(tmp_path, tp_size=tp_size),
+        Placement(tp_size=tp_size, device="cpu"),
+        EngineOptions(rank_timeout_s=60),  # a collection of garbage holds the whole process
+    )
     engine.start()
     keep_loaded()  # as servers do, which exempts what is loaded from collections of garbage
     start = request_of(engine, PROMPTS, 2, end_id=0, session_len=LONG + 10)
