@@ -98,7 +98,7 @@ def test_no_tensor_outlives_the_stop(
     engine = Engine(
         write_gpt(tmp_path, tp_size=tp_size),
         Placement(tp_size=tp_size, device="cpu"),
-        EngineOptions(rank_timeout_s=60),  # a collection of garbage holds the whole process
+        options=EngineOptions(rank_timeout_s=60),  # a collection of garbage holds the whole process
     )
     engine.start()
     keep_loaded()  # as servers do, which exempts what is loaded from collections of garbage
