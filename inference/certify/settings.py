@@ -204,12 +204,13 @@ def _weight(
     is_read, values = known.use == "read", [each for each in (one, other) if each is not None]
     if not is_same_kind or not (is_read or any(each not in known.values for each in values)):
         return EQUAL
-    # The family has compared what it reads; flags may be another library's alone.
-    if is_read and (top in _DERIVED or any(isinstance(each, bool) for each in values)):
+    # The family has compared all of rotary embeddings, with what an absent parameter means, and
+    # otherwise what it reads; flags may be another library's alone.
+    is_rotary = top.startswith("rope_")
+    is_flag = top in _DERIVED or any(isinstance(each, bool) for each in values)
+    if is_read and is_flag and not is_rotary:
         return DIFFERS
-    # It knows what an absent setting means, and all of rotary embeddings.
-    is_compared = is_read and (None in (one, other) or top.startswith("rope_"))
-    return EQUAL if is_compared else UP_TO
+    return EQUAL if is_read and (is_rotary or None in (one, other)) else UP_TO
 
 
 def _unknown(pair: Pair) -> Iterator[Remark]:

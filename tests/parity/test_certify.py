@@ -608,6 +608,18 @@ def test_two_spellings_of_a_setting_are_one(tmp_path: Path, sources: Sources) ->
     assert found.where == "rope_theta"
 
 
+def test_a_parameter_of_yarn_may_be_stated_as_it_is_by_default(tmp_path: Path) -> None:
+    source = write_source("llama-yarn", tmp_path / "source")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    rope = json.loads((source / "config.json").read_text())["rope_parameters"]
+    assert "truncate" not in rope
+    copy.setting(rope_parameters={**rope, "truncate": True})
+    assert made(source, copy.path).status == "equal"
+    copy.setting(rope_parameters={**rope, "truncate": False})
+    found = part(made(source, copy.path), "settings").of("differs")
+    assert "rotary.scaling.truncate" in [each.where for each in found]
+
+
 def test_rows_that_no_model_reads_may_be_the_sources(tmp_path: Path) -> None:
     source = write_model("opt", tmp_path / "source")
     copy = Copy(source)
