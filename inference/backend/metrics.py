@@ -11,6 +11,7 @@ answer (2.51, pb_metric_reporter.cc); a server in front of it counts its own.
 import contextlib
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -44,10 +45,29 @@ class MetricRow(NamedTuple):
 
 _, *_ROWS = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
 METRICS = tuple(MetricRow(*row.split("\t")) for row in _ROWS)
+# A line of /metrics, a comment included.
+_LINE = re.compile(
+    r"(?P<start># \w+ )?(?P<name>(slipway_|vllm:)\w+?)(?P<part>_bucket|_sum|_count)?"
+    r"(?P<rest>[ {].*)"
+)
 _OF_REQUESTS = tuple(each for each in METRICS if each.kind == "HISTOGRAM")
 _OF_LOAD = tuple(
     each for each in METRICS if each not in _OF_REQUESTS and hasattr(EngineLoad, each.field)
 )
+
+
+def renamed_metric(
+    line: str, names: Mapping[str, str], *, label: str, new_label: str
+) -> str | None:
+    """Return a line of `/metrics` under a new name, with a new name of the model's label.
+
+    None: `names` has no new name for it.
+    """
+    found = _LINE.fullmatch(line)
+    if found is None or (name := names.get(found["name"])) is None:
+        return None
+    rest = found["rest"].replace(f'{label}="', f'{new_label}="', 1)
+    return f"{found['start'] or ''}{name}{found['part'] or ''}{rest}"
 
 
 class ModelMetrics:

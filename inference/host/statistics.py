@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from inference.backend.metrics import METRICS
+from inference.backend.metrics import METRICS, renamed_metric
 
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
@@ -103,11 +102,6 @@ class ModelStatistics:
 
 
 _VLLM_NAMES = {each.name: each.vllm for each in METRICS if each.vllm != "-"}
-_LINE = re.compile(
-    r"^(?P<start># \w+ )?(?P<name>slipway_\w+?)(?P<part>_bucket|_sum|_count)?"
-    r"(?P<rest>[ {].*)$",
-    re.MULTILINE,
-)
 
 
 def with_vllm_names(metrics: str) -> str:
@@ -115,14 +109,11 @@ def with_vllm_names(metrics: str) -> str:
 
     Those that vLLM does not have keep their names.
     """
-
-    def renamed(line: re.Match[str]) -> str:
-        if (name := _VLLM_NAMES.get(line["name"])) is None:
-            return line[0]
-        rest = line["rest"].replace('model="', 'model_name="', 1)
-        return f"{line['start'] or ''}{name}{line['part'] or ''}{rest}"
-
-    return _LINE.sub(renamed, metrics)
+    lines = metrics.split("\n")
+    return "\n".join(
+        renamed_metric(line, _VLLM_NAMES, label="model", new_label="model_name") or line
+        for line in lines
+    )
 
 
 # The end of a name, labels, and the value.

@@ -23,7 +23,7 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import web
 
-from inference.backend.metrics import METRICS
+from inference.backend.metrics import METRICS, renamed_metric
 from inference.front.access import Access, access_of, add_access_options
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.http_server import http_server
@@ -59,10 +59,6 @@ _PASSED_BACK = (
     "retry-after",
 )
 _NAMES = {each.vllm: each.name for each in METRICS if each.vllm != "-"}
-_LINE = re.compile(
-    r"^(?P<start># \w+ )?(?P<name>vllm:\w+?)(?P<part>_bucket|_sum|_count)?(?P<rest>[ {].*)$",
-    re.MULTILINE,
-)
 
 
 class Proxy:
@@ -169,10 +165,9 @@ async def _parts(found: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 def with_own_names(metrics: str) -> Iterator[str]:
     """Yield the lines of vLLM's metrics that this project's servers have, under their names."""
-    for line in _LINE.finditer(metrics):
-        if name := _NAMES.get(line["name"]):
-            rest = line["rest"].replace('model_name="', 'model="', 1)
-            yield f"{line['start'] or ''}{name}{line['part'] or ''}{rest}"
+    for line in metrics.splitlines():
+        if own := renamed_metric(line, _NAMES, label="model_name", new_label="model"):
+            yield own
 
 
 async def _serve(
