@@ -2,7 +2,7 @@
 # lm_eval 0.4.13: the length that a task states as `max_new_tokens` reaches an endpoint beside `max_tokens: 256`.
 #
 # Expected: one length per request, the task's: its Hugging Face model takes `max_new_tokens` and `max_gen_toks` alike,
-#   and eleven of the harness's own task files state the former.
+#   and ten of the harness's own task files state the former.
 # Seen: local-completions sends both, `max_new_tokens` of the task and its own default as `max_tokens`, which is what
 #   OpenAI's protocol has. With `max_gen_toks` the task's length is `max_tokens`, and nothing else is sent.
 # Matters for: scores through a server. One that passes over unknown fields generates 256 tokens for a task of 5 and
