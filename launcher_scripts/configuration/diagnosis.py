@@ -1,6 +1,7 @@
 """Overrides as they are typed: each is read once, or refused with the remedy."""
 
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,6 +13,19 @@ from export_scripts.values import shortened
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS, SECTIONS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
+
+# Keys of earlier versions, and what to use instead; CHANGELOG.md says since when.
+_REMOVED = {
+    "cluster.probe": "leave it out",
+    "deploy.client_shared_memory": "no server shares memory with clients",
+    "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",
+    "evaluate.*.reference_path": "evaluate.reference names a report or a baseline, for every task",
+    "evaluate.*.sha256": "get the file first; the message about a missing one has the command",
+    "evaluate.*.url": "get the file first; the message about a missing one has the command",
+    "evaluate.history_dir": "action=compare takes the paths of two reports",
+    "evaluate.reference_data_type": "evaluate.reference names a report of the source",
+    "evaluate.trackers": "metrics.json and report.json hold what was sent",
+}
 
 
 def read_override(word: str) -> Override:
@@ -108,6 +122,9 @@ def unknown_key(word: str, key: str) -> str:
     if key in SECTIONS:
         inside = sorted(name for name in KEYS if name.startswith(f"{key}."))
         return f"{word}: {key} is a section; set one of its keys: {', '.join(inside)}."
+    for removed, instead in _REMOVED.items():
+        if fnmatchcase(key, removed):
+            return f"{word}: {key} was removed; {instead}."
     hint = did_you_mean(key, [*KEYS, *GROUPS])
     return f"{word}: unknown key {key}{hint or '; --help all lists the keys'}."
 

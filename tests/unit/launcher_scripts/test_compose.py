@@ -91,6 +91,11 @@ def test_misspelt_key_is_answered_with_the_likely_one() -> None:
     )
 
 
+def test_removed_key_is_answered_with_what_replaced_it() -> None:
+    assert "evaluate.reference names" in problem("evaluate.lambada.reference_path=/r.json")
+    assert "did you mean" not in problem("evaluate.lambada.url=x")
+
+
 def test_key_in_the_wrong_section_is_found() -> None:
     text = problem("export.pipeline_model_parallel_size=2")
     assert "did you mean export.triton_deployment.pipeline_model_parallel_size?" in text
