@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# lm_eval 0.4.13: the length that a task states as `max_new_tokens` reaches an endpoint beside `max_tokens: 256`.
+# lm_eval 0.4.13: the length that a task states as `max_new_tokens` reaches an endpoint in addition to `max_tokens: 256`.
 #
 # Expected: one length per request, the task's: its Hugging Face model takes `max_new_tokens` and `max_gen_toks` alike,
 #   and ten of the harness's own task files state the former.

@@ -4,7 +4,7 @@
 # Expected: "truncate": false in the YaRN settings of a model's layers leaves the bounds of the correction unrounded,
 #   as in a model whose layers share one rotary embedding.
 # Seen: 4.57.6 applies it to the layers with full attention. 5.24.0 has settings for each kind of layer and looks for
-#   this one beside the kinds, so it rounds, as by default; a Llama with the same settings is not rounded by either.
+#   this one next to the kinds, so it rounds, as by default; a Llama with the same settings is not rounded by either.
 # Matters for: a Gemma 3 with a longer context by YaRN: a third of its frequencies differ between the releases,
 #   with no word about it. A converter cannot state the setting so that both read it.
 set -euo pipefail
