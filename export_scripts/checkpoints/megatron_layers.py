@@ -6,15 +6,26 @@ hybrid-model-migration.md and, until 2026, megatron/legacy/model; NeMo 1.x, nlp/
 megatron.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Piece, Pieces
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    ComputedPiece,
+    FileMaps,
+    Piece,
+    Pieces,
+)
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.partitioned import renamed
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
+
+if TYPE_CHECKING:
+    from export_scripts.numeric.arrays import Array
 
 _FORMATS = ("nemo", "megatron", "nemo2", "bridge")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -29,7 +40,9 @@ _LETTERS = {
     "D": "DeepSeek's sparse attention",
     "+": "multi-latent attention",
 }
-_BLOCKS = re.compile(r"(?:\*-)+|(?:\*E)+")
+# A block's layers, of which one may lack, and the kinds of layers that a decoder has.
+_BLOCK = re.compile(r"\*?[-E]|\*")
+_DECODERS = ({"*", "-"}, {"*", "E"})
 _HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
 _HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
 _PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
@@ -115,17 +128,26 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
     ]
     problems += _contradictions(reader.tensors, layers)
     refuse(listed(problems, f"{reader.path}: "))
-    blocks = len(layers) // 2
-    settings = {name: _of_attention(config.get(name), name, blocks) for name in _SHARED_PATTERNS}
-    settings |= {"num_layers": blocks, "moe_layer_freq": None, "is_hybrid_model": None}
+    blocks = [*_BLOCK.finditer(layers)]
+    settings = {
+        name: _of_attention(config.get(name), name, [block.start() for block in blocks])
+        for name in _SHARED_PATTERNS
+    }
+    settings |= {"num_layers": len(blocks), "moe_layer_freq": None, "is_hybrid_model": None}
     if "E" not in layers:
         settings |= {"num_moe_experts": None, "num_experts": None}
-    remark = f"HybridModel {config[key]}: {len(layers)} layers, which are {blocks} blocks"
+    numbers = {place: n for n, block in enumerate(blocks) for place in range(*block.span())}
+    tensors = {_block_name(name, numbers): pieces for name, pieces in reader.tensors.items()}
+    remarks = [f"HybridModel, {len(blocks)} blocks: {config[key]}"]
+    for part, letters in (("attention", "*"), ("an MLP", "-E")):
+        if without := [n for n, block in enumerate(blocks) if not set(block[0]) & set(letters)]:
+            tensors |= _zeros(tensors, without, is_attention=letters == "*")
+            remarks.append(f"blocks without {part} get one of zeros, which adds nothing: {without}")
     return dataclasses.replace(
         reader,
         config={**config, **dict.fromkeys((*_PATTERNS, *_SPECS)), **settings},
-        tensors={_block_name(name): pieces for name, pieces in reader.tensors.items()},
-        remarks=(*reader.remarks, remark),
+        tensors=tensors,
+        remarks=(*reader.remarks, *remarks),
     )
 
 
@@ -139,15 +161,15 @@ def _last_name(path: Any) -> str:
 def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     """Return the letters of the decoder's layers, without stages and multi-token prediction."""
     layers = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) else ""
-    if _BLOCKS.fullmatch(layers):
+    if set(layers) in _DECODERS:
         return layers
     kinds = ", ".join(
         f"{letter} is {_LETTERS.get(letter, 'unknown')}" for letter in dict.fromkeys(layers)
     )
     raise CheckpointMismatchError(
         f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
-        "followed by an MLP (-), or by experts (E), in every pair of layers; other models have no "
-        "form here"
+        "and MLPs (-), or attention and experts (E). Megatron Bridge writes other models as "
+        "Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which deploy.engine=vllm serves"
     )
 
 
@@ -175,20 +197,52 @@ _SHARED_PATTERNS = {
 }
 
 
-def _of_attention(value: Any, key: str, blocks: int) -> Any:
-    """Return the entries of a setting for each layer that are of attention."""
-    if isinstance(value, list) and len(value) == 2 * blocks:
-        return value[::2]
+def _of_attention(value: Any, key: str, layers: Sequence[int]) -> Any:
+    """Return the entries of a setting for each layer that are those of a block's first one."""
+    if isinstance(value, list) and len(value) > max(layers):
+        return [value[layer] for layer in layers]
     if type(value) is int and value > 0:
-        return [_SHARED_PATTERNS[key](2 * block + 1, value) for block in range(blocks)]
+        return [_SHARED_PATTERNS[key](layer + 1, value) for layer in layers]
     return value
 
 
-def _block_name(name: str) -> str:
-    """Return the name in GPTModel of a tensor of a HybridModel."""
+def _block_name(name: str, blocks: Mapping[int, int]) -> str:
+    """Return the name in GPTModel of a tensor of a HybridModel; `blocks` has each layer's."""
     if match := _HYBRID_LAYER.match(name):
-        return f"{match[1]}{int(match[2]) // 2}{match[3]}"
+        return f"{match[1]}{blocks[int(match[2])]}{match[3]}"
     return _HYBRID_NORM.sub(r"\1final_layernorm.", name)
+
+
+def _zeros(tensors: Tensors, blocks: Sequence[int], *, is_attention: bool) -> Tensors:
+    """Return the tensors of half a block, as another block has it, for blocks without: zeros.
+
+    What it would add to the residual is then zero, as its last projection is.
+    """
+    halves: dict[int, dict[str, Pieces]] = {}
+    for name, pieces in tensors.items():
+        match = _HYBRID_LAYER.match(name)
+        if match and match[3].startswith((".self_attention.", ".input_")) == is_attention:
+            zeros = tuple(
+                ComputedPiece(each.dtype, each.shape, (), _Zeros(each)) for each in pieces
+            )
+            halves.setdefault(int(match[2]), {}).update(
+                {f"{match[1]}{block}{match[3]}": zeros for block in blocks}
+            )
+    return next(iter(halves.values()), {})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Zeros:
+    """Values of a piece's shape and type that are all zero."""
+
+    piece: Piece
+
+    def __call__(self, _maps: FileMaps) -> Array:
+        import numpy as np
+
+        from export_scripts.numeric.arrays import DTYPES
+
+        return np.zeros(self.piece.shape, DTYPES[self.piece.dtype])
 
 
 _LEGACY = re.compile(r"^(model\.)?language_model\.")

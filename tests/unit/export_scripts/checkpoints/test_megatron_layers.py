@@ -155,7 +155,7 @@ def test_a_hybrid_model_of_a_decoder_s_layers_is_a_decoder(
     assert facts["family"] == "llama"
     notes = " ".join(facts["notes"])
     assert "left out 1 tensors of multi-token prediction" in notes
-    assert f"HybridModel {pattern}: 8 layers, which are 4 blocks" in notes
+    assert f"HybridModel, 4 blocks: {pattern}" in notes
 
 
 def test_stages_of_a_hybrid_model_may_cut_through_blocks(state: Tensors, tmp_path: Path) -> None:
@@ -187,8 +187,9 @@ def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state: Tensors, tmp_path
         ({"hybrid_layer_pattern": "*-G-*-*-"}, "G is a gated delta network"),
         ({"hybrid_layer_pattern": "+-+-+-+-"}, "+ is multi-latent attention"),
         ({"hybrid_layer_pattern": "*-*-*-*E"}, "E is experts"),
-        ({"hybrid_layer_pattern": "**--*-*-"}, "hybrid_layer_pattern = '**--*-*-'"),
-        ({"hybrid_layer_pattern": "*-*-*-*"}, "hybrid_layer_pattern = '*-*-*-*'"),
+        ({"hybrid_layer_pattern": "*"}, "hybrid_layer_pattern = '*'"),
+        ({"hybrid_layer_pattern": "--------"}, "hybrid_layer_pattern = '--------'"),
+        ({"hybrid_layer_pattern": "*-*-*-*"}, "num_layers = 8"),
         ({"hybrid_layer_pattern": "*-*-*-*x"}, "x is unknown"),
         ({"hybrid_layer_pattern": 8}, "no layers"),
         ({"hybrid_layer_pattern": None}, "without hybrid_layer_pattern"),

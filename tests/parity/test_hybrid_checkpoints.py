@@ -1,0 +1,73 @@
+"""HybridModels that megatron-core's ranks have saved have its logits, however they are cut.
+
+This environment's release saves them, and those of SLIPWAY_MEGATRON, interpreters separated as in
+PATH; a folder that 0.19.2 has saved is among the golden ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.inspect import describe
+from tests.folder_answers import answered
+from tests.megatron_hybrid_checkpoints import IDS, OTHERS, Hybrid, save_all
+from tests.rank_threads import logits_of
+
+TOLERANCE = 1e-5  # of the largest logit
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+
+# Name -> pattern, name of the same model by one rank, and what is given to Hybrid.
+SAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "even": ("*-*-*-*-", "", {}),
+    "even_tp2_pp2": ("*-*-*-*-", "even", {"tp_size": 2, "pp_size": 2}),
+    "even_files": ("*-*-*-*-", "even", {"tp_size": 2, "pp_size": 2, "classic": True}),
+    "uneven": ("-**--*", "", {}),
+    "uneven_tp2": ("-**--*", "uneven", {"tp_size": 2, "pp_size": 2}),
+    "uneven_files": ("-**--*", "uneven", {"tp_size": 2, "pp_size": 2, "classic": True}),
+}
+# Releases after 0.16 draw stages in the pattern, and compute experts without Transformer Engine.
+NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "even_vp": ("*-|*-|*-|*-", "even", {"tp_size": 2, "pp_size": 2, "vp_size": 2}),
+    "even_cut": ("*-*|-*-*-", "even", {"pp_size": 2}),
+    "even_vp_files": (
+        "*|-*-*|-*|-", "even", {"tp_size": 2, "pp_size": 2, "vp_size": 2, "classic": True},
+    ),
+    "experts": ("*E*E", "", {"settings": EXPERTS}),
+    "experts_tp2": ("*E*E", "experts", {"settings": EXPERTS, "tp_size": 2, "pp_size": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("python", [None, *OTHERS])
+def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path: Path) -> None:
+    saves = SAVES if python is None else SAVES | NEWER
+    save_all(
+        [
+            Hybrid(str(tmp_path / name), pattern, str(tmp_path / whole) if whole else "", **given)
+            for name, (pattern, whole, given) in saves.items()
+        ],
+        tmp_path,
+        python,
+    )
+    for name, (pattern, whole, _) in saves.items():
+        expected = torch.load(tmp_path / (whole or name) / "logits.pt").numpy()
+        form = "huggingface" if "E" in pattern else "fastertransformer"
+        request = ConversionRequest(
+            tmp_path / name, tmp_path / "out" / name, 1, "fp32", output_format=form,
+            given=(("start_id", "1"), ("end_id", "2")),
+        )  # fmt: skip
+        folder = convert(request).ft_dir
+        if form == "huggingface":
+            found = answered([{"folder": str(folder), "ids": IDS}], None)[0]
+        else:
+            found = logits_of(folder, IDS, tp_size=1, pp_size=1).numpy()
+        worst = np.abs(found - expected).max() / np.abs(expected).max()
+        assert worst < TOLERANCE, (name, worst)
+        notes = " ".join(describe(tmp_path / name)["notes"])
+        assert f"HybridModel, {5 if pattern[0] == '-' else pattern.count('*')} blocks" in notes
+        assert pattern in notes
