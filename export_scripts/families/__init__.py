@@ -13,7 +13,7 @@ from export_scripts.families.gpt.huggingface import (
     OPT_HUGGINGFACE,
 )
 from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
-from export_scripts.families.gptj import GPTJ_HUGGINGFACE
+from export_scripts.families.gptj import CODEGEN_HUGGINGFACE, GPTJ_HUGGINGFACE
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX_ELEUTHER, GPTNEOX_HUGGINGFACE
 from export_scripts.families.layout.spec import ModelFamily
@@ -28,6 +28,7 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     OPT_HUGGINGFACE,
     BLOOM_HUGGINGFACE,
     GPTJ_HUGGINGFACE,
+    CODEGEN_HUGGINGFACE,
     GPTJ_JAX,
     GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,

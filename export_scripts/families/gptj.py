@@ -1,17 +1,20 @@
 """The GPT-J layout: rotary positions, one layernorm that feeds both attention and MLP.
 
 Layout: FasterTransformer, models/gptj/GptJWeight.cc and GptJDecoderLayerWeight.cc (5.3 line).
+CodeGen computes the same with its projections in another order.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from export_scripts.families.gpt.huggingface import GPT2_KEYS
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.layout.decoder import DecoderConfig, unrotatable
+from export_scripts.families.layout.decoder import LAYER, DecoderConfig, unrotatable
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
+from export_scripts.families.mapping.sources import Copy, Get, Parts, View, Views
 from export_scripts.files.json_content import Fields, Table
 
 
@@ -59,7 +62,7 @@ def _read(settings: Settings, values: Table) -> Fields:
     return {"rotary_embedding": dims}
 
 
-GPTJ_HUGGINGFACE = HuggingFaceDecoder(
+_GPTJ = HuggingFaceDecoder(
     model_type="gptj",
     model="GPTJForCausalLM",
     title="GPT-J",
@@ -85,6 +88,50 @@ GPTJ_HUGGINGFACE = HuggingFaceDecoder(
     bos=50256,
     eos=50256,
     positions="n_positions",
-    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
+    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions", "*.attn.causal_mask"),
     prefix="transformer.",
+)
+GPTJ_HUGGINGFACE = _GPTJ.mapping()
+
+_RANKS = 4
+_QUERY_VALUE_KEY = (0, 2, 1)
+
+
+@dataclass(frozen=True)
+class _OfFourRanks(Copy):
+    """CodeGen's projection (3h, h): of each rank it was trained on queries, values and keys.
+
+    Source: transformers, models/codegen/modeling_codegen.py, mp_num.
+    """
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return queries, keys and values of all ranks, (h, 1, h) each."""
+        (stored,) = get(self.key)
+        hidden = stored.shape[1]
+        ranks = stored.reshape(_RANKS, 3, -1, hidden)
+        parts = (ranks[:, place].reshape(-1, hidden).T for place in _QUERY_VALUE_KEY)
+        return Parts(1, tuple(part[:, None] for part in parts))
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+        """Return the rows of each rank's parts."""
+        hidden = shape[0]
+        rows = hidden // _RANKS
+        fine, stored = (hidden, 3 * _RANKS, rows), (rows, hidden)
+        return [
+            (self.key, View(fine, (2, 0), stored, _RANKS * part + rank, 0, 3 * rank + place))
+            for part, place in enumerate(_QUERY_VALUE_KEY)
+            for rank in range(_RANKS)
+        ]
+
+
+CODEGEN_HUGGINGFACE = dataclasses.replace(
+    _GPTJ,
+    model_type="codegen",
+    model="CodeGenForCausalLM",
+    title="CodeGen",
+    sources=lambda *_: {
+        LAYER + "attention.query_key_value.weight": _OfFourRanks(
+            "transformer.h.{layer}.attn.qkv_proj.weight"
+        )
+    },
 ).mapping()

@@ -44,6 +44,7 @@ LLAMA = (
 SIZES: Mapping[str, tuple[str, ...]] = {
     "gpt2": GPT2,
     "gptj": GPT2,
+    "codegen": GPT2,
     "bloom": ("n_head", "hidden_size", "", "n_layer", "vocab_size"),
     "opt": ("num_attention_heads", "hidden_size", "ffn_dim", "num_hidden_layers", "vocab_size"),
     "bert": LLAMA,
@@ -76,7 +77,7 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     changes: dict[str, Any] = {key: value for key, value in zip(keys, values, strict=True) if key}
     if base == "gptneox":
         changes["rotary_pct"] = 1.0
-    if base == "gptj":
+    if base in ("gptj", "codegen"):
         changes["rotary_dim"] = 2 * math.ceil(size / 4)
     if base == "t5":
         changes |= {"d_kv": size, "d_model": heads * size + 3}
