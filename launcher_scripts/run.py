@@ -62,6 +62,8 @@ class Run:
     words: Sequence[str] = ()
     before: Mapping[str, record.JobRecord] = field(default_factory=dict)
     handles: dict[str, JobHandle] = field(default_factory=dict)
+    _passed: set[str] = field(default_factory=set, init=False)  # stages that have ended, or serve
+    _since: float = field(default_factory=time.monotonic, init=False)  # the last of these
 
     @property
     def config(self) -> Config:
@@ -159,21 +161,44 @@ class Run:
         self.console.say(f"a job was refused: {error}")
         return EXIT_FAILED
 
-    def _follow_all(self) -> int:
+    def advance(self, *, shows: bool = False) -> int | None:
+        """Start the next job once the one before it has ended, or serves.
+
+        Return the exit status once the last has ended, or one has failed and the others are
+        stopped; None before. `shows` has the progress of the one that runs shown.
+
+        Raises:
+            SubmissionError: a job was refused.
+        """
         for name, job in self.jobs.items():
-            handle = self.handles.get(name) or self._submit(name)
+            if name in self._passed:
+                continue
             is_last = name == list(self.jobs)[-1]
-            status = self._follow(handle, until_ready=job.is_server and not is_last)
+            handle = self.handles.get(name) or self._submit(name)
+            status = self._outcome(handle, until_ready=job.is_server and not is_last)
+            if status is None:
+                if shows:
+                    self._show(handle)
+                return None
+            self._passed.add(name)
+            self._since = time.monotonic()
             if status != EXIT_OK:
                 self._explain_failures()
                 self.stop_all()
                 return status
+        return EXIT_OK
+
+    def _follow_all(self) -> int:
+        while (status := self.advance(shows=True)) is None:
+            time.sleep(_POLL_S)
+        if status != EXIT_OK:
+            return status
         servers = [handle for handle in self.handles.values() if handle.job.is_server]
         keeps_serving = self.config.deploy.keep
         if servers and keeps_serving:
             self.console.say("serving until Ctrl-C or the time limit")
         if keeps_serving or not self.launcher.in_foreground:
-            return max((self._follow(each, until_ready=False) for each in servers), default=EXIT_OK)
+            return max(map(self._follow, servers), default=EXIT_OK)
         return EXIT_OK
 
     def _interrupted(self) -> int:
@@ -249,30 +274,37 @@ class Run:
         """Return whether no submitted job is left."""
         return all(handle.poll() is not None for handle in self.handles.values())
 
-    def _follow(self, handle: JobHandle, *, until_ready: bool) -> int:
-        """Show a job's progress until it ends or is ready; return the exit status."""
-        started = time.monotonic()
-        stage = handle.job.stage
-        while True:
-            state = handle.poll()
-            if state is not None:
-                found = record.read_record(handle.job.record_path)
-                took = found.seconds if found else None
-                after = "" if took is None else f" after {took:.1f} s"
-                self.console.say(f"{stage.name}: {state}{after}")
-                if state == record.COMPLETED:
-                    return EXIT_OK
-                return (found.exit_code if found else None) or EXIT_FAILED
-            if until_ready and _is_ready(handle):
-                record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
-                self.console.say(f"{stage.name}: {_progress_of(stage).phase}")
-                return EXIT_OK
-            progress = _progress_of(stage)
-            if not progress.phase and not self.launcher.in_foreground:
-                progress = ProgressState("waiting in the queue")
-            if progress.phase:
-                self.console.show(stage.name, progress, time.monotonic() - started)
+    def _follow(self, handle: JobHandle) -> int:
+        """Show a job's progress until it ends; return the exit status."""
+        while (status := self._outcome(handle, until_ready=False)) is None:
+            self._show(handle)
             time.sleep(_POLL_S)
+        return status
+
+    def _show(self, handle: JobHandle) -> None:
+        stage = handle.job.stage
+        progress = _progress_of(stage)
+        if not progress.phase and not self.launcher.in_foreground:
+            progress = ProgressState("waiting in the queue")
+        if progress.phase:
+            self.console.show(stage.name, progress, time.monotonic() - self._since)
+
+    def _outcome(self, handle: JobHandle, *, until_ready: bool) -> int | None:
+        """Say how a job has ended, or that it is ready, and return the exit status; None before."""
+        stage = handle.job.stage
+        if (state := handle.poll()) is not None:
+            found = record.read_record(handle.job.record_path)
+            took = found.seconds if found else None
+            after = "" if took is None else f" after {took:.1f} s"
+            self.console.say(f"{stage.name}: {state}{after}")
+            if state == record.COMPLETED:
+                return EXIT_OK
+            return (found.exit_code if found else None) or EXIT_FAILED
+        if until_ready and _is_ready(handle):
+            record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
+            self.console.say(f"{stage.name}: {_progress_of(stage).phase}")
+            return EXIT_OK
+        return None
 
     def _explain(self, handle: JobHandle) -> None:
         """Print why a job failed: the cause first, then the end of its log."""

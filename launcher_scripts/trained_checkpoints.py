@@ -1,11 +1,9 @@
 """The checkpoints of a training run, and whether each one is whole.
 
-Every trainer says in its own way that a checkpoint is finished:
-
-- NeMo 1 and 2 keep a file `<checkpoint>-unfinished` next to one that is being written or removed
-  (`nemo/lightning/pytorch/callbacks/model_checkpoint.py`).
-- Megatron-LM and Megatron Bridge write the iteration into `latest_checkpointed_iteration.txt` last.
-- Trainers of Hugging Face write `trainer_state.json` into the folder after the weights.
+Every trainer says in its own way that a checkpoint is finished; `_FORMS` has those whose names are
+their own. NeMo 1 and 2 name a checkpoint by a template of the user's with `step=<n>`, and keep a
+file `<checkpoint>-unfinished` next to one that is being written or removed
+(`nemo/lightning/pytorch/callbacks/model_checkpoint.py`).
 """
 
 import re
@@ -13,17 +11,66 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import read_small
+from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import parse_rank_folder
 from stages.convert import CHECKPOINT_FOLDERS
 
-_TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED = "-unfinished"
 _STEP = re.compile(r"step[=_-](\d+)")
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_HUGGING_FACE = re.compile(r"checkpoint-(\d+)")
-# In the folder of the run itself, or below it.
-_FOLDERS = (Path(), *CHECKPOINT_FOLDERS)
+# In the folder of the run itself, or below it; torchtitan's is in the singular.
+_FOLDERS = (Path(), Path("checkpoint"), *CHECKPOINT_FOLDERS)
+_PLACES = {part for folder in _FOLDERS for part in folder.parts}
+# Entries that hold nothing to read, or nothing more: NeMo's markers, and its weights averaged over
+# training next to the step's own; NeMo-RL's folders while it writes and replaces.
+_PASSED_OVER = re.compile(r".*-unfinished|.*-EMA.*|(tmp|old)_step_\d+")
+# Names by which a checkpoint of an unknown form is noticed, though it may not be read.
+_STEPPED = re.compile(r"(?i).*(step|iter|epoch|checkpoint|ckpt).*\d.*")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of a trainer's checkpoints: folders whose whole `name` ends with the step.
+
+    Attributes:
+        written: files of which any one is written into the folder after the weights.
+        removed: a file in the folder that goes once it is whole.
+        tracker: a file next to the folders that names the last one that is whole.
+        model: where in the folder the model lies, as a pattern; the folder itself where nothing is.
+    """
+
+    name: str
+    written: tuple[str, ...] = ()
+    removed: str = ""
+    tracker: str = ""
+    model: str = ""
+
+
+# Read in the trainers' own sources, of August 2026.
+_FORMS = (
+    # Megatron-LM, Megatron Bridge, slime: `save_checkpoint`.
+    _Form(r"iter_(\d{7,})", tracker=LATEST_NAME),
+    # verl/trainer/ppo/ray_trainer.py; its supervised trainer has no `actor`
+    _Form(r"global_step_(\d+)", tracker=LATEST_NAME, model="actor"),
+    # DeepSpeed, GPT-NeoX, Megatron-DeepSpeed: deepspeed/runtime/engine.py
+    _Form(r"global_step(\d+)", tracker="latest"),
+    # transformers/trainer.py
+    _Form(r"checkpoint-(\d+)", written=("trainer_state.json",)),
+    # accelerate/checkpointing.py, for names that accelerate counts
+    _Form(r"checkpoint_(\d+)", written=("random_states_0.pkl",)),
+    # torchtitan/components/checkpointer/dcp.py
+    _Form(r"step-(\d+)", written=(".metadata", "model.safetensors.index.json")),
+    # nemo_automodel/recipes/base_recipe.py, components/checkpoint/utils.py
+    _Form(r"epoch_\d+_step_(\d+)", written=("config.yaml",), removed=".incomplete"),
+    # nemo_rl/utils/checkpoint.py (renamed once it is whole), prime_rl/transports/weights, and
+    # programs with accelerate
+    _Form(
+        r"step_(\d+)",
+        written=("training_info.json", "STABLE", "random_states_0.pkl"),
+        model="policy/weights/iter_*",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -61,36 +108,78 @@ def find_checkpoints(run: Path) -> list[TrainedCheckpoint]:
     folder does not exist has no checkpoints yet.
     """
     found: dict[int, TrainedCheckpoint] = {}
-    for folder in (run / each for each in _FOLDERS):
-        if folder.is_dir():
-            for each in sorted(_in_folder(folder), key=lambda one: one.label):
-                if "-EMA" in each.label:
-                    continue  # weights averaged over training, next to the step's own
-                if found.setdefault(each.step, each).missing and not each.missing:
-                    found[each.step] = each
+    for folder in _folders(run):
+        entries = (each for entry in folder.iterdir() for each in _of(entry))
+        for each in sorted(entries, key=lambda one: one.label):
+            if "-EMA" in each.label:
+                continue
+            if found.setdefault(each.step, each).missing and not each.missing:
+                found[each.step] = each
     return [found[step] for step in sorted(found)]
 
 
-def _in_folder(folder: Path) -> Iterator[TrainedCheckpoint]:
-    tracked = _tracked_iteration(folder)
-    for entry in folder.iterdir():
-        if match := _ITERATION.fullmatch(entry.name):
-            step = int(match[1])
-            missing = "" if tracked is not None and step <= tracked else f"its number in {_TRACKER}"
-            yield TrainedCheckpoint(step, entry, missing=missing)
-        elif match := _HUGGING_FACE.fullmatch(entry.name):
-            state = "trainer_state.json"
-            missing = "" if (entry / state).is_file() else state
+def unknown_entries(run: Path) -> list[Path]:
+    """Return what has no name of a known form, and looks like a checkpoint or can be read as one.
+
+    Links, such as those to the latest and to the best, are none.
+    """
+    return [
+        entry
+        for folder in _folders(run)
+        for entry in sorted(folder.iterdir())
+        if not entry.is_symlink() and entry.name not in _PLACES and _is_unknown(entry)
+    ]
+
+
+def _folders(run: Path) -> Iterator[Path]:
+    return (folder for each in _FOLDERS if (folder := run / each).is_dir())
+
+
+def _is_unknown(entry: Path) -> bool:
+    if _PASSED_OVER.fullmatch(entry.name) or parse_rank_folder(entry.name) or any(_of(entry)):
+        return False
+    if not entry.is_dir():
+        return entry.suffix == ".nemo"
+    try:
+        return bool(_STEPPED.fullmatch(entry.name) or recognise_format(entry))
+    except (OSError, ValueError):
+        return False
+
+
+def _of(entry: Path) -> Iterator[TrainedCheckpoint]:
+    """Yield the checkpoints of an entry: one at most, but for a rank's folder all in it."""
+    if _PASSED_OVER.fullmatch(entry.name):
+        return
+    folder = entry.parent
+    if parse_rank_folder(entry.name) is not None and entry.is_dir():
+        found = ((path.name, _STEP.search(path.name)) for path in entry.glob("*.ckpt"))
+        yield from (_nemo(folder, int(match[1]), name) for name, match in found if match)
+        return
+    for form in _FORMS:
+        if (match := re.fullmatch(form.name, entry.name)) and entry.is_dir():
+            step, model = int(match[1]), sorted(entry.glob(form.model)) if form.model else ()
+            path = model[-1] if model else entry
+            yield TrainedCheckpoint(step, path, missing=_missing(form, entry, step))
+            return
+    if match := _STEP.search(entry.name):
+        if entry.suffix == ".ckpt":
+            yield _nemo(folder, int(match[1]), entry.name)
+        elif entry.is_dir() or entry.suffix == ".nemo":
+            missing = _unfinished(entry.with_name(entry.name.removesuffix(".nemo")))
             yield TrainedCheckpoint(int(match[1]), entry, missing=missing)
-        elif parse_rank_folder(entry.name) is not None and entry.is_dir():
-            found = ((path.name, _STEP.search(path.name)) for path in entry.glob("*.ckpt"))
-            yield from (_nemo(folder, int(match[1]), name) for name, match in found if match)
-        elif not entry.name.endswith(_UNFINISHED) and (match := _STEP.search(entry.name)):
-            if entry.suffix == ".ckpt":
-                yield _nemo(folder, int(match[1]), entry.name)
-            elif entry.is_dir() or entry.suffix == ".nemo":
-                missing = _unfinished(folder / entry.name.removesuffix(".nemo"))
-                yield TrainedCheckpoint(int(match[1]), entry, missing=missing)
+
+
+def _missing(form: _Form, entry: Path, step: int) -> str:
+    """Return what the trainer has yet to do with a checkpoint; "" if it is whole."""
+    if form.removed and (entry / form.removed).exists():
+        return f"the removal of {form.removed}"
+    if form.written and not any((entry / name).is_file() for name in form.written):
+        return " or ".join(form.written)
+    if form.tracker:
+        tracked = _tracked_step(entry.parent / form.tracker)
+        if tracked is None or step > tracked:
+            return f"its number in {form.tracker}"
+    return ""
 
 
 def _nemo(folder: Path, step: int, name: str) -> TrainedCheckpoint:
@@ -106,10 +195,11 @@ def _unfinished(checkpoint: Path) -> str:
     return f"the removal of {marker.name}" if marker.exists() else ""
 
 
-def _tracked_iteration(folder: Path) -> int | None:
-    """Return the last iteration that Megatron has finished; None before the first."""
+def _tracked_step(tracker: Path) -> int | None:
+    """Return the step of the last checkpoint that is whole; None before the first."""
     try:
-        text = read_small(folder / _TRACKER).decode("ascii", errors="replace").strip()
+        text = read_small(tracker).decode("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+    match = re.fullmatch(r"(?:global_step)?([0-9]{1,18})", text)
+    return int(match[1]) if match else None

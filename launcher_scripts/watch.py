@@ -3,13 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export_scripts.files.lock import folder_lock
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
+from inference.system.launch_environment import visible_gpus
 from launcher_scripts.actions import cancel_jobs, jobs_in, read_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
@@ -18,8 +19,13 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import prepare_run
+from launcher_scripts.launchers.base import Room, SubmissionError
 from launcher_scripts.run import Run
-from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
+from launcher_scripts.trained_checkpoints import (
+    TrainedCheckpoint,
+    find_checkpoints,
+    unknown_entries,
+)
 from launcher_scripts.watch_state import (
     EVALUATED,
     FAILED,
@@ -32,12 +38,16 @@ from launcher_scripts.watch_state import (
     WatchState,
 )
 from stages import record
-from stages.base import fingerprint
-from stages.evaluate import REPORT_NAME
+from stages.base import Stage, fingerprint
+from stages.deploy import DeployStage
+from stages.deploy_config import DeployConfig
+from stages.evaluate import REPORT_NAME, EvaluateStage
 
 # Where several servers may share a node, each takes ports of its own.
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
 _OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
+_ADVANCE_S = 0.1  # between two looks at jobs of this machine
+_STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 
 
 class RefusedError(Exception):
@@ -70,6 +80,10 @@ class Watch:
         )
         self._news_at = time.time()
         self._trouble = ""  # the last with the folder of the run
+        self._found: dict[int, TrainedCheckpoint] = {}
+        self._unknown: set[Path] = set()  # that were named
+        self._runs: dict[int, Run] = {}  # of this machine, by step
+        self._room: Room | None = None  # that was too little for the last that waited
 
     def problems(self) -> Iterator[str]:
         """Yield the problems that no checkpoint can mend."""
@@ -80,11 +94,6 @@ class Watch:
             yield (
                 f"action=watch does not start jobs on cluster_type={self.config.cluster_type}; "
                 "use local or bcm."
-            )
-        if self.config.cluster_type == "local" and self.options.parallel > 1:
-            yield (
-                f"watch.parallel={self.options.parallel}: this machine takes one pipeline at a "
-                "time; use 1."
             )
 
     def run(self) -> int:
@@ -116,32 +125,50 @@ class Watch:
             if each.state == RUNNING:
                 self._continue(each)
         drawn: list[tuple[int, str, str]] = []  # what the page shows
-        while True:
-            self._look()
-            for each in self.state.in_order:
-                if each.state == RUNNING:
-                    self._follow_one(each)
-            for each in self.state.in_order:
-                running = sum(one.state == RUNNING for one in self.state.watched.values())
-                if each.state == WAITING and not each.problem and running < self.options.parallel:
-                    self._start(each)
-            self.state.keep_the_best()
-            self.state.write()
-            known = [(each.step, each.state, each.problem) for each in self.state.in_order]
-            if known != drawn:
-                replace_file(folder / PAGE_NAME, self.state.page())
-                drawn = known
-            if self._has_ended():
-                self.console.say(self.state.table(self.console))
-                failed = any(each.state == FAILED for each in self.state.watched.values())
-                return EXIT_FAILED if failed else EXIT_OK
-            time.sleep(self.options.poll_s)
+        look_at = 0.0
+        try:
+            while True:
+                if is_look := time.monotonic() >= look_at:
+                    look_at = time.monotonic() + self.options.poll_s
+                    self._look()
+                for each in self.state.in_order:
+                    if each.state == RUNNING:
+                        self._follow_one(each)
+                while (chosen := self._next()) is not None and self._start(chosen):
+                    pass
+                self.state.keep_the_best()
+                has_ended = self._has_ended()
+                if is_look or has_ended:
+                    self.state.write()
+                    known = [(each.step, each.state, each.problem) for each in self.state.in_order]
+                    if known != drawn or has_ended:
+                        replace_file(folder / PAGE_NAME, self.state.page(has_ended=has_ended))
+                        drawn = known
+                if has_ended:
+                    self.console.say(self.state.table(self.console))
+                    failed = any(each.state == FAILED for each in self.state.watched.values())
+                    return EXIT_FAILED if failed else EXIT_OK
+                time.sleep(_ADVANCE_S if self._runs else self.options.poll_s)
+        finally:
+            self._stop_all()
+
+    def _next(self) -> Watched | None:
+        """Return the checkpoint to start now, by `watch.order`; None where none should start."""
+        running = sum(each.state == RUNNING for each in self.state.watched.values())
+        ready = [e for e in self.state.in_order if e.state == WAITING and not e.problem]
+        if not ready or running >= self.options.parallel:
+            return None
+        if self.options.order != "spread":
+            return ready[-1 if self.options.order == "newest" else 0]
+        begun = [e.step for e in self.state.watched.values() if e.attempts]
+        return max(ready, key=lambda e: (min((abs(e.step - b) for b in begun), default=0), e.step))
 
     def _look(self) -> None:
         """Take note of new checkpoints, of changed ones and of those that are gone."""
         now = time.time()
         try:
             found = {each.step: each for each in find_checkpoints(self.state.run)}
+            unknown = unknown_entries(self.state.run)
         except OSError as error:  # a folder that training deletes, or a file system that is away
             if not self.state.watched:
                 raise
@@ -149,15 +176,19 @@ class Watch:
                 self.console.say(f"looking again, {trouble}")
             self._trouble = trouble
             return
+        self._found = found
+        for path in set(unknown) - self._unknown:
+            self._unknown.add(path)
+            self.console.say(f"{path}: passed over, its name is of no known form with a step")
         for step, checkpoint in found.items():
             each = self.state.watched.get(step)
             if each is None:
                 each = Watched(step, str(checkpoint.path), checkpoint.name)
                 self.state.watched[step] = each
                 self._news_at = now
-                self.console.say(f"step {step}: found {checkpoint.label}")
-            if each.state == WAITING:
-                self._look_at(each, checkpoint, now)
+                self.console.say(f"step {step}: found {self.state.shown(each)}")
+            if each.state == WAITING and (each.problem or not each.size):
+                self._look_at(each, checkpoint, now)  # one that is whole, before it starts
         for each in self.state.in_order:
             if each.state == WAITING and each.step not in found:
                 self._end(each, GONE, "it was deleted before it was read")
@@ -182,7 +213,12 @@ class Watch:
             self.console.say(f"step {each.step}: waiting, {wait}")
         each.problem = wait
 
-    def _start(self, each: Watched) -> None:
+    def _start(self, each: Watched) -> bool:
+        """Start a pipeline, if its checkpoint is as it was; return whether others may start."""
+        if each.step in self._found:
+            self._look_at(each, self._found[each.step], time.time())
+        if each.problem or each.is_final:
+            return True
         results = self.state.results_of(each.step)
         overrides = [
             *(word for word in self.words if not word.lstrip("+").startswith(_OWN_KEYS)),
@@ -199,14 +235,42 @@ class Watch:
         run = prepare_run(composition, overrides, self.console, problems, label=label)
         if run is None:
             self._refused(each, problems)
-            return
+            return True
+        if not self._has_room(run):
+            return False
         each.state = RUNNING
         each.attempts += 1
         each.jobs = list(run.jobs)
         each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
         self.state.write()
         run.begin()
-        self._submit(each, run)
+        if run.launcher.in_foreground:
+            self._runs[each.step] = run
+        elif run.submit_all() != EXIT_OK:
+            self._ended(each, "its jobs were refused")
+        return True
+
+    def _has_room(self, run: Run) -> bool:
+        """Return whether the queue, or the GPUs of this machine, have room for a pipeline.
+
+        Each pipeline on this machine gets GPUs of its own.
+        """
+        if (room := run.launcher.room()) is not None and room.free < len(run.jobs):
+            if room != self._room:
+                self.console.say(f"a pipeline has {len(run.jobs)} jobs, and waits: {room}")
+            self._room = room
+            return False
+        taken = [gpu for other in self._runs.values() for gpu in _gpus_of(other)]
+        for stage in (job.stage for job in run.jobs.values()):
+            for key, server in _servers_of(stage):
+                if not server.local_gpus:
+                    continue
+                needed = server.tp_size * server.pp_size * server.instance_count
+                free = [gpu for gpu in visible_gpus() if gpu not in taken]
+                if taken and needed > len(free):
+                    return False
+                setattr(stage, key, replace(server, visible_devices=",".join(free[:needed])))
+        return True
 
     def _gate_overrides(self, results: Path) -> list[str]:
         """Return the overrides by which bounds without a baseline are relative to the best."""
@@ -233,16 +297,14 @@ class Watch:
         each.refusal = each.problem = "; ".join(problems)
         self.console.say(f"step {each.step}: waiting, {each.problem}")
 
-    def _submit(self, each: Watched, run: Run) -> None:
-        if not run.launcher.in_foreground:
-            if run.submit_all() != EXIT_OK:
-                self._ended(each, "its jobs were refused")
-            return
-        if run.run_all(wait=True) == EXIT_INTERRUPTED:
+    def _stop_all(self) -> None:
+        """End the pipelines on this machine; their attempts do not count."""
+        for step, run in self._runs.items():
+            run.stop_all(_STOPPING)
+            each = self.state.watched[step]
             each.state, each.attempts = WAITING, each.attempts - 1
+        if self._runs:
             self.state.write()
-            raise KeyboardInterrupt
-        self._follow_one(each)
 
     def _continue(self, each: Watched) -> None:
         """Take up a pipeline of an earlier watch, unless its jobs have ended with that.
@@ -267,6 +329,16 @@ class Watch:
         """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
         from inference.evaluation.record import read_report
 
+        if (run := self._runs.get(each.step)) is not None:
+            try:
+                if run.advance() is None:
+                    return
+            except SubmissionError as error:
+                self.console.say(f"a job was refused: {error}")
+            run.stop_all()
+            del self._runs[each.step]
+            each.jobs = list(run.handles)  # what follows a failure was not started
+            self.console.say(run.summary())
         folder = self.state.results_of(each.step)
         records = {name: read_job(folder, name) for name in each.jobs}
         if not all(found is not None and found.is_final for found in records.values()):
@@ -312,3 +384,18 @@ class Watch:
             return True
         idle = self.options.idle_s
         return idle is not None and time.time() - self._news_at > idle
+
+
+def _servers_of(stage: Stage) -> Iterator[tuple[str, DeployConfig]]:
+    """Yield the server that a stage runs, and the name of its field."""
+    if isinstance(stage, DeployStage):
+        yield "config", stage.config
+    if isinstance(stage, EvaluateStage) and stage.endpoint_path is None:
+        yield "deploy", stage.deploy
+
+
+def _gpus_of(run: Run) -> Iterator[str]:
+    """Yield the GPUs of this machine that the servers of a pipeline may see."""
+    for job in run.jobs.values():
+        for _, server in _servers_of(job.stage):
+            yield from (server.visible_devices or "").split(",")

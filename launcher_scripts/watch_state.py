@@ -4,6 +4,7 @@ They are kept in a file that a watch started later continues from; a table and a
 """
 
 import math
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,8 @@ from stages.progress import read_as, write_json
 
 STATE_NAME, BEST_NAME, PAGE_NAME = "watch.json", "best.json", "watch.html"
 _RELOAD_S = 60
+_RELOADS = f"This page loads itself again every {_RELOAD_S} seconds."
+_ENDED = "The watch has ended."
 
 # States of a checkpoint, in the order of its life; the last four are final.
 WAITING, RUNNING = "waiting", "running"
@@ -196,7 +199,11 @@ class WatchState:
         name = self._metric(self.in_order) or "metric"
         return console.table(("step", "state", name, ""), rows)
 
-    def page(self) -> str:
+    def shown(self, each: Watched) -> str:
+        """Return the name of a checkpoint within the folder of the run."""
+        return each.name or os.path.relpath(each.path, self.run)
+
+    def page(self, *, has_ended: bool = False) -> str:
         """Return the page of the watch, which charts every metric over the steps."""
         from inference.evaluation.report.document import Page, markdown
 
@@ -209,16 +216,14 @@ class WatchState:
                 points.append({"run_id": step, "started_at": step, "metrics": metrics})
                 report = f"step_{each.step:07d}/results/evaluate/report.html"
             remarks = (each.verdict or "-", each.problem or "-")
-            rows.append(
-                (str(each.step), self._state(each), report, each.checkpoint.label, *remarks)
-            )
+            rows.append((str(each.step), self._state(each), report, self.shown(each), *remarks))
         title = f"Checkpoints of {self.run}"
         return Page(
             title,
             markdown("checkpoints", title=title, rows=rows),
             {"checkpoints": points},
-            footer=f"This page loads itself again every {_RELOAD_S} seconds.",
-            reload_s=_RELOAD_S,
+            footer=_ENDED if has_ended else _RELOADS,
+            reload_s=None if has_ended else _RELOAD_S,
         ).html()
 
     def figure(self, each: Watched) -> str:

@@ -241,6 +241,12 @@ class WatchSection:
         None,
     )
     parallel: int = option("pipelines at a time", 1, within=(1, 1024))
+    order: str = option(
+        "which of several is first: the oldest, the newest, or (spread) the newest and then always "
+        "the one farthest from those before, so that a curve is coarse first and then fine",
+        "oldest",
+        choices=("oldest", "newest", "spread"),
+    )
     keep: int = option("best checkpoints whose repositories are kept", 1, within=(0, INT32))
     retries: int = option("further attempts after a pipeline that failed", 2, within=(0, 1000))
     poll_s: float = option("seconds between two looks", 30.0, within=(0.01, SECONDS))

@@ -301,6 +301,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation.report",
         "inference.evaluation.run",
         "inference.server",
+        "inference.system",
         "launcher_scripts.configuration",
         "launcher_scripts.launchers",
         "stages",

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
+from launcher_scripts.trained_checkpoints import (
+    TrainedCheckpoint,
+    find_checkpoints,
+    unknown_entries,
+)
 
 
 def touch(*paths: Path) -> None:
@@ -72,3 +76,51 @@ def test_a_nemo_1_checkpoint_is_a_file_of_every_rank(tmp_path: Path) -> None:
     assert len(find_checkpoints(tmp_path)[0].files()) == 2
     touch(folder / "gpt--step=10-unfinished")
     assert find_checkpoints(tmp_path)[0].missing == "the removal of gpt--step=10-unfinished"
+
+
+MEGATRON, TRACKER = "latest_checkpointed_iteration.txt", "3"
+IN_STEP = "policy/weights/iter_0000000"
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "last", "text", "model"),
+    [
+        ("global_step_3", ["actor/dist_ckpt/.metadata"], MEGATRON, TRACKER, "actor"),
+        ("global_step_3", ["huggingface/config.json"], MEGATRON, TRACKER, ""),
+        ("global_step3", ["layer_00-model_00-model_states.pt"], "latest", "global_step3", ""),
+        ("checkpoint-3", ["optimizer_0/.metadata"], "checkpoint-3/trainer_state.json", "", ""),
+        ("checkpoint_3", ["model.safetensors"], "checkpoint_3/random_states_0.pkl", "", ""),
+        ("step-3", ["__0_0.distcp"], "step-3/.metadata", "", ""),
+        ("step-3", ["model-00001.safetensors"], "step-3/model.safetensors.index.json", "", ""),
+        ("epoch_7_step_3", ["model/.metadata"], "epoch_7_step_3/config.yaml", "", ""),
+        ("step_3", [f"{IN_STEP}/.metadata"], "step_3/training_info.json", "", IN_STEP),
+        ("step_3", ["model.safetensors"], "step_3/STABLE", "", ""),
+    ],
+)  # fmt: skip
+def test_each_trainer_says_in_its_own_way_that_a_checkpoint_is_whole(
+    tmp_path: Path, name: str, files: list[str], last: str, text: str, model: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    touch(*(folder / name / each for each in files))
+    (found,) = find_checkpoints(tmp_path)
+    assert (found.step, found.path) == (3, folder / name / model)
+    assert Path(last).name in found.missing
+    (folder / last).write_text(text)
+    (found,) = find_checkpoints(tmp_path)
+    assert found.missing == ""
+
+
+def test_automodel_marks_what_it_is_writing(tmp_path: Path) -> None:
+    folder = tmp_path / "epoch_0_step_10"
+    touch(folder / "config.yaml", folder / ".incomplete")
+    assert find_checkpoints(tmp_path)[0].missing == "the removal of .incomplete"
+
+
+def test_checkpoints_without_a_step_that_is_known_are_named(tmp_path: Path) -> None:
+    known = tmp_path / "checkpoints" / "iter_0000100"
+    touch(known / ".metadata", tmp_path / "checkpoints" / "gpt.nemo")
+    touch(tmp_path / "final" / "config.json", tmp_path / "hf_iter100" / "rank0.bin")
+    touch(tmp_path / "tensorboard" / "events.1", tmp_path / "tmp_step_9" / "training_info.json")
+    (tmp_path / "latest_1").symlink_to(known)
+    found = [path.name for path in unknown_entries(tmp_path)]
+    assert found == ["final", "hf_iter100", "gpt.nemo"]

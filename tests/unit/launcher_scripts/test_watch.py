@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import json
@@ -10,18 +11,22 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from inference.evaluation.task import Metric
-from launcher_scripts.configuration.schema import WatchSection
+from launcher_scripts.configuration.compose import Composition, compose_config
+from launcher_scripts.configuration.schema import Config, WatchSection
+from launcher_scripts.console import Console
 from launcher_scripts.main import main
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch import Watch
 from launcher_scripts.watch_state import Watched, WatchState
+from stages.record import RECORD_NAME, JobRecord, write_record
 from tests.conftest import ROOT
 from tests.waiting import until
 
@@ -63,7 +68,7 @@ def test_checkpoints_are_converted_in_order_and_only_once(
 ) -> None:
     arrive(run, 20)
     arrive(run, 10)
-    status, watched = watch(tmp_path, "watch.keep=0")
+    status, watched = watch(tmp_path, "watch.keep=0", "watch.parallel=2")
     assert status == 0
     assert [each.state for each in watched.values()] == ["evaluated"] * 2
     shown = capsys.readouterr().out
@@ -151,7 +156,7 @@ def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(
     for step in steps:
         arrive(run, step)
         with subprocess.Popen(
-            [sys.executable, "main.py", *words(tmp_path, "watch.retries=0")],
+            [sys.executable, "main.py", *words(tmp_path, "watch.retries=0", "watch.parallel=2")],
             cwd=ROOT, stdout=subprocess.DEVNULL,
         ) as process:  # fmt: skip
             until(lambda: running() != "", "a job that runs")
@@ -184,11 +189,104 @@ def test_a_dry_run_shows_what_is_there_and_starts_nothing(
     assert not (tmp_path / "gpt_books_5m").exists()
 
 
+class FakeLauncher:
+    in_foreground = True
+
+    def room(self) -> None:
+        return None
+
+
+class FakeRun:
+    """A pipeline that ends when it is looked at for the second time, or is interrupted."""
+
+    alive: ClassVar[list[FakeRun]] = []
+    most = 0
+    started: ClassVar[list[int]] = []
+    interrupt_at: ClassVar[int | None] = None
+    launcher = FakeLauncher()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.jobs: dict[str, Any] = {}
+        self.handles = {"convert": None}
+        self.looks = 0
+
+    def begin(self) -> None:
+        type(self).alive.append(self)
+        type(self).most = max(self.most, len(self.alive))
+        self.started.append(int(self.config.export.model.checkpoint_path.rpartition("-")[2]))
+
+    def advance(self) -> int | None:
+        if self.interrupt_at is not None and len(self.started) >= self.interrupt_at:
+            raise KeyboardInterrupt
+        self.looks += 1
+        return 0 if self.looks > 1 else None
+
+    def stop_all(self, notice: str = "") -> None:
+        self.alive.remove(self)
+        if not notice:
+            record = JobRecord("1", "convert", "convert", "completed")
+            write_record(self.config.results_dir / "convert" / RECORD_NAME, record)
+
+    def summary(self) -> str:
+        return ""
+
+
+def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = range(0, 1000, 10)
+    for step in steps:
+        (run / f"checkpoint-{step}").mkdir()
+        (run / f"checkpoint-{step}" / "trainer_state.json").touch()
+    overrides = words(tmp_path, "watch.parallel=8", "watch.order=spread")
+    config = compose_config(overrides).config
+    assert config is not None
+
+    def compose(words: Sequence[str]) -> Composition:
+        chosen = dict(word.split("=", 1) for word in words)
+        one = copy.deepcopy(config)
+        one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"].strip("'\"")
+        one.export.run.results_dir = chosen["export.run.results_dir"].strip("'\"")
+        return Composition(one, ())
+
+    def prepare(composition: Composition, *_: Any, label: str) -> FakeRun:
+        assert composition.config is not None
+        return FakeRun(composition.config)
+
+    monkeypatch.setattr("launcher_scripts.watch.prepare_run", prepare)
+    monkeypatch.setattr("launcher_scripts.watch._ADVANCE_S", 0)
+    for interrupted in (27, 70, None):
+        monkeypatch.setattr(FakeRun, "interrupt_at", interrupted)
+        watch = Watch(config, overrides, compose, Console())
+        assert watch.run() == (0 if interrupted is None else 130)
+        assert not FakeRun.alive
+    watched = watch.state.watched
+    assert {step: (each.state, each.attempts) for step, each in watched.items()} == dict.fromkeys(
+        steps, ("evaluated", 1)
+    )
+    assert FakeRun.most == 8
+    assert FakeRun.started[:3] == [990, 0, 500]
+    assert set(FakeRun.started) == set(steps)
+    assert len(FakeRun.started) <= len(steps) + 2 * 8  # those that were interrupted
+    page = (watch.state.folder / "watch.html").read_text()
+    assert "The watch has ended." in page
+    assert 'http-equiv="refresh"' not in page
+
+
+@pytest.mark.parametrize(("order", "first"), [("oldest", 0), ("newest", 20)])
+def test_the_order_of_checkpoints_is_chosen(tmp_path: Path, order: str, first: int) -> None:
+    config = compose_config(words(tmp_path, f"watch.order={order}")).config
+    assert config is not None
+    watch = Watch(config, (), compose_config, Console())
+    watch.state.watched = {step: Watched(step, "") for step in (0, 10, 20)}
+    chosen = watch._next()
+    assert chosen is not None
+    assert chosen.step == first
+
+
 def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> WatchState:
     """Return the state after evaluations that found `values`."""
-    from launcher_scripts.configuration.compose import compose_config
-    from launcher_scripts.console import Console
-
     words = ["export=gpt3/sample", f"base_results_dir={tmp_path}", *more]
     config = compose_config(words).config
     assert config is not None
