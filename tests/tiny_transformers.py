@@ -99,6 +99,20 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**_GEMMA, "num_hidden_layers": 4,
          "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "seed-oss": ("SeedOssForCausalLM", {**_LLAMA, "pad_token_id": None}),
+    "arcee": ("ArceeForCausalLM", _LLAMA),
+    "ministral": ("MinistralForCausalLM", {**_LLAMA, "sliding_window": 5}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**_LLAMA, "tie_word_embeddings": True}),
+    "glm": ("GlmForCausalLM", {**_LLAMA, "pad_token_id": None}),
+    "glm4": ("Glm4ForCausalLM", {**_LLAMA, "pad_token_id": None}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {**_UNSIZED, "num_hidden_layers": 4, "sliding_window": 5, "pad_token_id": None},
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        {**_LLAMA, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 2},
+    ),
     "t5": ("T5ForConditionalGeneration", _T5),
     "mt5": (
         "MT5ForConditionalGeneration",
@@ -160,6 +174,22 @@ ROTARY: Mapping[str, Mapping[str, Any]] = {
     "smollm3-longrope": longrope(4),
     "starcoder2-base": rope("default", rope_theta=700.0),
     "nemotron-base": rope("default", rope_theta=700.0, partial_rotary_factor=0.5),
+    "glm4-yarn": rope("yarn", factor=2.5, partial_rotary_factor=0.75, **_LENGTH),
+    "olmo3-yarn": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 700.0,
+                "factor": 2.5,
+                "attention_factor": 1.1,
+                **_LENGTH,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+        },
+    },
+    "exaone4-llama3": rope(
+        "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **_LENGTH
+    ),
     "falcon-new-one-key-head": {"num_kv_heads": 1},
     # transformers 4 cannot compute these.
     "olmo2-yarn": rope("yarn", factor=2.5, **_LENGTH),
@@ -227,6 +257,18 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "phi3-longrope": longrope(3),
     "phi3-window": {"sliding_window": 5},
     "starcoder2-no-biases": {**_UNTIED, "use_bias": False},
+    "seed-oss-biases": {
+        "attention_bias": False, "attention_out_bias": True, "mlp_bias": True, **_TIED,
+    },
+    "arcee-biases": {**_BIASES, "hidden_act": "silu"},
+    "ministral-some-windows": {"layer_types": ["full_attention", "sliding_attention"]},
+    "ernie4_5-biases": {"use_bias": True, **_UNTIED},
+    "glm-no-biases": {"attention_bias": False, **_TIED},
+    "glm4-no-biases": {"attention_bias": False, **_TIED},
+    "olmo3-biases": {
+        "attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "exaone4-no-window": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "falcon-7b": {"multi_query": True, "tie_word_embeddings": False},
     **ROTARY,
 }  # fmt: skip

@@ -95,6 +95,7 @@ MODELS: dict[str, tuple[ModelFamily, Any]] = {
             **DENSE_SIZES, has_input_norms=False, has_output_norms=True, query_key_norm="all"
         ),
     ),
+    "glm4": (DENSE, DenseConfig(**DENSE_SIZES, has_output_norms=True, rotary_interleaved=True)),
     "granite": (
         DENSE,
         DenseConfig(**DENSE_SIZES, residual_scale=0.4, logit_scale=0.3, rotary_layers=(0, 1)),

@@ -100,6 +100,7 @@ def core_config(facts: Facts) -> DenseConfig:
         **{field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()},
         **_core_windows(traits),
         **_core_rotary(traits),
+        rotary_interleaved=bool(traits.source.get("rotary_interleaved")),
         rotary_layers=rotary_layers,
         **_scales(traits, math.sqrt(traits.hidden) if is_scaled else 1.0),
         attention_softcap=_number(settings, "attn_logit_softcapping"),

@@ -4,9 +4,11 @@ import math
 
 from export_scripts.families.dense.huggingface import (
     BIAS_KEYS,
+    FULL,
     LLAMA_KEYS,
     LLAMA_NAMES,
     SIZES,
+    SLIDING,
     DenseDecoder,
     Window,
     chosen_layers,
@@ -101,6 +103,32 @@ def _check_phi3(settings: Settings, values: Table) -> Fields:
             "represented: transformers takes a Phi-3's for longrope"
         )
     return {}
+
+
+_FUSED_HALVES = dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj")
+
+_GLM: Fields = {
+    "keys": (*LLAMA_KEYS, "attention_bias"),
+    "written": lambda config: {"pad_token_id": _padding(config)},
+    "head_dim": 128,
+    "eos": 151329,
+    "rotary_fraction": 0.5,
+}
+_GLM_FIXED = {"has_attention_dense_bias": False, "rotary_interleaved": True}
+
+# Norms after attention and MLP, and none before.
+_ONLY_OUTPUT_NORMS = {"has_input_norms": False, "has_output_norms": True}
+_OUTPUT_NORMS = {
+    **LLAMA_NAMES,
+    "attention_output_layernorm": "post_attention_layernorm",
+    "mlp_output_layernorm": "post_feedforward_layernorm",
+}
+
+
+def _written_olmo3(config: DenseConfig) -> Fields:
+    """Return the bases by layer: next to each other transformers 5 reads one of them alone."""
+    bases = {FULL: config.rotary_base, SLIDING: config.rotary_local_base}
+    return {"rope_parameters": {kind: {"rope_theta": base} for kind, base in bases.items()}}
 
 
 _FALCON_LAYER = "transformer.h.{layer}."
@@ -204,12 +232,8 @@ _DECODERS = (
         model="Olmo2ForCausalLM",
         title="OLMo 2",
         keys=(*LLAMA_KEYS, "attention_bias"),
-        fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
-        names={
-            **LLAMA_NAMES,
-            "attention_output_layernorm": "post_attention_layernorm",
-            "mlp_output_layernorm": "post_feedforward_layernorm",
-        },
+        fixed={**_ONLY_OUTPUT_NORMS, "query_key_norm": "all"},
+        names=_OUTPUT_NORMS,
         scaling_keys=("type", "factor"),
         eos=50279,
     ),
@@ -275,7 +299,7 @@ _DECODERS = (
         names={
             **LLAMA_NAMES,
             **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
-            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
+            **_FUSED_HALVES,
         },
         rows="blocks",
         scaling_keys=("type", "short_factor", "long_factor"),
@@ -356,6 +380,99 @@ _DECODERS = (
         bos=11,
         eos=11,
         prefix="transformer.",
+    ),
+    DenseDecoder(
+        model_type="seed_oss",
+        model="SeedOssForCausalLM",
+        title="Seed-OSS",
+        keys=(*LLAMA_KEYS, "attention_bias", "attention_out_bias", "mlp_bias"),
+        head_dim=128,
+        bos=0,
+        eos=2,
+    ),
+    # A Llama whose MLP has no gate.
+    DenseDecoder(
+        model_type="arcee",
+        model="ArceeForCausalLM",
+        title="Arcee",
+        keys=(*LLAMA_KEYS, *BIAS_KEYS),
+        names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""},
+        is_gated=False,
+        bos=128000,
+        eos=128001,
+    ),
+    DenseDecoder(
+        model_type="ministral",
+        model="MinistralForCausalLM",
+        title="Ministral",
+        window=Window(4096, slides=lambda _, values: [True] * values["num_layer"]),
+        bos=1,
+        eos=2,
+    ),
+    # Positions rotate neighbouring dimensions of a head.
+    DenseDecoder(
+        model_type="ernie4_5",
+        model="Ernie4_5ForCausalLM",
+        title="ERNIE 4.5",
+        keys=(*LLAMA_KEYS, "use_bias"),
+        fixed={"rotary_interleaved": True},
+        head_dim=128,
+        is_tied=True,
+        bos=1,
+        eos=2,
+        rotary_base=5e5,
+    ),
+    DenseDecoder(
+        model_type="glm",
+        model="GlmForCausalLM",
+        title="GLM",
+        fixed=_GLM_FIXED,
+        names={**LLAMA_NAMES, **_FUSED_HALVES},
+        **_GLM,
+    ),
+    DenseDecoder(
+        model_type="glm4",
+        model="Glm4ForCausalLM",
+        title="GLM 4",
+        fixed={**_GLM_FIXED, "has_output_norms": True},
+        names={
+            **LLAMA_NAMES,
+            **_FUSED_HALVES,
+            "attention_output_layernorm": "post_self_attn_layernorm",
+            "mlp_output_layernorm": "post_mlp_layernorm",
+        },
+        **_GLM,
+    ),
+    # OLMo 2 with windows, whose layers rotate without scaling.
+    DenseDecoder(
+        model_type="olmo3",
+        model="Olmo3ForCausalLM",
+        title="OLMo 3",
+        keys=(*LLAMA_KEYS, "attention_bias"),
+        fixed={**_ONLY_OUTPUT_NORMS, "query_key_norm": "all"},
+        names=_OUTPUT_NORMS,
+        window=Window(4096, slides=lambda _, values: _all_but_every(4, values["num_layer"])),
+        written=_written_olmo3,
+        eos=50279,
+        rotary_base=5e5,
+        rotary_local_base=5e5,
+        rotary_local_key="rope_theta",
+    ),
+    DenseDecoder(
+        model_type="exaone4",
+        model="Exaone4ForCausalLM",
+        title="EXAONE 4",
+        fixed={**_ONLY_OUTPUT_NORMS, "query_key_norm": "head"},
+        names=_OUTPUT_NORMS,
+        window=Window(
+            4096,
+            slides=lambda settings, values: _all_but_every(
+                settings.integer("sliding_window_pattern", default=4), values["num_layer"]
+            ),
+            rotates_alone=True,
+        ),
+        bos=0,
+        eos=2,
     ),
 )
 

@@ -47,7 +47,7 @@ def chosen_layers(flags: Sequence[bool]) -> tuple[int, ...] | None:
     return None if all(flags) else tuple(number for number, flag in enumerate(flags) if flag)
 
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Window:
     has_switch: bool = False  # whether use_sliding_window decides
     # Whether each layer has it, without layer_types; None: all, whatever layer_types says.
     slides: Callable[[Settings, Table], Sequence[bool]] | None = None
+    rotates_alone: bool = False  # whether layers without it do not rotate
 
     def read(self, settings: Settings, values: Table) -> Fields:
         """Return the window, if there is one, and the layers that have it."""
@@ -65,36 +66,40 @@ class Window:
         in_use = not self.has_switch or source.get("use_sliding_window")
         is_stated = in_use and source.get("sliding_window", self.default) is not None
         size = settings.integer("sliding_window", default=self.default) if is_stated else None
-        usual = self.slides(settings, values) if self.slides else [True] * count
         kinds = source.get("layer_types")
         if kinds is None:
-            kinds = [_SLIDING if slides else _FULL for slides in usual]
+            usual = self.slides(settings, values) if self.slides else [True] * count
+            kinds = [SLIDING if slides else FULL for slides in usual]
         if not isinstance(kinds, list) or len(kinds) != count:
             settings.note(
                 f"layer_types = {kinds!r}: expected one entry for each of the {count} layers"
             )
             return {}
-        if unknown := sorted({str(each) for each in kinds} - {_FULL, _SLIDING}):
+        if unknown := sorted({str(each) for each in kinds} - {FULL, SLIDING}):
             settings.note(
-                f"layer_types: {', '.join(unknown)} cannot be represented; known: {_FULL}, "
-                f"{_SLIDING}"
+                f"layer_types: {', '.join(unknown)} cannot be represented; known: {FULL}, {SLIDING}"
             )
-        layers = chosen_layers([kind == _SLIDING for kind in kinds])
+        layers = chosen_layers([kind == SLIDING for kind in kinds])
         if size is not None and layers is not None and not self.slides:
             settings.note(
                 "layer_types: not all layers have the sliding window, which they have in "
                 "transformers' model of this type"
             )
+        if size is not None and layers == () and self.rotates_alone:
+            settings.note(
+                f"sliding_window = {size} and no layer of layer_types has it: no layer would rotate"
+            )
         if size is None or layers == ():
             return {}
-        return {"sliding_window": size, "sliding_layers": layers}
+        rotary = {"rotary_layers": layers} if self.rotates_alone else {}
+        return {"sliding_window": size, "sliding_layers": layers, **rotary}
 
     def written(self, config: DenseConfig) -> Fields:
         """Return the settings of which `read` makes the config's fields."""
         size, count = config.sliding_window, config.num_layer
         layers = range(count) if config.sliding_layers is None else config.sliding_layers
         layers = () if size is None else layers
-        kinds = [_SLIDING if number in layers else _FULL for number in range(count)]
+        kinds = [SLIDING if number in layers else FULL for number in range(count)]
         return {
             "sliding_window": size,
             **({"use_sliding_window": size is not None} if self.has_switch else {}),
@@ -114,6 +119,7 @@ class DenseDecoder(HuggingFaceDecoder):
     is_gated: bool = True  # whether the MLP is
     rotary_base: float = FT_BASE  # the library's default of rope_theta
     rotary_local_base: float | None = None  # of layers with a sliding window, if another
+    rotary_local_key: str = "rope_local_base_freq"  # its spelling before transformers 5
     # The library's default of partial_rotary_factor; None where it always rotates whole heads.
     rotary_fraction: float | None = None
     # Keys of rope_scaling, where transformers 4 refuses others and calls its kind `type`.
@@ -146,6 +152,7 @@ class DenseDecoder(HuggingFaceDecoder):
                 fraction=self.rotary_fraction,
                 base=self.rotary_base,
                 local_base=self.rotary_local_base,
+                local_key=self.rotary_local_key,
             ),
             **(self.window.read(settings, values) if self.window else {}),
         }
@@ -158,8 +165,8 @@ class DenseDecoder(HuggingFaceDecoder):
         fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
         return {
             "head_dim": config.size_per_head,
+            self.rotary_local_key: config.rotary_local_base,
             "rope_theta": config.rotary_base,
-            "rope_local_base_freq": config.rotary_local_base,
             **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
             **self._scaling(config),
             **(self.window.written(config) if self.window else {}),

@@ -76,6 +76,7 @@ class DenseConfig(DecoderConfig):
     sliding_layers: tuple[int, ...] | None = None  # layers with the window; None: all
     use_attention_linear_bias: bool = _trait(False)
     rotary_embedding: int  # dimensions of each head that are rotated
+    rotary_interleaved: bool = _trait(False)  # neighbouring ones together, not the halves
     rotary_layers: tuple[int, ...] | None = None  # layers that rotate; None: all
     rotary_base: float = 10000.0
     rotary_local_base: float | None = None  # of layers with the window, which are not scaled
@@ -174,10 +175,11 @@ class DenseConfig(DecoderConfig):
             if self.rotary_local_base is not None:
                 local = Rotary(dims=dims, base=self.rotary_local_base)
         alibi = self.use_attention_linear_bias
+        turned = "rotary_interleaved" if self.rotary_interleaved else "rotary_half"
         return self.built(
             DecoderArchitecture,
             kv_head_num=self.stored_kv_head_num,
-            position="rotary_half" if rotary else "alibi" if alibi else "none",
+            position=turned if rotary else "alibi" if alibi else "none",
             rotary=rotary,
             local_rotary=local,
             rotary_layers=self._per_layer(self.rotary_layers),

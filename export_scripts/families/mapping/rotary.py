@@ -25,6 +25,7 @@ def rotary_fields(
     fraction: float | None = None,
     base: float = FT_BASE,
     local_base: float | None = None,
+    local_key: str = "",
 ) -> Fields:
     """Return the rotary keys of config.ini; problems are noted in `settings`.
 
@@ -39,9 +40,8 @@ def rotary_fields(
         settings.note(f"rotary scaling {given!r} is not a table of parameters")
         given = {}
     elif local_base is not None:
-        local_base = settings.number("rope_local_base_freq", default=local_base)
         given, local = _layers_apart(settings)
-        local_base = _local_base(settings, local, local_base)
+        local_base = _local_base(settings, local, local_key, local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
         settings.note("layers with rotary positions of their own")
         given = {}
@@ -120,14 +120,20 @@ def _layers_apart(settings: Settings) -> tuple[Table, Table]:
     return {**full, **scaling}, local
 
 
-def _local_base(settings: Settings, given: Table, usual: float) -> float:
+def _local_base(settings: Settings, given: Table, key: str, usual: float) -> float:
     """Return the base of layers with a window, which have plain rotary positions."""
     local = Settings(given, settings.label, settings.problems)
     if given.get("rope_type", "default") != "default":
         local.note(
             f"rope_type = {given['rope_type']!r}: layers with a window have plain rotary positions"
         )
-    return local.number("rope_theta", default=usual)
+    outside = settings.number(key, default=usual)
+    if key == "rope_theta" and outside != usual and given.get(key) is None:
+        settings.note(
+            f"rope_theta = {outside:g}: transformers 4 takes it for layers with a window too, and "
+            f"5 takes {usual:g}; state each base in rope_parameters"
+        )
+    return local.number("rope_theta", default=outside)
 
 
 def scaling_fields(kind: str, scaling: Table) -> Fields:

@@ -91,7 +91,7 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
         changes["num_kv_heads"] = heads // (1 + layers % 2) if name[7:] in _NEW else heads
     if base in ("phi3", "starcoder2", "falcon"):  # heads are of the hidden size by heads
         changes["hidden_size"] = heads * changes.pop("head_dim")
-    if base == "nemotron":  # rotates half of a head
+    if base in ("nemotron", "glm", "glm4"):  # which rotate half of a head
         changes["head_dim"] = 2 * size
     if base == "phi3":
         factors = {"short_factor": [1.25] * (size // 2), "long_factor": [1.5] * (size // 2)}

@@ -69,6 +69,7 @@ def test_qkv_biases_are_divided_like_their_weights(tmp_path: Path) -> None:
         ),
         ({"no_rope_freq": 2}, {"rotary_layers": (0,)}),
         ({"no_rope_freq": [1, 0]}, {"rotary_layers": (1,)}),
+        ({"rotary_interleaved": True}, {"rotary_interleaved": True}),
         (
             {"apply_embedding_scaling": True, "softmax_scale": 0.25},
             {"embedding_scale": 24**0.5, "attention_scale": 0.25},
@@ -101,7 +102,6 @@ def test_settings_of_megatron_core_are_carried(
         ({"normalization": "low_precision_layernorm"}, "known: rmsnorm, layernorm"),
         ({"num_moe_experts": 4}, "mixture of experts"),
         ({"qk_layernorm": True}, "self_attention.q_layernorm.weight is missing"),
-        ({"rotary_interleaved": True}, "rotary_interleaved = True"),
         ({"headscale": True}, "headscale = True: heads are scaled"),
         ({"max_position_embeddings": None}, "max_position_embeddings = None"),
         ({"mcore_customization_config": {"attn_logit_softcapping": 50.0}}, "layers are changed"),

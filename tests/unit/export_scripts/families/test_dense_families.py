@@ -137,6 +137,20 @@ FALCON_40B: dict[str, Any] = {
     "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
 }  # fmt: skip
 
+EXAONE4_32B: dict[str, Any] = {
+    "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 361, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 27392,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
+    "max_position_embeddings": 131072, "model_type": "exaone4", "num_attention_heads": 40,
+    "num_hidden_layers": 64, "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 102400,
+}  # fmt: skip
 # name -> (config.json as published, parameters, traits)
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen3-8B": (QWEN3_8B, 8_190_735_360, {"query_key_norm": "head", "sliding_window": None}),
@@ -162,6 +176,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "SmolLM3-3B-Base": (
         SMOLLM3_3B, 3_075_098_624,
         {"rotary_layers": (True, True, True, False) * 9, "sliding_window": None},
+    ),
+    "EXAONE-4.0-32B": (
+        EXAONE4_32B, 32_003_216_384,
+        {"rotary_layers": (True, True, True, False) * 16, "has_input_norms": False,
+         "sliding_layers": (True, True, True, False) * 16, "query_key_norm": "head"},
     ),
     "Phi-4-mini-instruct": (PHI4_MINI, 3_836_021_760, {"sliding_window": 262144}),
     "starcoder2-3b": (
@@ -245,6 +264,13 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         ),
         (PHI4_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "for longrope"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "an entry for each of the 36 layers"),
+        (EXAONE4_32B, {"layer_types": ["full_attention"] * 64}, "no layer would rotate"),
+        (EXAONE4_32B, {"layer_types": None}, "sliding_window_pattern = 'LLLG' is not a count"),
+        (
+            OLMO2_7B,
+            {"model_type": "olmo3", "rope_theta": 7},
+            "rope_theta = 7: transformers 4 takes",
+        ),
         (FALCON_7B, {"alibi": True}, "alibi = True: scores are rounded"),
         (FALCON_40B, {"parallel_attn": False}, "transformers has no such model"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
