@@ -99,13 +99,16 @@ class Slipway:
         row = SequenceRequest(ids, request.output_len, options, context_ids=ids)
         listener = None
         if on_tokens is not None:
+            made = 0
 
-            def listener(step: Any) -> None:
-                row = step.rows[0]
-                if row is not None:
-                    on_tokens(number, len(row.output_ids[0]))
+            def listener(new: Sequence[Sequence[int]]) -> None:
+                nonlocal made
+                made += len(new[0])
+                on_tokens(number, made)
 
-        future = self._engine.submit(GenerationRequest((row,), len(ids)), on_step=listener)
+        future = self._engine.submit(
+            GenerationRequest((row,), len(ids)), on_step=listener, only_tokens=True
+        )
         if on_tokens is not None:
             future.add_done_callback(lambda _: on_tokens(number, request.output_len))
         self._futures.append(future)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -53,16 +53,23 @@ class GenerationModel(EngineModel):
         for warning in parsed.warnings:
             self.host.warn(warning)
         as_declared = request.streams is None
+        tokens: list[list[int]] = [[] for _ in parsed.rows]
         frames = FrameStream(
             parsed,
             strict_lengths=self.settings.strict_lengths,
             omit_prefix=self.settings.stream_new_tokens and self.decoupled and as_declared,
         )
 
-        def outputs_of(state: GenerationStep | GenerationResult) -> Outputs | None:
+        def tokens_of(state: Sequence[Sequence[int]] | GenerationResult) -> Outputs:
+            """Return the tokens so far, lists that grow with each step."""
+            if not isinstance(state, Sequence):
+                return {TOKENS: [row.output_ids[0] for row in state.rows]}
+            for ids, new in zip(tokens, state, strict=True):
+                ids += new
+            return {TOKENS: tokens}
+
+        def outputs_of(state: GenerationStep) -> Outputs | None:
             """Return the answer so far, None if the step has not added to it."""
-            if request.wants_tokens:
-                return {TOKENS: [row.output_ids[0] if row else () for row in state.rows]}
             # In a session the prompt that is answered is the whole conversation.
             frames.request = state.request
             frame = frames.frame(state.rows)
@@ -72,7 +79,10 @@ class GenerationModel(EngineModel):
 
         streams = self.decoupled if as_declared else request.streams
         on_each = on_step if streams else None
-        return self.engine.submit(parsed, on_step=on_each, turn=turn), outputs_of
+        future = self.engine.submit(
+            parsed, on_step=on_each, only_tokens=request.wants_tokens, turn=turn
+        )
+        return future, tokens_of if request.wants_tokens else outputs_of
 
 
 def _token_texts(folder: Path) -> TokenTexts:

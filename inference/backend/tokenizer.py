@@ -138,7 +138,7 @@ class Tokenizer:
 
         Libraries drop a whole run of byte tokens for one that is incomplete.
         """
-        if not self._bytes:
+        if self._bytes.keys().isdisjoint(ids):
             return list(ids)
         mended: list[int] = []
         seen = 0

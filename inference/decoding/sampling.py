@@ -75,10 +75,9 @@ class SampledAnswer(GrowingAnswer):
         """Number of tokens of the answer."""
         return len(self._history) - len(self.request.context_ids)
 
-    @property
-    def generated_ids(self) -> list[int]:
-        """The tokens of the answer."""
-        return self._history[len(self.request.context_ids) :].tolist()
+    def generated_from(self, first: int) -> list[int]:
+        """Return the tokens of the answer from one on."""
+        return self._history[len(self.request.context_ids) + first :].tolist()
 
     @property
     def is_finished(self) -> bool:
@@ -150,7 +149,7 @@ class SampledAnswer(GrowingAnswer):
     def result(self) -> SequenceResult:
         """Return the answer so far."""
         return SequenceResult(
-            output_ids=(tuple(self.generated_ids),),
+            output_ids=(tuple(self.generated_from(0)),),
             cum_log_probs=(self.prompt.log_prob + self.cum_log_prob,),
             output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),
             finish_reasons=(self.reason,),

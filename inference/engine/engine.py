@@ -90,13 +90,16 @@ class Engine(EngineBase[RunningRequest]):
         request: GenerationRequest,
         *,
         on_step: OnStep | None = None,
+        only_tokens: bool = False,
         turn: SessionTurn | None = None,
     ) -> Future[GenerationResult]:
         """Queue a request.
 
         Args:
             request: Parsed by `parse_request` with this engine's `limits`.
-            on_step: Called after each step that gave the request tokens but did not finish it.
+            on_step: Called after each step that gave the request tokens but did not finish it, with
+                the results so far.
+            only_tokens: It is called with the new tokens alone, a list for each sequence.
             turn: The session that the request belongs to. If the request does not fit the session,
                 or other sessions hold the slots it needs, its future fails with one of the errors
                 below. A session's last turn ends it, answered or not.
@@ -117,7 +120,9 @@ class Engine(EngineBase[RunningRequest]):
             self.end_refused(turn)
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
-        running = RunningRequest(request, future, on_step=on_step, turn=turn)
+        running = RunningRequest(
+            request, future, on_step=on_step, only_tokens=only_tokens, turn=turn
+        )
         running.waiting = [self._make_sequence(running, *each) for each in enumerate(request.rows)]
         frames_line_up = on_step is not None and len(request.rows) > 1
         if frames_line_up:

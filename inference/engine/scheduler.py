@@ -23,7 +23,6 @@ from inference.engine.planned_step import Chunk, GeneratingStep, lay_out
 from inference.engine.queued_request import StepScheduler
 from inference.engine.sequence import (
     GenerationResult,
-    GenerationStep,
     RunningRequest,
     RunningSequence,
     SequenceStatus,
@@ -408,13 +407,9 @@ class Scheduler(StepScheduler[RunningRequest]):
                 self._report(request)
 
     def _report(self, request: RunningRequest) -> None:
-        results = list(request.results)
-        for sequence in [*request.active, *request.waiting]:
-            if sequence.answer.tokens:
-                results[sequence.index] = sequence.answer.result()
         assert request.on_step is not None
         try:
-            request.on_step(GenerationStep(request.request, tuple(results)))
+            request.on_step(request.new_tokens() if request.only_tokens else request.progress())
         except Exception as error:  # the listener's fault costs its own request alone
             logger.exception("a listener failed")
             request.fail(error)

@@ -54,7 +54,8 @@ class GenerationResult(GenerationStep):
     times: RequestTimes | None = None
 
 
-OnStep = Callable[[GenerationStep], object]
+# Gets a GenerationStep, or the new tokens of each sequence.
+OnStep = Callable[[Any], object]
 
 
 @dataclass(eq=False)
@@ -265,7 +266,7 @@ class RunningSequence:
         """Preempt it: it begins again, with its generated tokens as part of its prompt."""
         self.become(SequenceStatus.PREEMPTED)
         assert isinstance(self.answer, SampledAnswer), "a beam search keeps its blocks"
-        self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_ids
+        self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_from(0)
         self.table = BlockTable(cached=self.prefix_len)
         self.needs_marks = True
         self.prompt_outputs.restart()
@@ -276,13 +277,15 @@ class RunningRequest(QueuedRequest):
     """One client request.
 
     `lock_step` sequences start decoding together, so that frames line up. `turn` is given for
-    requests of a session; `session` is that session once the turn has begun.
+    requests of a session; `session` is that session once the turn has begun. `on_step` gets a
+    `GenerationStep`, with `only_tokens` the `new_tokens`.
     """
 
     request: GenerationRequest
     future: Future[Any]
     arrival: int = 0
     on_step: OnStep | None = None
+    only_tokens: bool = False
     lock_step: bool = False
     turn: SessionTurn | None = None
     session: Session | None = None
@@ -292,6 +295,28 @@ class RunningRequest(QueuedRequest):
 
     def __post_init__(self) -> None:
         self.results: list[SequenceResult | None] = [None] * len(self.request.rows)
+        self._reported = [0] * len(self.request.rows)  # tokens of each sequence
+
+    def progress(self) -> GenerationStep:
+        """Return the results so far."""
+        results = list(self.results)
+        for sequence in [*self.active, *self.waiting]:
+            if sequence.answer.tokens:
+                results[sequence.index] = sequence.answer.result()
+        return GenerationStep(self.request, tuple(results))
+
+    def new_tokens(self) -> list[Sequence[int]]:
+        """Return the tokens of each sequence since the last call, whose time their number bounds.
+
+        The sequences are sampled, not found by a beam search.
+        """
+        ended = zip(self.results, self._reported, strict=True)
+        new: list[Sequence[int]] = [row.output_ids[0][n:] if row else () for row, n in ended]
+        for sequence in [*self.active, *self.waiting]:
+            assert isinstance(sequence.answer, SampledAnswer)
+            new[sequence.index] = sequence.answer.generated_from(self._reported[sequence.index])
+        self._reported = [n + len(ids) for n, ids in zip(self._reported, new, strict=True)]
+        return new
 
     @property
     def stays(self) -> bool:

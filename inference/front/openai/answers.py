@@ -119,10 +119,10 @@ class Answer:
             is_short = is_ended or self.tokens < self.limit
             self.finish_reason = "stop" if is_short else "length"
 
-    @property
-    def token_ids(self) -> list[int]:
-        """Its tokens, the end token included."""
-        return (self._ids + ([] if self.end_id is None else [self.end_id]))[: self.tokens]
+    def token_ids(self, first: int = 0) -> list[int]:
+        """Return its tokens from one on, the end token included."""
+        end = [] if self.end_id is None else [self.end_id]
+        return [*self._ids[first : self.tokens], *end][: self.tokens - first]
 
     def _decoded_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         return self.codec.text_after(before, ids, special=self.shows_special)
@@ -140,7 +140,7 @@ class Answer:
             return None
         self._sent_characters += len(text)
         self._sent_tokens += len(ready)
-        ids = self.token_ids[self._sent_ids :]
+        ids = self.token_ids(self._sent_ids)
         self._sent_ids += len(ids)
         self.has_begun, self._is_sent = True, is_last
         return text, ready, ids

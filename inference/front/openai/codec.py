@@ -62,6 +62,7 @@ class Codec:
         ids = tokenizer.encode(template.end_token) if template and template.end_token else []
         own = ids if len(ids) == 1 else ()
         self.end_ids = tuple(dict.fromkeys((*end_ids, *own)))
+        self._hidden = tokenizer.special_ids | {*self.end_ids}
 
     def check_template(self) -> None:
         """Compile the chat template, if there is one. Raises ValueError if it is none."""
@@ -109,7 +110,7 @@ class Codec:
 
     def text_after(self, before: Sequence[int], ids: Sequence[int], *, special: bool) -> str:
         """Return the text that `ids` add to that of `before`, `special` tokens as spelled."""
-        hidden = frozenset() if special else self.tokenizer.special_ids | {*self.end_ids}
+        hidden = frozenset() if special else self._hidden
         shown = [index for index in ids if index not in hidden]
         return self._added([index for index in before[-WINDOW:] if index not in hidden], shown)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,17 @@ def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:
         for row, final, length in zip(step.rows, result.rows, lengths, strict=True):
             assert row is not None
             assert row.output_ids[0] == final.output_ids[0][: min(number, length)]
+
+
+def test_new_tokens_make_up_the_answers_but_for_the_last_step(engine: Engine) -> None:
+    news: list[list[Sequence[int]]] = []
+    request = request_of(engine, prompts_of(3), 8, end_id=52)
+    result = engine.submit(request, on_step=news.append, only_tokens=True).result()
+    answers_so_far = [tuple(itertools.chain(*row)) for row in zip(*news, strict=True)]
+    whole = [row.output_ids[0] for row in result.rows]
+    longest = max(map(len, whole))
+    assert answers_so_far == [ids[: longest - 1] for ids in whole]
+    assert all(len(row) <= 1 for step in news for row in step)
 
 
 def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine: Engine) -> None:

@@ -346,6 +346,8 @@ def test_sampled_rows_overlap_and_draw_what_they_draw_alone() -> None:
 def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:
     world = World(blocks=12, overlap=False)
     oldest, newest = (world.add(ids, 40, end_id=VOCAB) for ids in ([1, 2, 3], [4, 5, 6]))
+    news: list[list[list[int]]] = []
+    newest.on_step, newest.only_tokens = news.append, True
     gave_way = 0
     while not oldest.future.done():
         assert world.turn()
@@ -353,7 +355,9 @@ def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:
         gave_way += len(newest.waiting)
     assert gave_way
     world.run()
-    assert output_of(newest) == answer([4, 5, 6], 40, VOCAB)
+    whole = answer([4, 5, 6], 40, VOCAB)
+    assert output_of(newest) == whole
+    assert [token for (new,) in news for token in new] == [*whole[:-1]]
 
 
 ORIGINAL = 10
