@@ -60,6 +60,7 @@ GROUPS: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "epsilon": {"layernorm_epsilon": 0.1},
         "around zero": {"layernorm_zero_centered_gamma": True},
         "of heads": {"qk_layernorm": True},
+        "of heads, LayerNorm": {"qk_layernorm": True, "normalization": "LayerNorm"},
         "of heads, L2": {"qk_l2_norm": True},
         "after": {"apply_residual_connection_post_layernorm": True},
         "residual in fp32": {"fp32_residual_connection": True},

@@ -75,6 +75,17 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**_UNSIZED, "sliding_window": 5, "tie_word_embeddings": True},
     ),
     "nemotron": ("NemotronForCausalLM", {**_LLAMA, "attention_bias": True}),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {**_DECODER, "hidden_size": 24, "num_heads": 4, "num_layers": 2, "window_size": 5,
+         "max_position_embeddings": 40, "attention_types": [[["global", "local"], 1]]},
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT2),
+    "phi": ("PhiForCausalLM", {**_UNSIZED, "partial_rotary_factor": 0.75}),
+    "stablelm": (
+        "StableLmForCausalLM",
+        {**_UNSIZED, "qk_layernorm": True, "partial_rotary_factor": 0.75},
+    ),
     "falcon": ("FalconForCausalLM", _FALCON),
     "falcon-bias": (
         "FalconForCausalLM",
@@ -269,6 +280,19 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "exaone4-no-window": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "gpt_neo-global": {
+        "attention_types": [[["global"], 3]], "num_layers": 3, "intermediate_size": 56,
+        "tie_word_embeddings": False, "activation_function": "relu",
+    },
+    "gpt_neo-local": {"attention_types": [[["local"], 1], [["local"], 1]]},
+    "gpt_bigcode-heads": {"multi_query": False, "n_inner": 56, "tie_word_embeddings": False},
+    "gpt_bigcode-unscaled": {"scale_attn_weights": False, "activation_function": "gelu"},
+    "phi-tied": {**_TIED, "qk_layernorm": True, "num_key_value_heads": 4, "layer_norm_eps": 0.1},
+    "phi-yarn": rope("yarn", factor=2.5, partial_rotary_factor=0.75, **_LENGTH),
+    "stablelm-parallel": {
+        "use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 1,
+    },
+    "stablelm-tied": {**_TIED, "qk_layernorm": False, "hidden_act": "gelu"},
     "falcon-7b": {"multi_query": True, "tie_word_embeddings": False},
     **ROTARY,
 }  # fmt: skip

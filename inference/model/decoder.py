@@ -202,17 +202,25 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         choice = self.architecture
         if choice.query_key_norm is None:
             return None
-        query_heads, kv_heads, size = self._heads
-        scales = [self.scale(f"{prefix}{name}_norm") for name in ("query", "key")]
-        parts = zip(scales, (query_heads, kv_heads), strict=True)
+        *counts, size = self._heads
+        names = [f"{prefix}{name}_norm" for name in ("query", "key")]
+
+        def of_heads(parts: list[torch.Tensor]) -> torch.Tensor:
+            # Those of one head serve all of them.
+            pairs = zip(parts, counts, strict=True)
+            return torch.cat([part.view(-1, size).expand(count, size) for part, count in pairs])
+
+        biases = [self.weights.optional(f"{name}.bias") for name in names]
+        stored = [bias.float() for bias in biases if bias is not None]
         return QueryKeyNorm(
-            # Scales of one head serve all of them.
-            torch.cat([part.view(-1, size).expand(count, size) for part, count in parts]),
-            counts=(query_heads, kv_heads),
+            of_heads([self.scale(name) for name in names]),
+            counts=(counts[0], counts[1]),
             eps=choice.layernorm_eps,
             whole=choice.query_key_norm == "all",
             reduce=self.reduce,
             tp_size=self.weights.layout.tp_size,
+            centred=choice.norm == "layernorm",
+            bias=of_heads(stored) if stored else None,
         )
 
     def _mlp(

@@ -63,10 +63,11 @@ def make_norm(
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """RMSNorm of queries and keys before their rotation, in place.
+    """RMSNorm or, `centred`, LayerNorm of queries and keys before their rotation, in place.
 
-    `counts` are this rank's query and key heads, `weight` (H + K, D) fp32 their scales. If `whole`,
-    the mean is that of all heads together: `reduce` sums over the `tp_size` ranks that share them.
+    `counts` are this rank's query and key heads, `weight` (H + K, D) fp32 their scales, `bias` what
+    is added to them, if anything. If `whole`, the mean is that of all heads together: `reduce` sums
+    over the `tp_size` ranks that share them.
     """
 
     weight: torch.Tensor
@@ -75,21 +76,26 @@ class QueryKeyNorm:
     whole: bool
     reduce: AllReduce | None
     tp_size: int
+    centred: bool = False
+    bias: torch.Tensor | None = None
 
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
-        if heads.is_cuda and not self.whole:
+        if heads.is_cuda and not self.whole and not self.centred:
             from inference.model.gpu.norm import norm_heads
 
             norm_heads(heads, weight=self.weight, eps=self.eps)
             return
         wide = heads.float()
+        if self.centred:
+            wide = wide - wide.mean(2, keepdim=True)
         mean = wide.square().mean(2)  # (N, H+K)
         if self.whole:
             queries, keys = torch.split(mean, list(self.counts), dim=1)
             both = self._summed(torch.stack((queries.mean(1), keys.mean(1)), dim=1))
             mean = torch.cat((both[:, :1].expand_as(queries), both[:, 1:].expand_as(keys)), dim=1)
-        heads.copy_(wide * (mean + self.eps).rsqrt().unsqueeze(2) * self.weight)
+        wide = wide * (mean + self.eps).rsqrt().unsqueeze(2) * self.weight
+        heads.copy_(wide if self.bias is None else wide + self.bias)
 
     def _summed(self, mean: torch.Tensor) -> torch.Tensor:
         """Return the mean squares of all ranks' queries and keys (N, 2) for those of this one."""

@@ -116,6 +116,39 @@ MODELS: dict[str, tuple[ModelFamily, Any]] = {
             exact_gelu=True,
         ),
     ),
+    "gpt_neo": (
+        DENSE,
+        DenseConfig(
+            **{**DENSE_SIZES, "rotary_embedding": 0},
+            norm_type="layernorm",
+            has_positional_encoding=True,
+            attention_scale=1.0,
+            sliding_window=9,
+            sliding_layers=(1,),
+            activation_type="gelu",
+            has_mlp_bias=True,
+        ),
+    ),
+    "phi": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES,
+            norm_type="layernorm",
+            residual="parallel_shared",
+            query_key_norm="head",
+            activation_type="gelu",
+            has_head_bias=True,
+            has_qkv_bias=True,
+            has_attention_dense_bias=True,
+            has_mlp_bias=True,
+        ),
+    ),
+    "stablelm": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES, norm_type="layernorm", has_norm_bias=False, query_key_norm="heads"
+        ),
+    ),
     "phi3": (
         DENSE,
         DenseConfig(

@@ -65,6 +65,9 @@ TODAYS = (
     "starcoder2",
     "nemotron",
     "falcon",
+    "gpt_neo",
+    "phi",
+    "stablelm",
 )
 DECODERS = [name for name in MODELS if name not in ("t5", "mt5", "t5-encoder", "bert")]
 

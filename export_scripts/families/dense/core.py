@@ -71,11 +71,6 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     ]
     if is_mixture and not traits.gated:
         reasons.append(f"activation = {traits.activation}: mixtures are written with a gate alone")
-    if traits.source.get("qk_layernorm") and norm != "rmsnorm":
-        reasons.append(
-            f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
-            "are normalised with RMSNorm alone"
-        )
     return reasons + missing_sizes(traits) + unknown_model(facts)
 
 

@@ -1,6 +1,8 @@
 """Dense decoders in Hugging Face's form: one record for each, read in both directions."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     BIAS_KEYS,
@@ -14,14 +16,18 @@ from export_scripts.families.dense.huggingface import (
     chosen_layers,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
+from export_scripts.families.gpt.huggingface import GPT2_KEYS
+from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
+    Names,
     fused_layer,
     named_sources,
     whole_names,
 )
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.sources import HeadScales, Sources
 from export_scripts.files.json_content import Fields, Table
 
 _BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
@@ -129,6 +135,82 @@ def _written_olmo3(config: DenseConfig) -> Fields:
     """Return the bases by layer: next to each other transformers 5 reads one of them alone."""
     bases = {FULL: config.rotary_base, SLIDING: config.rotary_local_base}
     return {"rope_parameters": {kind: {"rope_theta": base} for kind, base in bases.items()}}
+
+
+def _kinds(types: Any) -> list[Any]:
+    """Return the kind of each layer of attention_types: kinds, and how often they are repeated."""
+    return [kind for kinds, times in types for _ in range(times) for kind in kinds]
+
+
+def _read_gpt_neo(settings: Settings, values: Table) -> Fields:
+    count = values["num_layer"]
+    types = settings.value("attention_types", default=[[["global", "local"], 12]])
+    try:
+        kinds = settings.value("attention_layers", default=_kinds(types))
+        is_known = kinds == _kinds(types) and {"global", "local"}.issuperset(kinds)
+    except (TypeError, ValueError):
+        is_known = False
+    if not is_known or len(kinds) != count:
+        settings.note(
+            f"attention_types = {types!r:.100}: expected global or local for each of the {count} "
+            "layers, and attention_layers, if stated, the same"
+        )
+        return {}
+    layers = chosen_layers([kind == "local" for kind in kinds])
+    window = settings.integer("window_size", default=256)
+    return {} if layers == () else {"sliding_window": window, "sliding_layers": layers}
+
+
+def _written_gpt_neo(config: DenseConfig) -> Fields:
+    count = config.num_layer
+    layers = range(count) if config.sliding_layers is None else config.sliding_layers
+    kinds = [
+        "local" if config.sliding_window and number in layers else "global"
+        for number in range(count)
+    ]
+    return {
+        "attention_types": [[kinds, 1]],
+        "attention_layers": kinds,
+        "window_size": config.sliding_window,
+    }
+
+
+_GPT2_NAMES: Names = {
+    "model.wte": "transformer.wte",
+    "model.wpe": "transformer.wpe",
+    "input_layernorm": "ln_1",
+    "attention.dense": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+    "model.final_layernorm": "transformer.ln_f",
+    "model.lm_head": "lm_head",
+}
+
+
+def _query_key_norm(kind: str) -> Callable[[Settings, Table], Fields]:
+    return lambda settings, _: {
+        "query_key_norm": kind if settings.flag("qk_layernorm", default=False) else None
+    }
+
+
+def _has_query_key_norm(config: DenseConfig) -> Fields:
+    return {"qk_layernorm": config.query_key_norm is not None}
+
+
+def _stablelm_norms(_: Facts, config: DenseConfig) -> Sources:
+    """Return the sources of norms of queries and keys, a module for each head."""
+    return {
+        f"{LAYER}attention.{name}_norm.weight": HeadScales(
+            tuple(
+                f"{LAYER}self_attn.{name[0]}_layernorm.norms.{head}.weight" for head in range(heads)
+            ),
+            part,
+        )
+        for part, (name, heads) in enumerate(
+            {"query": config.head_num, "key": config.kv_head_num}.items()
+        )
+    }
 
 
 _FALCON_LAYER = "transformer.h.{layer}."
@@ -341,6 +423,127 @@ _DECODERS = (
         bos=2,
         eos=3,
         rotary_fraction=0.5,
+    ),
+    # Learned positions, windows in every second layer, scores that are not scaled.
+    DenseDecoder(
+        model_type="gpt_neo",
+        model="GPTNeoForCausalLM",
+        title="GPT-Neo",
+        keys=(
+            "num_heads",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "vocab_size",
+            "max_position_embeddings",
+            "layer_norm_epsilon",
+            "activation_function",
+        ),
+        may_lack=("intermediate_size",),
+        fixed={
+            "norm_type": "layernorm",
+            "has_positional_encoding": True,
+            "has_attention_dense_bias": True,
+            "has_mlp_bias": True,
+            "attention_scale": 1.0,
+        },
+        layer=_FALCON_LAYER,
+        names={
+            **_GPT2_NAMES,
+            "attention.query": "attn.attention.q_proj",
+            "attention.key": "attn.attention.k_proj",
+            "attention.value": "attn.attention.v_proj",
+            "attention.dense": "attn.attention.out_proj",
+        },
+        read=_read_gpt_neo,
+        written=_written_gpt_neo,
+        is_gated=False,
+        is_tied=True,
+        bos=50256,
+        eos=50256,
+        rotary_base=None,
+        ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
+        prefix="transformer.",
+    ),
+    # SantaCoder and StarCoder: a GPT-2 with one key head, or as many as queries.
+    DenseDecoder(
+        model_type="gpt_bigcode",
+        model="GPTBigCodeForCausalLM",
+        title="GPTBigCode",
+        keys=(*GPT2_KEYS, "n_positions", "activation_function"),
+        fixed={"norm_type": "layernorm", "has_positional_encoding": True}
+        | dict.fromkeys(_BIASES, True),
+        layer=_FALCON_LAYER,
+        names={**_GPT2_NAMES, **dict.fromkeys(QUERY_KEY_VALUE, "attn.c_attn")},
+        rows="groups",
+        read=lambda settings, values: {
+            "kv_head_num": 1 if settings.flag("multi_query", default=True) else values["head_num"],
+            "attention_scale": (None if settings.flag("scale_attn_weights", default=True) else 1.0),
+        },
+        written=lambda config: {
+            "multi_query": config.kv_head_num == 1,
+            "scale_attn_weights": config.attention_scale is None,
+        },
+        is_gated=False,
+        is_tied=True,
+        bos=50256,
+        eos=50256,
+        rotary_base=None,
+        ignored=("*.attn.bias", "*.attn.masked_bias"),
+        prefix="transformer.",
+    ),
+    # Phi 1, 1.5 and 2: attention and MLP read the same norm; biases everywhere, the head's too.
+    DenseDecoder(
+        model_type="phi",
+        model="PhiForCausalLM",
+        title="Phi-1, Phi-2",
+        keys=(*SIZES, "layer_norm_eps", "hidden_act"),
+        fixed={
+            "norm_type": "layernorm",
+            "residual": "parallel_shared",
+            "has_head_bias": True,
+            **dict.fromkeys(_BIASES, True),
+        },
+        names={
+            **LLAMA_NAMES,
+            "attention.query_norm": "self_attn.q_layernorm",
+            "attention.key_norm": "self_attn.k_layernorm",
+            "attention.dense": "self_attn.dense",
+            "mlp.dense_h_to_4h": "mlp.fc1",
+            "mlp.dense_h_to_4h_2": "",
+            "mlp.dense_4h_to_h": "mlp.fc2",
+            "model.final_layernorm": "model.final_layernorm",
+        },
+        read=_query_key_norm("head"),
+        written=_has_query_key_norm,
+        is_gated=False,
+        bos=1,
+        eos=2,
+        rotary_fraction=0.5,
+    ),
+    # A Llama with layernorms, of heads too, whose attention and MLP may read the same one.
+    DenseDecoder(
+        model_type="stablelm",
+        model="StableLmForCausalLM",
+        title="StableLM",
+        keys=(*SIZES, "layer_norm_eps", "hidden_act", "use_qkv_bias"),
+        fixed={"norm_type": "layernorm"},
+        sources=_stablelm_norms,
+        read=lambda settings, values: {
+            **_query_key_norm("heads")(settings, values),
+            "residual": (
+                "parallel_shared"
+                if settings.flag("use_parallel_residual", default=False)
+                else "sequential"
+            ),
+        },
+        written=lambda config: {
+            **_has_query_key_norm(config),
+            "use_parallel_residual": config.residual == "parallel_shared",
+        },
+        bos=0,
+        eos=0,
+        rotary_fraction=0.25,
     ),
     # 7B, the decoder architecture of 40B and 180B, and RW. Attention and MLP read the same input,
     # through one norm (7B, 11B) or two (40B, 180B); RW is sequential.

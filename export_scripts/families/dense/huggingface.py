@@ -117,7 +117,8 @@ class DenseDecoder(HuggingFaceDecoder):
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
     is_gated: bool = True  # whether the MLP is
-    rotary_base: float = FT_BASE  # the library's default of rope_theta
+    # The library's default of rope_theta; None: no dimensions are rotated.
+    rotary_base: float | None = FT_BASE
     rotary_local_base: float | None = None  # of layers with a sliding window, if another
     rotary_local_key: str = "rope_local_base_freq"  # its spelling before transformers 5
     # The library's default of partial_rotary_factor; None where it always rotates whole heads.
@@ -146,22 +147,30 @@ class DenseDecoder(HuggingFaceDecoder):
             "hidden_size": hidden,
             "size_per_head": size,
             "activation_type": GATED[activation] if self.is_gated else activation,
-            **rotary_fields(
-                settings,
-                size,
-                fraction=self.rotary_fraction,
-                base=self.rotary_base,
-                local_base=self.rotary_local_base,
-                local_key=self.rotary_local_key,
-            ),
+            **self._rotary(settings, size),
             **(self.window.read(settings, values) if self.window else {}),
         }
+
+    def _rotary(self, settings: Settings, size_per_head: int) -> Fields:
+        if self.rotary_base is None:
+            return {"rotary_embedding": 0}
+        return rotary_fields(
+            settings,
+            size_per_head,
+            fraction=self.rotary_fraction,
+            base=self.rotary_base,
+            local_base=self.rotary_local_base,
+            local_key=self.rotary_local_key,
+        )
 
     def written_derived(self, config: DenseConfig) -> Fields:
         """Return the settings of which `derived` makes the fields.
 
         In the older spelling, which transformers 5 takes as well, and 4 alone.
         """
+        window = self.window.written(config) if self.window else {}
+        if self.rotary_base is None:
+            return window
         fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
         return {
             "head_dim": config.size_per_head,
@@ -169,7 +178,7 @@ class DenseDecoder(HuggingFaceDecoder):
             "rope_theta": config.rotary_base,
             **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
             **self._scaling(config),
-            **(self.window.written(config) if self.window else {}),
+            **window,
         }
 
     def _scaling(self, config: DenseConfig) -> Fields:

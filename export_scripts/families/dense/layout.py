@@ -23,7 +23,7 @@ from export_scripts.files.json_content import Fields
 _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),
     "residual": ("sequential", "parallel", "parallel_shared"),
-    "query_key_norm": (None, "head", "all"),
+    "query_key_norm": (None, "head", "heads", "all"),
     "rotary_scaling_type": (None, *ROTARY_SCALINGS),
 }
 _POSITIVE = (
@@ -56,9 +56,11 @@ class DenseConfig(DecoderConfig):
     layernorm_eps: float
     norm_type: str = _trait("rmsnorm")  # rmsnorm, layernorm
     norm_one_plus: bool = _trait(False)
+    has_norm_bias: bool = _trait(True)  # of layernorms
     has_input_norms: bool = _trait(True)
     has_output_norms: bool = _trait(False)
-    query_key_norm: str | None = None  # of each head, or of all heads together
+    # Norm of each head, with scales for one or for all of them, or of all heads together.
+    query_key_norm: str | None = None
     residual: str = _trait("sequential")  # sequential, parallel, parallel_shared
     activation_type: str = "gated-silu"
     exact_gelu: bool = False  # gelu is by erf, not tanh
@@ -66,6 +68,7 @@ class DenseConfig(DecoderConfig):
     has_qkv_bias: bool = False
     has_attention_dense_bias: bool = False
     has_mlp_bias: bool = False
+    has_head_bias: bool = _trait(False)
     attention_scale: float | None = None  # None: 1 / sqrt(size_per_head)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -74,6 +77,7 @@ class DenseConfig(DecoderConfig):
     residual_scale: float = _trait(1.0)
     sliding_window: int | None = None  # number of positions attended to, the current one included
     sliding_layers: tuple[int, ...] | None = None  # layers with the window; None: all
+    has_positional_encoding: bool = _trait(False)  # a table of learned positions
     use_attention_linear_bias: bool = _trait(False)
     rotary_embedding: int  # dimensions of each head that are rotated
     rotary_interleaved: bool = _trait(False)  # neighbouring ones together, not the halves
@@ -106,6 +110,11 @@ class DenseConfig(DecoderConfig):
             for name in _POSITIVE
             if (value := getattr(self, name)) is not None and not value > 0
         ]
+        positions = ("has_positional_encoding", "use_attention_linear_bias", "rotary_embedding")
+        if len(given := [name for name in positions if getattr(self, name)]) > 1:
+            problems.append(f"{' and '.join(given)}: expected positions of one kind")
+        if (self.query_key_norm, self.norm_type) == ("all", "layernorm"):
+            problems.append("query_key_norm = all: computed with norm_type = rmsnorm alone")
         kind = self.rotary_scaling_type or ""
         problems += [
             f"rotary_scaling_type = {kind} needs rotary_{name}"
@@ -174,12 +183,17 @@ class DenseConfig(DecoderConfig):
             rotary = Rotary(dims=dims, base=self.rotary_base, kind=kind, scaling=scaling)
             if self.rotary_local_base is not None:
                 local = Rotary(dims=dims, base=self.rotary_local_base)
-        alibi = self.use_attention_linear_bias
-        turned = "rotary_interleaved" if self.rotary_interleaved else "rotary_half"
+        positions = {
+            "rotary_interleaved": rotary and self.rotary_interleaved,
+            "rotary_half": rotary,
+            "learned": self.has_positional_encoding,
+            "alibi": self.use_attention_linear_bias,
+            "none": True,
+        }
         return self.built(
             DecoderArchitecture,
             kv_head_num=self.stored_kv_head_num,
-            position=turned if rotary else "alibi" if alibi else "none",
+            position=next(kind for kind, is_it in positions.items() if is_it),
             rotary=rotary,
             local_rotary=local,
             rotary_layers=self._per_layer(self.rotary_layers),
@@ -187,6 +201,7 @@ class DenseConfig(DecoderConfig):
             activation=activation,
             gated=gated,
             separate_qkv=True,
+            head_bias=self.has_head_bias,
             sliding_layers=self._per_layer(self.sliding_layers),
         )
 

@@ -91,8 +91,9 @@ class DecoderArchitecture(_Layers):
     norm_one_plus: bool = False  # the stored scale is the distance from 1
     has_input_norms: bool = True  # attention and MLP read normalised input
     has_output_norms: bool = False  # their outputs are normalised before they join the residual
-    # RMSNorm of queries and keys before rotary: over each head, or over all heads together.
-    query_key_norm: Literal["head", "all"] | None = None
+    # Norm of queries and keys before rotary: over each head, with one head's scales or those of
+    # all, or over all heads together (RMSNorm alone).
+    query_key_norm: Literal["head", "heads", "all"] | None = None
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
     residual_from_norm: bool = False  # the residual adds the normalised input, not the input
     # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.

@@ -88,11 +88,12 @@ class HuggingFaceSettings:
         """Return the fields in a configuration; problems are noted in `settings`."""
         values: Fields = {}
         for each, names, default in self:
-            if each.kind == "count" and settings.source.get(names[0]) is None:
-                continue
             kind = "integer" if each.kind in ("size", "count") else each.kind
             if each.kind == "size" and names[0] not in self.may_lack:
                 default = REQUIRED
+            is_open = each.kind == "count" or (each.kind == "size" and default is None)
+            if is_open and settings.source.get(names[0]) is None:
+                continue
             found = getattr(settings, kind)(*names, default=default)
             if kind.endswith("activation"):
                 found, values["exact_gelu"] = found

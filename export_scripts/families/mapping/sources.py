@@ -262,14 +262,39 @@ def attention_heads(key: str, part: int, rows: str, cut: int | None) -> Rows:
 
 
 def key_scales(key: str, cut: int | None) -> Rows:
-    """Return scales of the keys' norm: those of all heads together are repeated like the heads."""
+    """Return scales of the keys' norm: those of all heads are repeated like the heads."""
 
     def nesting(config: Any) -> Nesting:
-        is_joint = config.query_key_norm == "all"
-        times = config.stored_kv_head_num // config.kv_head_num if is_joint else 1
+        is_one = config.query_key_norm == "head"
+        times = 1 if is_one else config.stored_kv_head_num // config.kv_head_num
         return Nesting("nd", ("n", "d"), {"d": config.size_per_head}, times=times)
 
     return Rows(key, cut, nesting)
+
+
+@dataclass(frozen=True)
+class HeadScales(TensorSource):
+    """Scales of norms of each head's own, a key for each (size,)."""
+
+    keys: tuple[str, ...]
+    part: int  # queries (0) or keys (1), which are repeated like their heads
+
+    @property
+    def reads(self) -> Reads:
+        """All keys."""
+        return tuple((key, None) for key in self.keys)
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the scales of each key."""
+        times = config.stored_kv_head_num // config.kv_head_num if self.part else 1
+        found = (get(key)[0].reshape(-1, config.size_per_head) for key in self.keys)
+        return Parts(0, tuple(scales.repeat(times, 0) for scales in found))
+
+    def views(self, shape: Shape, config: Any) -> Views:
+        """Return the scales of each key."""
+        size = config.size_per_head
+        whole = (math.prod(shape) // size, size)
+        return [(key, View(whole, (1,), (size,), index)) for index, key in enumerate(self.keys)]
 
 
 def split_qkv(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,21 @@ LLAMA = (
 SIZES: Mapping[str, tuple[str, ...]] = {
     "gpt2": GPT2,
     "gptj": GPT2,
+    "gpt_bigcode": GPT2,
+    "gpt_neo": ("num_heads", "hidden_size", "intermediate_size", "num_layers", "vocab_size"),
     "codegen": GPT2,
     "bloom": ("n_head", "hidden_size", "", "n_layer", "vocab_size"),
     "opt": ("num_attention_heads", "hidden_size", "ffn_dim", "num_hidden_layers", "vocab_size"),
     "bert": LLAMA,
     "t5": ("num_heads", "d_model", "d_ff", "num_layers", "vocab_size"),
+}
+# Settings by which whole heads are rotated, and those of each layer.
+WHOLE_HEADS = {
+    "gptneox": "rotary_pct", "phi": "partial_rotary_factor", "stablelm": "partial_rotary_factor",
+}  # fmt: skip
+LAYERS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "gemma3": lambda count: {"layer_types": (["sliding_attention", "full_attention"] * 2)[:count]},
+    "gpt_neo": lambda count: {"attention_types": [[["local"], count]]},
 }
 KIND = {"t5-encoder": "t5_encoder"}
 # Rows of OPT's positions that no token uses: FT does not store them.
@@ -75,8 +85,10 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     keys = SIZES.get(base, LLAMA)
     values = (heads, heads * size, inter, layers, vocab)
     changes: dict[str, Any] = {key: value for key, value in zip(keys, values, strict=True) if key}
-    if base == "gptneox":
-        changes["rotary_pct"] = 1.0
+    if base in WHOLE_HEADS:
+        changes[WHOLE_HEADS[base]] = 1.0
+    if base in LAYERS:
+        changes |= LAYERS[base](layers)
     if base in ("gptj", "codegen"):
         changes["rotary_dim"] = 2 * math.ceil(size / 4)
     if base == "t5":
@@ -89,7 +101,12 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     if base == "falcon":
         changes["ffn_hidden_size"] = inter
         changes["num_kv_heads"] = heads // (1 + layers % 2) if name[7:] in _NEW else heads
-    if base in ("phi3", "starcoder2", "falcon"):  # heads are of the hidden size by heads
+    if base in (
+        "phi3",
+        "starcoder2",
+        "falcon",
+        "stablelm",
+    ):  # heads are of the hidden size by heads
         changes["hidden_size"] = heads * changes.pop("head_dim")
     if base in ("nemotron", "glm", "glm4"):  # which rotate half of a head
         changes["head_dim"] = 2 * size
@@ -98,9 +115,6 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
         changes["rope_parameters"] = {
             "rope_type": "longrope", "partial_rotary_factor": 1.0, **factors
         }  # fmt: skip
-    if base == "gemma3":
-        changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        changes["layer_types"] = changes["layer_types"][:layers]
     if name == "llama":
         changes |= {"attention_bias": layers == 3, "mlp_bias": layers == 2}
     return changes

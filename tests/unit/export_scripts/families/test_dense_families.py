@@ -136,6 +136,46 @@ FALCON_40B: dict[str, Any] = {
     **FALCON_7B, "hidden_size": 8192, "new_decoder_architecture": True,
     "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
 }  # fmt: skip
+GPT_NEO_13B: dict[str, Any] = {
+    "activation_function": "gelu_new", "architectures": ["GPTNeoForCausalLM"],
+    "attention_dropout": 0, "attention_layers": ["global", "local"] * 12,
+    "attention_types": [[["global", "local"], 12]], "bos_token_id": 50256, "embed_dropout": 0,
+    "eos_token_id": 50256, "gradient_checkpointing": False, "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": None, "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 2048, "model_type": "gpt_neo", "num_heads": 16, "num_layers": 24,
+    "resid_dropout": 0, "tokenizer_class": "GPT2Tokenizer", "use_cache": True,
+    "vocab_size": 50257, "window_size": 256,
+}  # fmt: skip
+STARCODER: dict[str, Any] = {
+    "activation_function": "gelu", "architectures": ["GPTBigCodeForCausalLM"],
+    "attention_softmax_in_fp32": True, "attn_pdrop": 0.1, "bos_token_id": 0, "embd_pdrop": 0.1,
+    "eos_token_id": 0, "inference_runner": 0, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "max_batch_size": None, "max_sequence_length": None,
+    "model_type": "gpt_bigcode", "multi_query": True, "n_embd": 6144, "n_head": 48,
+    "n_inner": 24576, "n_layer": 40, "n_positions": 8192, "pad_key_length": True,
+    "pre_allocate_kv_cache": False, "resid_pdrop": 0.1, "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True, "use_cache": True, "validate_runner_input": True,
+    "vocab_size": 49152,
+}  # fmt: skip
+PHI_2: dict[str, Any] = {
+    "architectures": ["PhiForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 50256,
+    "embd_pdrop": 0.0, "eos_token_id": 50256, "hidden_act": "gelu_new", "hidden_size": 2560,
+    "initializer_range": 0.02, "intermediate_size": 10240, "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048, "model_type": "phi", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.4,
+    "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": 51200,
+}  # fmt: skip
+STABLELM2_12B: dict[str, Any] = {
+    "architectures": ["StableLmForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 100257,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 13824, "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 4096, "model_type": "stablelm", "num_attention_heads": 32,
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "partial_rotary_factor": 0.25,
+    "qk_layernorm": True, "rope_scaling": None, "rope_theta": 10000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_parallel_residual": True,
+    "use_qkv_bias": False, "vocab_size": 100352,
+}  # fmt: skip
 
 EXAONE4_32B: dict[str, Any] = {
     "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
@@ -195,6 +235,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         FALCON_7B, 6_921_720_704, {"residual": "parallel_shared", "kv_head_num": 1},
     ),
     "falcon-40b": (FALCON_40B, 41_303_293_952, {"residual": "parallel", "kv_head_num": 8}),
+    "gpt-neo-1.3B": (
+        GPT_NEO_13B, 1_315_575_808,
+        {"position": "learned", "attention_scale": 1.0, "sliding_layers": (False, True) * 12},
+    ),
+    "starcoder": (STARCODER, 15_517_456_384, {"position": "learned", "kv_head_num": 1}),
+    "phi-2": (PHI_2, 2_779_683_840, {"residual": "parallel_shared", "head_bias": True}),
+    "stablelm-2-12b": (
+        STABLELM2_12B, 12_143_185_920,
+        {"residual": "parallel_shared", "query_key_norm": "heads", "norm": "layernorm"},
+    ),
     "gemma-3-1b-pt": (
         GEMMA3_1B, 999_885_952,
         {"sliding_layers": ((True,) * 5 + (False,)) * 4 + (True, True), "norm_one_plus": True,
@@ -273,6 +323,16 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         ),
         (FALCON_7B, {"alibi": True}, "alibi = True: scores are rounded"),
         (FALCON_40B, {"parallel_attn": False}, "transformers has no such model"),
+        *(
+            (GPT_NEO_13B, changes, "expected global or local for each of the 24 layers")
+            for changes in (
+                {"attention_layers": ["global"] * 24},
+                {"attention_types": [[["global", "none"], 12]], "attention_layers": None},
+                {"attention_types": [[["global"], "x"]]},
+                {"attention_types": 24, "attention_layers": None},
+            )
+        ),
+        (STABLELM2_12B, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0: positions"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
     ],
 )
