@@ -60,7 +60,7 @@ _FAILURES: dict[type[Exception], tuple[str, str]] = {
 
 
 class _Arrivals:
-    """What the engine's thread hands to one request in the event loop, in order.
+    """Items that the engine's thread hands to one request in the event loop, in order.
 
     Attributes:
         items: those that were not taken yet.
