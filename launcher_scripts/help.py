@@ -15,7 +15,7 @@ usage: PROGRAM [group=file ...] [key=value ...] [options]
 
 stages (in this order; missing prerequisites run first, finished work is skipped)
   convert     checkpoint -> FasterTransformer shards        <triton_model_dir>/1/<TP>-gpu
-              (convert.format=huggingface: for others)      <triton_model_dir>/1/huggingface
+              (convert.format=huggingface, peft: for others) <triton_model_dir>/1/<format>
   certify     checkpoint and folder -> proof or difference  results/certify/certificate.html
   export      shards -> Triton repository                   config.pbtxt of every model
   deploy      repository -> running server, until Ctrl-C    deploy/endpoint.json

@@ -155,6 +155,8 @@ def _needed_by(name: str, config: Config) -> str | None:
     if name == "deploy" and config.cluster_type == "kubernetes":
         return None  # pods serve what is in their volume
     repository = config.deploy.repository
+    if config.convert.is_adapter:
+        return "convert"
     if config.deploy.engine in (VLLM, OPENAI):  # they serve a Hugging Face folder
         return "convert" if repository is None else None
     # An object store serves only what this configuration has published there.

@@ -28,7 +28,13 @@ from inference.front.access import Access, OpenAIOptions, access_of
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, MODEL_FIELD, PORT_FIELD
 from inference.system.ports import DEFAULT_PORTS, ports_problems
-from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, several_nodes, vllm_command
+from stages.engines import (
+    OWN_VLLM_OPTIONS,
+    VLLM_TYPES,
+    adapter_options,
+    several_nodes,
+    vllm_command,
+)
 
 PORT_KEYS = {
     "host": "deploy.host",
@@ -161,6 +167,8 @@ class DeployConfig(DeploySection):
 
     Attributes:
         folder: of the Triton repository, or the Hugging Face folder of another engine.
+        adapter: folder of an adapter of that, which vLLM serves as `model_name`, and the folder
+            itself as its `base_name`.
         model_name: the model that takes token ids.
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation, for vLLM.
@@ -178,6 +186,7 @@ class DeployConfig(DeploySection):
 
     folder: Path
     model_name: str
+    adapter: Path | None = None
     tp_size: int = 1
     pp_size: int = 1
     instance_count: int = 1
@@ -222,6 +231,11 @@ class DeployConfig(DeploySection):
         return self.engine in (VLLM, OPENAI)
 
     @property
+    def base_name(self) -> str:
+        """Name of the model without its adapter."""
+        return f"{self.model_name}-base"
+
+    @property
     def command_line(self) -> tuple[str, ...]:
         """The command of another engine's server, with fields for what only the start knows."""
         return self.command_on(0)
@@ -231,7 +245,7 @@ class DeployConfig(DeploySection):
         if self.engine != VLLM:
             return tuple(self.command)
         options: dict[str, Any] = {
-            "served_model_name": self.model_name,
+            "served_model_name": self.base_name if self.adapter else self.model_name,
             "tensor_parallel_size": self.tp_size,
             "pipeline_parallel_size": self.pp_size,
             "max_model_len": self.max_seq_len,
@@ -249,6 +263,8 @@ class DeployConfig(DeploySection):
             options["dtype"] = VLLM_TYPES[self.data_type]
         if self.nodes > 1:
             options |= several_nodes(self.nodes, rank)
+        if self.adapter:
+            options |= adapter_options(self.model_name, self.adapter)
         options |= {key.replace("-", "_"): value for key, value in self.vllm.items()}
         return vllm_command(self.executable, options)
 
@@ -411,7 +427,8 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
     """Yield the problems of a server of another engine."""
     if config.engine == VLLM:
         given = {key.replace("-", "_") for key in config.vllm}
-        for key, own in OWN_VLLM_OPTIONS.items():
+        of_adapter = dict.fromkeys(("enable_lora", "lora_modules"), "convert.format=peft")
+        for key, own in (OWN_VLLM_OPTIONS | (of_adapter if config.adapter else {})).items():
             if key in given:
                 yield f"deploy.vllm.{key} is decided by {own}; set that key."
         is_alone = not config.front and not config.access.problems()

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from export_scripts.checkpoints.base import json_file
+from export_scripts.conversion.lora import PEFT_CONFIG
 from inference.server.openai_server import MODEL_FIELD
 
 # Fields of a command for several nodes: where the processes meet, on the first node.
@@ -11,7 +14,7 @@ HEAD_FIELD, HEAD_PORT_FIELD = "{head}", "{head_port}"
 
 TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; a command line is seen by other users
 # Options of `vllm serve` that other keys of the configuration decide.
-OWN_VLLM_OPTIONS: Mapping[str, str] = {
+OWN_VLLM_OPTIONS: dict[str, str] = {
     "model": "deploy.repository",
     "served_model_name": "export.run.model_train_name",
     "host": "deploy.host",
@@ -26,6 +29,7 @@ OWN_VLLM_OPTIONS: Mapping[str, str] = {
         ("nnodes", "node_rank", "master_addr", "master_port", "headless"), "cluster.gpus_per_node"
     ),
 }
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -45,6 +49,18 @@ def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]
             shown = (json.dumps(dict(v)) if isinstance(v, Mapping) else str(v) for v in values)
             words += [f"--{name}", *shown]
     return tuple(words)
+
+
+def adapter_options(name: str, folder: Path) -> dict[str, Any]:
+    """Return the options of `vllm serve` for an adapter that is called by a name.
+
+    Its rank is known once the folder is there. vLLM 0.32, vllm/config/lora.py.
+    """
+    options: dict[str, Any] = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
+    settings = folder / PEFT_CONFIG
+    if settings.is_file() and type(rank := json_file(settings).get("r")) is int:
+        options["max_lora_rank"] = next((most for most in _LORA_RANKS if most >= rank), rank)
+    return options
 
 
 def several_nodes(nodes: int, rank: int) -> dict[str, Any]:

@@ -117,6 +117,14 @@ class ChunkedTensor(Piece):
         return ChunkedTensor(self.dtype, self.shape[1:], chunks)
 
 
+def chunked(piece: Piece) -> ChunkedTensor:
+    """Return a piece of a stored tensor, or of one in chunks, as the latter."""
+    if isinstance(piece, ChunkedTensor):
+        return piece
+    (stored,) = piece.stored
+    return ChunkedTensor(piece.dtype, piece.shape, {(0,) * len(piece.shape): stored})
+
+
 def refuse_holes(tensors: Mapping[str, ChunkedTensor], where: object) -> None:
     """Check that the chunks of tensors make the wholes.
 

@@ -20,7 +20,7 @@ from export_scripts.checkpoints.base import (
     Piece,
     Pieces,
 )
-from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
+from export_scripts.checkpoints.chunks import chunked, concatenated
 from export_scripts.checkpoints.partitioned import renamed
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
@@ -293,11 +293,5 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
 
 def _joined(first: Sequence[Piece], second: Sequence[Piece]) -> Pieces:
     """Return each training rank's halves of a gated projection as one tensor."""
-    wholes = [
-        [
-            ChunkedTensor(each.dtype, each.shape, {(0,) * len(each.shape): each.stored[0]})
-            for each in half
-        ]
-        for half in (first, second)
-    ]
-    return tuple(concatenated(a, b) for a, b in zip(*wholes, strict=True))
+    pairs = zip(map(chunked, first), map(chunked, second), strict=True)
+    return tuple(concatenated(*halves) for halves in pairs)

@@ -12,14 +12,16 @@ from pathlib import Path
 
 from export_scripts import __version__
 from export_scripts.checkpoints import LATEST, chosen_entry
-from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.checkpoints.base import fingerprint_files, json_file
 from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
 from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_folder
 from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
+from export_scripts.conversion.lora import PEFT_CONFIG, peft_problems
+from export_scripts.conversion.peft import plan_peft
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
-from export_scripts.conversion.request import ConversionRequest, request_problems
+from export_scripts.conversion.request import PEFT, ConversionRequest, request_problems
 from export_scripts.conversion.tokenizer import with_tokenizer
 from export_scripts.errors import CheckpointMismatchError, listed, refuse, without_middle
 from export_scripts.files.disk import check_space
@@ -135,6 +137,8 @@ def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> Con
     plan = plan_conversion(request, scratch_dir=scratch_dir)
     if not request.is_huggingface:
         return plan
+    if request.output_format == PEFT:
+        return plan_peft(plan)
     return with_tokenizer(plan_huggingface(plan))
 
 
@@ -271,11 +275,15 @@ def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
     """Return every difference between a converted folder and its description.
 
     Of an FT folder as `validate_directory`; of a Hugging Face folder: its names, shapes and sizes
-    against its configuration, and its files against its manifest.
+    against its configuration, and its files against its manifest; of an adapter: the latter, and
+    settings that would not be read.
     """
-    if not folder.is_dir() or not is_huggingface(folder):
+    settings = folder / PEFT_CONFIG
+    if not settings.is_file() and not (folder.is_dir() and is_huggingface(folder)):
         return validate_directory(folder, checksums=checksums)
     problems = list(manifest_problems(folder, checksums=checksums).values())
+    if settings.is_file():
+        return problems or peft_problems(json_file(settings), settings)
     request = ConversionRequest(
         folder, folder.parent, 1, "fp32", output_format="huggingface", allow_setting=("*",)
     )

@@ -338,10 +338,10 @@ def _shards(
     names = [WEIGHTS_NAME]
     if (count := len(groups)) > 1:
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    return tuple(_shard(name, group, kind) for name, group in zip(names, groups, strict=True))
+    return tuple(weights_file(name, group, kind) for name, group in zip(names, groups, strict=True))
 
 
-def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFile:
+def weights_file(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFile:
     """Return a file: 8 bytes with the length of a JSON table, the table, the tensors."""
     table: Fields = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,8 +1,9 @@
-"""LoRA adapters, merged into their model's weights while a checkpoint is read.
+"""LoRA adapters, added to their model's weights while a checkpoint is read.
 
 A merged tensor is one more kind of piece: the readers, mappings and writers on either side of it
-do not know of adapters. Sums are made in fp32, as PEFT's `merge_and_unload` makes them for a model
-in fp32 (peft, tuners/lora/layer.py), and rounded once, to the type on disk.
+do not know of adapters; `conversion/peft.py` follows the pieces to write an adapter apart. Sums are
+made in fp32, as PEFT's `merge_and_unload` makes them for a model in fp32 (peft,
+tuners/lora/layer.py), and rounded once, to the type on disk.
 
 Adapters come from PEFT, NeMo 1, NeMo 2 and Megatron Bridge. Layout: huggingface/peft,
 peft/utils/save_and_load.py; NVIDIA/NeMo 1.x,
@@ -17,10 +18,10 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import (
@@ -30,8 +31,10 @@ from export_scripts.checkpoints.base import (
     FileMaps,
     Piece,
     Pieces,
+    StoredTensor,
     json_file,
 )
+from export_scripts.checkpoints.chunks import chunked
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 from export_scripts.files.json_content import Table
@@ -44,7 +47,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 # half; the name of the matrix that follows shows whether a layer is gated.
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 
-_PEFT_CONFIG = "adapter_config.json"
+PEFT_CONFIG = "adapter_config.json"
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 # Settings of PEFT's LoRA that are read here, and those that change nothing in how it is merged. Any
@@ -78,28 +81,81 @@ _NEMO_LAYERS = {
     "lora_dense_attention_adapter": (("linear_proj", "dense"), 1),
     "lora_hto4h_adapter": (("linear_fc1", "dense_h_to_4h"), 0),
     "lora_4htoh_adapter": (("linear_fc2", "dense_4h_to_h"), 1),
+    "lora_unfused_kqv_adapter": (("linear_qkv",), 0),
+    "lora_unfused_hto4h_adapter": (("linear_fc1",), 0),
 }
 _NEMO_FACTOR = re.compile(
-    r"^(?P<block>.+)\.adapter_layer\.(?P<adapter>\w+)\.linear_(?P<side>in|out)\.weight$"
+    r"^(?P<block>.+)\.adapter_layer\.(?P<adapter>\w+)(?:\.(?P<part>q|k|v|gate|up)_adapter)?"
+    r"\.linear_(?P<side>in|out)\.weight$"
 )
 _NEMO_SCHEMES = ("lora", "qlora")
-_CORE_FACTOR = re.compile(r"^(?P<module>.+)\.adapter\.linear_(?P<side>in|out)\.weight$")
+_CORE_FACTOR = re.compile(
+    r"^(?P<module>.+)\.adapter(?:\.adapter_(?P<part>q|k|v|gate|up))?"
+    r"\.linear_(?P<side>in|out)\.weight$"
+)
+_GROUPED_EXPERTS = re.compile(r"(?<=\.mlp\.experts)\.linear_fc[12]\.weight$")
+_CORE_KINDS = ("LoRA", "CanonicalLoRA")
 _CORE_ALPHA = 32  # of NeMo 2, which saves only what a user set
+# A setting by which a user states how Megatron Bridge was to add adapters of single projections.
+CANONICAL = "canonical_lora"
+
+
+class RowBlocks(NamedTuple):
+    """Some rows of a matrix: in each of `groups` of `size` rows, those from `first` to `end`."""
+
+    groups: int
+    size: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True)
-class _Update:
-    """A low-rank update of a matrix (out, in): scale * up @ down."""
+class Update:
+    """A low-rank update of a matrix (out, in), or of some of its rows: scale * up @ down."""
 
     down: Pieces  # the first factor (r, in), in pieces along `down_axis`
     up: Pieces  # the second factor (out, r), in pieces along its rows
     scale: float  # factor of the product
     down_axis: int = 0  # axis along which training ranks cut the first factor
     is_transposed: bool = False  # whether the matrix is stored as (in, out)
+    part: RowBlocks | None = None  # the rows, where they are not all
+
+    @property
+    def rank(self) -> int:
+        """Columns of the second factor."""
+        return self.up[0].shape[1]
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors of both factors."""
+        return tuple(part for piece in (*self.down, *self.up) for part in piece.stored)
+
+    def first_factor(self, maps: FileMaps) -> Array:
+        """Return the whole first factor (r, in) in fp32."""
+        import numpy as np
+
+        from export_scripts.numeric.arrays import to_float32
+
+        whole: Array = np.concatenate(
+            [to_float32(piece.load(maps)) for piece in self.down], self.down_axis
+        )
+        return whole
+
+    def second_factor(self, maps: FileMaps, halves: int) -> Array:
+        """Return the whole second factor (out, r) in fp32, with the halves of a gate apart."""
+        import numpy as np
+
+        from export_scripts.numeric.arrays import to_float32
+
+        halves = 1 if self.part else halves
+        parts = [to_float32(piece.load(maps)) for piece in self.up]
+        split = [part.reshape(halves, -1, part.shape[1]) for part in parts]
+        whole: Array = np.concatenate(split, 1).reshape(-1, self.rank)
+        return whole
 
 
 # The names that a tensor may have in its model, and its update, or what takes its place.
-_Change = tuple[tuple[str, ...], _Update | Pieces]
+_Change = tuple[tuple[str, ...], Update | Pieces]
 
 
 @dataclass(frozen=True)
@@ -113,53 +169,83 @@ class _Adapter:
 
     def describe(self) -> str:
         """Return a remark on what is merged."""
-        updates = [change for _, change in self.changes if isinstance(change, _Update)]
-        ranks = sorted({update.up[0].shape[1] for update in updates})
+        updates = [change for _, change in self.changes if isinstance(change, Update)]
+        ranks = sorted({update.rank for update in updates})
         replaced = len(self.changes) - len(updates)
         also = f", {replaced} tensors replaced" if replaced else ""
         return (
-            f"merged {len(updates)} low-rank updates of {self.path} "
+            f"took {len(updates)} low-rank updates of {self.path} "
             f"(rank {', '.join(map(str, ranks))}{also})"
         )
 
 
-def _merged(base: Piece, update: _Update, axis: int, share: slice, halves: int) -> Piece:
-    """Return a training rank's piece of a matrix with its share of an update added, in fp32.
+@dataclass(frozen=True)
+class Sum:
+    """Computes a training rank's piece of a matrix with its share of an update added, in fp32.
 
     The share is of the rows (axis 0), counted in each half of a gated matrix, or of the columns.
     """
 
-    def compute(maps: FileMaps) -> Array:
+    base: Piece
+    update: Update
+    size: tuple[int, int]  # of the whole matrix
+    axis: int
+    share: slice
+    halves: int
+
+    def rows(self) -> Array:
+        """Return the row of the second factor for each row of the piece; -1 for none."""
+        import numpy as np
+
+        rows = np.arange(self.size[0], dtype=np.int32)
+        if self.update.part:
+            _, size, first, end = self.update.part
+            group, inner = np.divmod(rows, size)
+            is_in = (first <= inner) & (inner < end)
+            rows = np.where(is_in, group * (end - first) + inner - first, -1).astype(np.int32)
+        halves = rows.reshape(self.halves, -1)
+        found: Array = (halves if self.axis else halves[:, self.share]).ravel()
+        return found
+
+    def columns(self) -> Array:
+        """Return the column of the first factor for each column of the piece."""
+        import numpy as np
+
+        columns: Array = np.arange(self.size[1], dtype=np.int32)
+        return columns[self.share] if self.axis else columns
+
+    def __call__(self, maps: FileMaps) -> Array:
+        """Return the sum."""
         import numpy as np
 
         from export_scripts.numeric.arrays import to_float32
 
-        down = np.concatenate(
-            [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
-        )  # (r, in)
-        parts = [to_float32(piece.load(maps)) for piece in update.up]
-        up = np.concatenate(
-            [part.reshape(halves, len(part) // halves, part.shape[1]) for part in parts], 1
-        )
-        if axis == 0:
-            up = up[:, share]
-        else:
-            down = down[:, share]
-        delta: Array = (np.concatenate(up) @ down) * np.float32(update.scale)
-        values: Array = to_float32(base.load(maps))
-        return values + (delta.T if update.is_transposed else delta)
+        rows = self.rows()
+        up = self.update.second_factor(maps, self.halves)[rows]
+        up[rows < 0] = 0
+        down = self.update.first_factor(maps)[:, self.columns()]
+        delta: Array = (up @ down) * np.float32(self.update.scale)
+        values: Array = to_float32(self.base.load(maps))
+        return values + (delta.T if self.update.is_transposed else delta)
 
-    pieces = (base, *update.down, *update.up)
-    inputs = tuple(part for piece in pieces for part in piece.stored)
-    return ComputedPiece("fp32", base.shape, inputs, compute)
+    @property
+    def piece(self) -> ComputedPiece:
+        """The sum as a piece of a tensor."""
+        return ComputedPiece(
+            "fp32", self.base.shape, (*self.base.stored, *self.update.stored), self
+        )
 
 
 def with_adapters(
-    reader: CheckpointReader, paths: Sequence[Path], scratch_dir: Path | None
+    reader: CheckpointReader,
+    paths: Sequence[Path],
+    scratch_dir: Path | None,
+    is_passed: Callable[[str], bool] = lambda _: False,
 ) -> CheckpointReader:
     """Return a checkpoint with adapters merged into it, in order; nothing is read yet.
 
-    Gzip archives are unpacked in `scratch_dir` while the reader is in use.
+    Gzip archives are unpacked in `scratch_dir` while the reader is in use; `is_passed` says whether
+    the user passes a setting that would be refused.
 
     Raises:
         CheckpointMismatchError: An adapter cannot be merged; every reason is listed.
@@ -172,7 +258,7 @@ def with_adapters(
     adapters: list[_Adapter] = []
     for path in paths:
         try:
-            adapter = _open_adapter(path, reader, scratch_dir)
+            adapter = _open_adapter(path, reader, scratch_dir, is_passed)
         except CheckpointMismatchError as error:
             problems += error.problems
             continue
@@ -193,19 +279,20 @@ def _apply(adapter: _Adapter, tensors: dict[str, Pieces], reader: CheckpointRead
     """Change a model's tensors as an adapter does; return the problems."""
     problems: list[str] = []
     unknown: list[str] = []
-    done: set[tuple[str, type]] = set()
+    done: set[tuple[str, type, RowBlocks | None]] = set()
     for names, change in adapter.changes:
+        part = change.part if isinstance(change, Update) else None
         key = _named(tensors, names)
         if key is None:
             unknown.append(names[0])
             continue
-        if (key, type(change)) in done:
+        if (key, type(change), part) in done:
             problems.append(
                 f"{adapter.path} changes {key} twice, once as {names[0]}: "
                 "expected one change of each matrix"
             )
             continue
-        done.add((key, type(change)))
+        done.add((key, type(change), part))
         old = tensors[key]
         if isinstance(change, tuple):
             if [piece.shape for piece in old] != [piece.shape for piece in change]:
@@ -246,7 +333,7 @@ def _shapes(pieces: Sequence[Piece]) -> str:
 
 
 def _tied_problems(
-    adapter: _Adapter, changed: Iterable[tuple[str, type]], reader: CheckpointReader
+    adapter: _Adapter, changed: Iterable[tuple[str, type, object]], reader: CheckpointReader
 ) -> list[str]:
     """Return a reason if an adapter changes one of a shared embedding and head alone."""
     has_head = any(key.endswith(_HEADS) for key in reader.tensors)
@@ -255,12 +342,12 @@ def _tied_problems(
     return [
         f"{adapter.path} changes {key}, which the model uses as embedding and as head: load it "
         "with peft, merge_and_unload, and convert what save_pretrained leaves"
-        for key in sorted({key for key, kind in changed if has_head or kind is tuple})
+        for key in sorted({key for key, kind, _ in changed if has_head or kind is tuple})
         if key.endswith(TIED_TABLES)
     ]
 
 
-def _with_update(key: str, tensors: Mapping[str, Pieces], update: _Update) -> Pieces | None:
+def _with_update(key: str, tensors: Mapping[str, Pieces], update: Update) -> Pieces | None:
     """Return a matrix's pieces with an update added, or None if it does not fit."""
     pieces = tensors[key]
     every = (*pieces, *update.down, *update.up)
@@ -271,18 +358,25 @@ def _with_update(key: str, tensors: Mapping[str, Pieces], update: _Update) -> Pi
     rows = _size(update.up, 0, cut=True)
     if None in (rank, rows, columns) or {p.shape[1] for p in update.up} != {rank}:
         return None
+    if (part := update.part) is not None:
+        if rows != part.groups * (part.end - part.first):
+            return None
+        rows = part.groups * part.size
+    size = (rows or 0, columns or 0)
     if update.is_transposed:
-        fits = [p.shape for p in pieces] == [(columns, rows)]
-        return (_merged(pieces[0], update, 0, slice(rows), 1),) if fits else None
+        fits = [p.shape for p in pieces] == [size[::-1]]
+        return (Sum(pieces[0], update, size, 0, slice(rows), 1).piece,) if fits else None
     for axis in (0, 1):
         sums = (_size(pieces, 0, cut=axis == 0), _size(pieces, 1, cut=axis == 1))
         halves = 2 if axis == 0 and _is_gated(key, tensors) else 1
-        is_odd = any(piece.shape[0] % halves for piece in (*pieces, *update.up))
-        if sums == (rows, columns) and not is_odd:
+        halved = pieces if part else (*pieces, *update.up)
+        if sums == size and not any(piece.shape[0] % halves for piece in halved):
             sizes = [piece.shape[axis] // halves for piece in pieces]
             return tuple(
-                _merged(piece, update, axis, slice(end - size, end), halves)
-                for piece, size, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True)
+                Sum(piece, update, size, axis, slice(end - size_of_piece, end), halves).piece
+                for piece, size_of_piece, end in zip(
+                    pieces, sizes, itertools.accumulate(sizes), strict=True
+                )
             )
     return None
 
@@ -304,45 +398,115 @@ def _is_gated(key: str, tensors: Mapping[str, Pieces]) -> bool:
     return rows == 2 * sum(piece.shape[1] for piece in following if len(piece.shape) == 2)
 
 
-def _open_adapter(path: Path, base: CheckpointReader, scratch_dir: Path | None) -> _Adapter:
+def _open_adapter(
+    path: Path, base: CheckpointReader, scratch_dir: Path | None, is_passed: Callable[[str], bool]
+) -> _Adapter:
     """Return an adapter of the model `base`: a folder of PEFT, or a checkpoint of a trainer.
 
     Raises:
         CheckpointMismatchError: It is damaged, or changes a model in a way that cannot be merged.
         ValueError: It is not an adapter.
     """
-    if (path / _PEFT_CONFIG).is_file():
+    if (path / PEFT_CONFIG).is_file():
         return _open_peft(path, base)
     own_base = None if recognise_format(path) == "bridge" else base
     reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
     problems: list[str] = []
     alpha = _alpha(path, reader, problems)
-    # Names that a matrix may have, and the axis on which training ranks cut its first factor -> the
-    # keys of its factors, by their sides.
-    found: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
+    # Names that a matrix may have, the axis on which training ranks cut its first factor, and the
+    # part of its rows -> the keys of its factors, by their sides.
+    found: dict[tuple[tuple[str, ...], int, str | None], dict[str, str]] = {}
     unknown = []
+    names: tuple[str, ...]
     for key in reader.tensors:
         if match := _CORE_FACTOR.match(key):
-            found.setdefault(((f"{match['module']}.weight",), 0), {})[match["side"]] = key
+            names, axis = (f"{match['module']}.weight",), 0
         elif (match := _NEMO_FACTOR.match(key)) and match["adapter"] in _NEMO_LAYERS:
             layers, axis = _NEMO_LAYERS[match["adapter"]]
             names = tuple(f"{match['block']}.{layer}.weight" for layer in layers)
-            found.setdefault((names, axis), {})[match["side"]] = key
         else:
             unknown.append(key)
+            continue
+        found.setdefault((names, axis, match["part"]), {})[match["side"]] = key
     if unknown:
         problems.append(f"{path} holds {first_names(unknown)}, no factors of LoRA")
-    problems += _lone(path, {names[0]: sides for (names, _), sides in found.items()}, "in", "out")
+    named = {" ".join(filter(None, (names[0], part))): f for (names, _, part), f in found.items()}
+    problems += _lone(path, named, "in", "out")
     if not found and not problems:
         problems.append(f"{path} has no factors of LoRA; expected an adapter")
     refuse(listed(problems))
     changes: list[_Change] = []
-    for (names, axis), sides in found.items():
+    for (names, axis, part), sides in found.items():
         down, up = (reader.tensors[sides[side]] for side in ("in", "out"))
         rank = up[0].shape[-1] if up[0].shape else 0
         scale = alpha / rank if rank else 0.0
-        changes.append((names, _Update(down, up, scale, axis)))
+        rows = sum(piece.shape[0] for piece in up if piece.shape)
+        taken = _part(part, rows, base, reader, is_passed, problems) if part else None
+        update = Update(down, up, scale, axis, part=taken)
+        changes += _of_experts(names, update) or [(names, update)]
+    refuse(listed(list(dict.fromkeys(problems))))
     return _Adapter(path, tuple(changes), reader.files, reader)
+
+
+def _of_experts(names: Sequence[str], update: Update) -> list[_Change]:
+    """Return the updates of each expert of a layer, whose factors Megatron Bridge has in one."""
+    factors = (*update.down, *update.up)
+    counts = {piece.shape[0] for piece in factors if len(piece.shape) == 3}
+    is_whole = len(factors) == 2 and all(len(piece.shape) == 3 for piece in factors)
+    if not (is_whole and len(counts) == 1 and _GROUPED_EXPERTS.search(names[0])):
+        return []
+    down, up = map(chunked, factors)
+    return [
+        (
+            tuple(_GROUPED_EXPERTS.sub(rf".local_experts.{number}\g<0>", name) for name in names),
+            dataclasses.replace(
+                update, down=down.select(number).pieces, up=up.select(number).pieces
+            ),
+        )
+        for number in range(*counts)
+    ]
+
+
+def _part(
+    part: str,
+    rows: int,
+    base: CheckpointReader,
+    adapter: CheckpointReader,
+    is_passed: Callable[[str], bool],
+    problems: list[str],
+) -> RowBlocks:
+    """Return the rows of a matrix for which an adapter of a part of it has `rows`.
+
+    NeMo 2 adds all queries, keys and values of a training rank one after the other to rows that
+    lie by groups of heads, and so did Megatron Bridge before 0.3.0 (its pull request 1818); NeMo
+    1 and newer releases of Bridge add each where it belongs.
+    """
+    if part in ("gate", "up"):
+        return RowBlocks(1, 2 * rows, *((0, rows) if part == "gate" else (rows, 2 * rows)))
+    settings = base.config
+    heads: Any = settings.get("num_attention_heads")
+    groups = settings.get("num_query_groups") or heads
+    ranks = adapter.config.get("tensor_model_parallel_size") or 1
+    if settings.get("group_query_attention") is False:
+        groups = heads
+    counts: Mapping[str, int] = {"q": heads, "k": groups, "v": groups}
+    if any(type(n) is not int or n < 1 for n in (heads, groups, ranks)) or rows % counts[part]:
+        problems.append(
+            f"{adapter.path}: an adapter of {rows} rows of {part}, which do not fit {heads!r:.20} "
+            f"heads in {groups!r:.20} groups, of {base.path}, on {ranks!r:.20} ranks"
+        )
+        return RowBlocks(1, rows, 0, rows)
+    if adapter.format == "bridge" and groups > 1 and not is_passed(CANONICAL):
+        problems.append(
+            f"{adapter.path} adapts queries, keys and values apart, to whose rows Megatron Bridge "
+            "before 0.3.0 added them in another order; where a newer release has trained it, pass "
+            f"--allow-setting {CANONICAL}"
+        )
+    blocks = ranks if adapter.format == "nemo2" else groups
+    size = rows // counts[part]  # of a head
+    ends = [0, *itertools.accumulate(size * counts[each] // blocks for each in "qkv")]
+    number = "qkv".index(part)
+    return RowBlocks(blocks, ends[-1], ends[number], ends[number + 1])
 
 
 def _lone(path: Path, factors: Mapping[str, Table], *sides: str) -> list[str]:
@@ -367,8 +531,8 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
     settings = _table(reader.config.get("peft"))
     if reader.format != "nemo":
         kind = str(settings.get("_target_") or "none").rpartition(".")[2]
-        if kind != "LoRA":
-            problems.append(f"{path} is trained with {kind}; expected LoRA")
+        if kind not in _CORE_KINDS:
+            problems.append(f"{path} is trained with {kind}; expected {' or '.join(_CORE_KINDS)}")
         return _number(settings.get("alpha", _CORE_ALPHA), f"{path}: alpha", problems)
     tuning = _table(settings.get("lora_tuning"))
     if (scheme := settings.get("peft_scheme")) not in _NEMO_SCHEMES:
@@ -383,9 +547,9 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
 
 
 def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
-    config = json_file(path / _PEFT_CONFIG)
+    config = json_file(path / PEFT_CONFIG)
     weights = next((path / name for name in _PEFT_WEIGHTS if (path / name).is_file()), None)
-    problems = peft_problems(config, path / _PEFT_CONFIG)
+    problems = peft_problems(config, path / PEFT_CONFIG)
     if weights is None:
         problems.append(f"{path} has no weights; expected {' or '.join(_PEFT_WEIGHTS)}")
     if problems or weights is None:
@@ -417,12 +581,12 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
     conv1d = base.config.get("model_type") == "gpt2"
     for module, sides in factors.items():
         if set(sides) == {"A", "B"}:
-            scale = _peft_scale(config, module, sides["B"], path / _PEFT_CONFIG, problems)
+            scale = _peft_scale(config, module, sides["B"], path / PEFT_CONFIG, problems)
             turned = module in embeddings or (conv1d and _CONV1D.search(module) is not None)
-            update = _Update((sides["A"],), (sides["B"],), scale, is_transposed=turned)
+            update = Update((sides["A"],), (sides["B"],), scale, is_transposed=turned)
             changes.append(((f"{module}.weight",), update))
     refuse(listed(problems))
-    return _Adapter(path, tuple(changes), (path / _PEFT_CONFIG, weights))
+    return _Adapter(path, tuple(changes), (path / PEFT_CONFIG, weights))
 
 
 def peft_problems(config: Table, where: Path) -> list[str]:

@@ -192,7 +192,8 @@ def _open(
             path, scratch_dir=scratch_dir, name=request.checkpoint_name
         )
         reader = with_plain_weights(reader, request.allows_setting)
-        reader = with_adapters(reader, request.lora_checkpoints, scratch_dir)
+        lora = request.lora_checkpoints
+        reader = with_adapters(reader, lora, scratch_dir, request.allows_setting)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)

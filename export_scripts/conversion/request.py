@@ -16,8 +16,10 @@ from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.suggest import did_you_mean
 from export_scripts.values import option
 
-# Formats of a result: shards for this engine and FT's backend, or a folder for all others.
-OUTPUT_FORMATS = ("fastertransformer", "huggingface")
+# Formats of a result: shards for this engine and FT's backend, a folder for all others, or the
+# adapter alone for these.
+PEFT = "peft"
+OUTPUT_FORMATS = ("fastertransformer", "huggingface", PEFT)
 
 # Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -42,7 +44,8 @@ class ConversionOptions:
     )
     adapter_checkpoints: tuple[Path, ...] = option("linear adapter archives to add", (), path=True)
     lora_checkpoints: tuple[Path, ...] = option(
-        "LoRA adapters (PEFT, NeMo, Megatron Bridge) to merge into the weights, in order",
+        "LoRA adapters (PEFT, NeMo, Megatron Bridge) to merge into the weights, in order; with the "
+        "output format peft, the one to write",
         (),
         path=True,
     )
@@ -82,7 +85,7 @@ class ConversionRequest(ConversionOptions):
     for_text: bool = False  # whether the folder must hold a tokenizer, for text models
     # Name, or pattern, of one of several checkpoints in that folder; None for the last.
     checkpoint_name: str | None = None
-    # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
+    # One of OUTPUT_FORMATS; only shards have ranks.
     output_format: str = "fastertransformer"
     # Names of the other fields in messages: by default options of the command.
     names: Mapping[str, str] = dataclasses.field(
@@ -91,14 +94,14 @@ class ConversionRequest(ConversionOptions):
 
     @property
     def is_huggingface(self) -> bool:
-        """True if a Hugging Face folder is to be written."""
-        return self.output_format == "huggingface"
+        """True if a Hugging Face folder is to be written, or an adapter of one."""
+        return self.output_format != OUTPUT_FORMATS[0]
 
     @property
     def folder(self) -> Path:
         """The folder to write."""
         if self.is_huggingface:
-            return self.output_dir / "huggingface"
+            return self.output_dir / self.output_format
         return ft_directory(self.output_dir, self.tp_size)
 
     @property
@@ -162,6 +165,12 @@ def request_problems(request: ConversionRequest) -> list[str]:
         problems.append(
             f"{names['tp_size']}={request.tp_size}: a Hugging Face folder has no ranks; leave this "
             "out"
+        )
+    if request.output_format == PEFT and len(request.lora_checkpoints) != 1:
+        problems.append(
+            f"{names['output_format']}=peft writes one adapter apart from its model, and "
+            f"{names['lora_checkpoints']} names {len(request.lora_checkpoints)}: name one, and "
+            "convert each on its own"
         )
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"

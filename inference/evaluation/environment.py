@@ -66,9 +66,10 @@ def describe_weights(weights_dir: Path) -> tuple[str, str]:
     return family, hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def folder_sha256(folder: Path) -> str:
-    """Return a hash of the names and the contents of all files below a folder."""
+def folder_sha256(*folders: Path) -> str:
+    """Return a hash of the names and the contents of all files below folders."""
     digest = hashlib.sha256()
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-        digest.update(f"{sha256_of(path)}  {path.relative_to(folder)}\n".encode())
+    for folder in folders:
+        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+            digest.update(f"{sha256_of(path)}  {path.relative_to(folder)}\n".encode())
     return digest.hexdigest()

@@ -290,7 +290,8 @@ class EvaluationOptions(EvaluateSection):
             preprocessing and postprocessing models, at the price of more requests.
         weights_dir: the served folder of shards; family and hash of the weights are added to the
             report from its manifest.
-        served_dir: the folder that another engine serves; its hash is added to the report.
+        served_dirs: the folder that another engine serves, and that of an adapter of it; their hash
+            is added to the report.
         source_path: the checkpoint that was converted.
         types: the types in which weights are stored and computed, which decide how large rounding
             may make a difference; int8 where weights are served in it.
@@ -309,7 +310,7 @@ class EvaluationOptions(EvaluateSection):
     ensemble_name: str | None = "ensemble"
     tokenizer_dir: Path | None = None
     weights_dir: Path | None = None
-    served_dir: Path | None = None
+    served_dirs: tuple[Path, ...] = ()
     source_path: Path | None = None
     types: tuple[str, ...] = ("fp32",)
     max_seq_len: int | None = None

@@ -54,6 +54,11 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
             "with deploy.server=auto."
         )
+    if server.adapter and "identity" in evaluate.tasks:
+        raise ValueError(
+            "evaluate.tasks has identity, which computes the checkpoint and not the adapter that "
+            "convert.format=peft makes; leave it out."
+        )
     endpoint_path = config.results_dir / "deploy" / ENDPOINT_NAME
     return EvaluateStage(
         job,
@@ -130,7 +135,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             protocol=OPENAI,
             model=section.model or server.model_name,
             source_path=server.folder if server.is_from_elsewhere else options.source_path,
-            served_dir=server.folder,
+            served_dirs=tuple(filter(None, (server.folder, server.adapter))),
             tokenizer_dir=Path(section.tokenizer or server.folder),
             weights_dir=None,
             ensemble_name=None,

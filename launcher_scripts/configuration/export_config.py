@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from export_scripts.checkpoints.hub import cached_model
-from export_scripts.conversion.request import ConversionRequest
+from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from export_scripts.values import shown
@@ -24,10 +24,10 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
     deployment = config.export.triton_deployment
     own = dict(vars(config.convert))
     output_format, given = own.pop("format"), own.pop("given")
-    is_huggingface = output_format == "huggingface"
-    if exports and is_huggingface:
+    has_ranks = output_format == OUTPUT_FORMATS[0]
+    if exports and not has_ranks:
         raise ValueError(
-            "convert.format=huggingface makes a folder for other engines, which a repository "
+            f"convert.format={output_format} makes a folder for other engines, which a repository "
             "cannot hold: run stages=[convert] alone, or leave convert.format=fastertransformer"
         )
     return ConversionRequest(
@@ -38,8 +38,8 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         checkpoint_name=model.checkpoint_name,
         output_dir=Path(deployment.triton_model_dir) / "1",
         # The ranks are the server's; a Hugging Face folder has none.
-        tp_size=1 if is_huggingface else model.tensor_model_parallel_size,
-        pp_size=1 if is_huggingface else deployment.pipeline_model_parallel_size,
+        tp_size=model.tensor_model_parallel_size if has_ranks else 1,
+        pp_size=deployment.pipeline_model_parallel_size if has_ranks else 1,
         weight_data_type=model.weight_data_type,
         processes=model.processes,
         model_type=config.export.run.model_type,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionOptions
+from export_scripts.conversion.request import OUTPUT_FORMATS, PEFT, ConversionOptions
 from export_scripts.values import (
     INT32,
     NODE_CPUS,
@@ -223,11 +223,17 @@ class ConvertSection(ConversionOptions):
     """`convert`: options of the conversion beyond those of `export.model`."""
 
     format: str = option(
-        "fastertransformer: shards to export and serve; huggingface: a folder for other engines",
+        "fastertransformer: shards to export and serve; huggingface: a folder for other engines; "
+        "peft: the adapter of convert.lora_checkpoints apart from its model, for these",
         OUTPUT_FORMATS[0],
         choices=OUTPUT_FORMATS,
     )
     given: dict[str, Any] = option("config.ini values that the checkpoint does not record", {})
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter is made, and not a model."""
+        return self.format == PEFT
 
 
 @dataclass

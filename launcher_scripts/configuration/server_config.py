@@ -44,12 +44,14 @@ def server_config(config: Config) -> DeployConfig:
         folder = folder if deploy.repository or is_in_claim else _converted(config)
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
+    adapter = _adapter(config)
     planned = _planned(config, folder)
     # Where the cluster knows that resource, the job requests it.
     gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
         **{**vars(deploy), "gpus_per_node": gpus_per_node},
         folder=folder,
+        adapter=adapter,
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
         uptime_s=_uptime_s(config),
@@ -122,12 +124,34 @@ def _converted(config: Config) -> Path:
         ValueError: it makes shards.
     """
     request = conversion_request(config, exports=False)
+    if config.convert.is_adapter:
+        raise ValueError(
+            "convert.format=peft makes an adapter, which a server loads with its model: set "
+            "deploy.repository to the model's Hugging Face folder (convert.format=huggingface "
+            "without convert.lora_checkpoints makes it)."
+        )
     if not request.is_huggingface:
         raise ValueError(
             f"deploy.engine={config.deploy.engine} serves a Hugging Face folder: set "
             "convert.format=huggingface, or deploy.repository to such a folder."
         )
     return request.folder
+
+
+def _adapter(config: Config) -> Path | None:
+    """Return the folder of the adapter that the conversion makes; None if it makes another.
+
+    Raises:
+        ValueError: the server would leave it out.
+    """
+    if not config.convert.is_adapter or config.evaluate.server is not None:
+        return None
+    if config.deploy.engine != VLLM or config.cluster_type == "kubernetes":
+        raise ValueError(
+            "convert.format=peft makes an adapter, which deploy.engine=vllm serves, on this "
+            "machine or a cluster of jobs: set that, or stages=[convert]."
+        )
+    return conversion_request(config, exports=False).folder
 
 
 def stated_max_seq_len(config: Config) -> int | None:

@@ -22,8 +22,10 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.conftest import ROOT
 from tests.integration.command import endpoint_of, finish, start
 from tests.openai_servers import write_served_model, write_tokenizer
+from tests.tiny_megatron_core import CORE, write_core
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import write_nemo_2
+from tests.waiting import until
 
 VLLM = os.environ.get("SLIPWAY_VLLM", "")
 TRANSFORMERS = Path(sys.executable).with_name("transformers")
@@ -158,3 +160,100 @@ def test_vllm_answers_as_the_model_of_a_nemo_archive(tmp_path: Path) -> None:
     assert run.returncode == 0, text
     assert text.count("equals the reference on all 64 samples") == 2
     assert "samples within" in text
+
+
+def llama_and_adapter(folder: Path) -> tuple[Path, Path]:
+    """Write a NeMo archive of a Llama, and one of an adapter of it."""
+    torch.manual_seed(3)
+    layers = {
+        "self_attention.linear_qkv": ("self_attention.adapter_layer.lora_kqv_adapter", 256, 128),
+        "mlp.linear_fc1": ("mlp.adapter_layer.lora_hto4h_adapter", 192, 128),
+        "mlp.linear_fc2": ("mlp.adapter_layer.lora_4htoh_adapter", 128, 96),
+    }
+    vocab_size = write_tokenizer(folder)
+    state = {
+        "model.embedding.word_embeddings.weight": torch.randn(vocab_size, 128),
+        "model.output_layer.weight": torch.randn(vocab_size, 128),
+        "model.decoder.final_layernorm.weight": torch.ones(128),
+    }
+    factors: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        prefix = f"model.decoder.layers.{layer}."
+        for name in ("input_layernorm", "pre_mlp_layernorm"):
+            state[f"{prefix}{name}.weight"] = torch.ones(128)
+        state[f"{prefix}self_attention.linear_proj.weight"] = torch.randn(128, 128) / 11
+        for name, (adapter, rows, columns) in layers.items():
+            state[f"{prefix}{name}.weight"] = torch.randn(rows, columns) / 11
+            factors[f"{prefix}{adapter}.linear_in.weight"] = torch.randn(24, columns) / 11
+            factors[f"{prefix}{adapter}.linear_out.weight"] = torch.randn(rows, 24) / 11
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 96, "kv_channels": 32}
+    lora = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 24, "alpha": 48}}
+    settings = CORE | sizes | {"max_position_embeddings": 512}
+    return (
+        write_core(folder / "base.nemo", state, **settings),
+        write_core(folder / "lora.nemo", factors, **settings, peft=lora),
+    )
+
+
+@needs_vllm
+@pytest.mark.timeout(900)
+def test_vllm_serves_an_adapter_by_name(tmp_path: Path) -> None:
+    source, adapter = llama_and_adapter(tmp_path)
+    folders = {}
+    for name, lora in (("tiny", (adapter,)), ("tiny-base", ())):
+        request = ConversionRequest(
+            source, tmp_path / name, 1, "fp32", output_format="huggingface", lora_checkpoints=lora,
+            given=(("start_id", "0"), ("end_id", "0")), allow=("tokenizer",),
+        )  # fmt: skip
+        folders[name] = convert(request).ft_dir
+    base = folders["tiny-base"]
+    write_tokenizer(base)
+    prompt = list(range(3, 23))
+    answers = {}
+    for name, folder in folders.items():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
+        answers[name] = out[0, 20:].tolist()
+    assert len({str(answer) for answer in answers.values()}) == 2
+    results = tmp_path / "results"
+    run = start(
+        "stages=[convert,deploy,evaluate]",
+        f"base_results_dir={results}",
+        f"export.run.results_dir={results}",
+        "export.run.model_train_name=tiny",
+        f"export.model.checkpoint_path={source}",
+        "export.model.tensor_model_parallel_size=1",
+        "export.model.weight_data_type=fp32",
+        "convert.format=peft",
+        "convert.given={start_id:0,end_id:0}",
+        f"convert.lora_checkpoints=[{adapter}]",
+        f"deploy.repository={base}",
+        "deploy.keep=true",
+        "+deploy.vllm.dtype=float32",
+        "evaluate.tasks=[lambada]",
+        "evaluate.gate={}",
+        "evaluate.baseline=none",
+        "evaluate.limit=3",
+        "evaluate.latency.shapes=[8+4]",
+        "evaluate.latency.requests=2",
+        f"evaluate.lambada.data_path={ROOT}/examples/passages.jsonl",
+        *VLLM_WORDS,
+        environment=OFFLINE,
+    )
+    try:
+        found = endpoint_of(results / "deploy" / "endpoint.json", run, timeout_s=400)
+        for name, answer in answers.items():
+            connection = http.client.HTTPConnection("127.0.0.1", found["http"], timeout=60)
+            body = {"model": name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+            words = json.dumps(body | {"return_token_ids": True})
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", words, headers)
+            (choice,) = json.load(connection.getresponse())["choices"]
+            assert choice["token_ids"] == answer
+        until(lambda: any(results.glob("**/evaluate/report.json")), "the report", limit_s=300)
+    finally:
+        run.send_signal(signal.SIGINT)
+        text = finish(run)
+    assert run.returncode == 0, text
+    (path,) = results.glob("**/evaluate/report.json")
+    assert json.loads(path.read_text())["tasks"]

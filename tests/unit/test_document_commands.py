@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -10,11 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher_scripts.main import main
 from tests.conftest import ROOT, SAMPLE_MODEL
 from tests.documents import commands
 from tests.nvidia_repositories import add_nvidia_model
+from tests.tiny import nemo_config, torch_bytes, write_tar
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
 DOCUMENTS = [
@@ -58,6 +61,21 @@ def repository(folder: Path, _shared: Path) -> Path:
     return folder / "models"
 
 
+def adapter(folder: Path, _shared: Path) -> Path:
+    """Write an adapter of the bundled model."""
+    layer = "model.language_model.encoder.layers.0.self_attention.adapter_layer.lora_kqv_adapter."
+    factors = {
+        f"{layer}linear_in.weight": torch.zeros(4, 256),
+        f"{layer}linear_out.weight": torch.zeros(768, 4),
+    }
+    settings = {"peft": {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 4}}}
+    members = {
+        "model_config.yaml": json.dumps(nemo_config() | settings | {"tokenizer": None}).encode(),
+        "model_weights.ckpt": torch_bytes(factors),
+    }
+    return write_tar(folder / "math.nemo", members)
+
+
 # Paths of the reader's, by the files that replace them here.
 STAND_INS: Mapping[str, Callable[[Path, Path], Path]] = {
     "/models/all_models/gpt": repository,
@@ -65,6 +83,8 @@ STAND_INS: Mapping[str, Callable[[Path, Path], Path]] = {
     "/models/t5.nemo": golden("t5_nemo/train_tp2_pp1_relative_geglu_nobias"),
     "/models/bert": golden("bert/tiny"),
     "/models/gpt3_5b.nemo": lambda *_: SAMPLE_MODEL,
+    "/models/gpt3_5b-huggingface": golden("gptj_hf/tiny"),
+    "/adapters/math.nemo": adapter,
     "/data/lambada_test.jsonl": lambda *_: ROOT / "examples/passages.jsonl",
     "/keys": keys,
 }

@@ -221,8 +221,8 @@ def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> l
 
 def _with_own_facts(facts: RunFacts, options: EvaluationOptions, seconds: float) -> RunFacts:
     """Return the facts with what is not there yet of the folder's and of this stage."""
-    if options.served_dir is not None:
-        facts = replace(facts, model_sha256=folder_sha256(options.served_dir))
+    if options.served_dirs:
+        facts = replace(facts, model_sha256=folder_sha256(*options.served_dirs))
     if options.weights_dir is not None:
         family, model_sha256 = describe_weights(options.weights_dir)
         facts = replace(

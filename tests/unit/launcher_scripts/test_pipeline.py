@@ -16,6 +16,7 @@ from launcher_scripts.pipeline import Plan, plan_pipeline, read_stages
 from launcher_scripts.stage_table import STAGE_TABLE
 from stages import STAGES
 from stages.convert import ConvertStage, find_checkpoint
+from stages.deploy import DeployStage
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
 SAMPLE = CHECKOUT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
@@ -250,6 +251,43 @@ def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
     made = plan(tmp_path, "deploy.engine=vllm", "stages=[export]")
     (problem,) = [text for text in made.problems if "export" in text]
     assert problem.endswith("leave deploy.engine out.")
+
+
+LORA = ("convert.format=peft", "convert.lora_checkpoints=[/a]", "deploy.engine=vllm")
+
+
+def test_an_adapter_is_served_with_its_model(tmp_path: Path) -> None:
+    base = f"deploy.repository={tmp_path}"
+    made = plan(tmp_path, *LORA, base, "stages=[deploy]")
+    assert [each.name for each in made.stages] == ["convert", "deploy"]
+    deploy = made.stages[1].stage
+    assert isinstance(deploy, DeployStage)
+    words = " ".join(deploy.config.command_line)
+    folder = made.stages[0].stage.outputs()[0]
+    assert folder.name == "peft"
+    assert f"--enable-lora --lora-modules {deploy.config.model_name}={folder}" in words
+    assert f"--served-model-name {deploy.config.model_name}-base" in words
+    words = deploy.config.command_line
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"r": 24}')
+    assert deploy.config.command_line == (*words, "--max-lora-rank", "32")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), "deploy.repository"),
+        (("deploy.repository=/x", "deploy.engine=openai"), "deploy.engine=vllm"),
+        (("deploy.repository=/x", "evaluate.tasks=[identity]"), "evaluate.tasks has identity"),
+        (("deploy.repository=/x", "+deploy.vllm.lora-modules=[a]"), "deploy.vllm.lora_modules"),
+        (("export.model.tensor_model_parallel_size=2", "deploy.repository=/x"), "/x"),
+    ],
+)
+def test_what_serves_no_adapter_is_refused(
+    tmp_path: Path, words: tuple[str, ...], named: str
+) -> None:
+    made = plan(tmp_path, *LORA, *words, "stages=[convert,deploy,evaluate]")
+    assert [problem for problem in made.problems if named in problem]
 
 
 def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:

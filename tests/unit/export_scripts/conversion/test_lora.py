@@ -171,7 +171,7 @@ def test_the_manifest_and_the_identity_know_the_adapters(tmp_path: Path) -> None
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     request = ConversionRequest(base, tmp_path / "f", 2, "fp32", lora_checkpoints=(adapter,))
     done = convert(request)
-    assert any("merged 2 low-rank updates" in remark for remark in done.remarks)
+    assert any("took 2 low-rank updates" in remark for remark in done.remarks)
     manifest = json.loads((tmp_path / "f" / "2-gpu.manifest.json").read_text())
     assert [each["path"] for each in manifest["lora"]] == [str(adapter)]
     assert convert(request).already_done

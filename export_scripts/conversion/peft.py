@@ -1,0 +1,297 @@
+"""The plan of a PEFT folder: an adapter of LoRA apart from its model, whatever trained it.
+
+The adapter is first added to its model, as for a merge, and that model becomes a Hugging Face
+folder on paper. Each matrix of the folder is a rearrangement of the source's: the same operations,
+on the numbers of rows and columns in place of values, say which rows of the second factor and which
+columns of the first one make the matrix's own update. Where an operation computes instead, or tears
+rows apart, no update of low rank has its effect, and the matrix is refused.
+
+Layout: huggingface/peft 0.21, peft/utils/save_and_load.py, tuners/lora/config.py and layer.py; its
+ParamWrapper has the experts of transformers 5, one parameter for all. vLLM 0.32, vllm/lora, reads
+the same, without DoRA; releases before it ignore patterns of ranks and alphas, so none are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece
+from export_scripts.conversion.huggingface import copied_tensor, plan_huggingface, weights_file
+from export_scripts.conversion.lora import PEFT_CONFIG, Sum, Update
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
+from export_scripts.errors import first_names, listed, refuse
+from export_scripts.families.mapping.sources import taken
+from export_scripts.files.json_content import json_bytes
+
+if TYPE_CHECKING:
+    from export_scripts.numeric.arrays import Array
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_WEIGHT = ".weight"
+_TABLES = ("model.wte", "shared.weight_T")
+
+
+@dataclass(frozen=True)
+class _Share:
+    """An update's share of a matrix of the model."""
+
+    update: Update
+    halves: int  # into which the rows of the second factor fall
+    rows: Array  # of the second factor, one for each row of the matrix, or -1
+    columns: Array  # of the first factor, one for each column of the matrix
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A matrix (out, in) of the model with what updates it."""
+
+    name: str
+    shape: tuple[int, int]
+    shares: tuple[_Share, ...]
+    is_transposed: bool  # whether the model stores it as (in, out)
+
+    @property
+    def rank(self) -> int:
+        """Rank of all updates together."""
+        return sum(share.update.rank for share in self.shares)
+
+    def pieces(self, rank: int, scale: float) -> Iterator[tuple[str, Piece]]:
+        """Yield the factors' names and values, with zeros up to a rank and for a common scale."""
+        inputs = tuple(stored for share in self.shares for stored in share.update.stored)
+        ends = [0, *itertools.accumulate(share.update.rank for share in self.shares)]
+
+        def first(maps: FileMaps) -> Array:
+            import numpy as np
+
+            whole = np.zeros((rank, self.shape[1]), np.float32)
+            for begin, share in zip(ends, self.shares, strict=False):
+                values = share.update.first_factor(maps)[:, share.columns]
+                whole[begin : begin + len(values)] = values
+            return whole
+
+        def second(maps: FileMaps) -> Array:
+            import numpy as np
+
+            whole = np.zeros((self.shape[0], rank), np.float32)
+            for begin, share in zip(ends, self.shares, strict=False):
+                values = share.update.second_factor(maps, share.halves)[share.rows]
+                values[share.rows < 0] = 0
+                if share.update.scale != scale:
+                    values = values * np.float32(share.update.scale / scale)
+                whole[:, begin : begin + share.update.rank] = values
+            return whole
+
+        for side, compute, shape in (
+            ("A", first, (rank, self.shape[1])),
+            ("B", second, (self.shape[0], rank)),
+        ):
+            key = f"{_PREFIX}{self.name}.lora_{side}{_WEIGHT}"
+            yield key, ComputedPiece("fp32", shape, inputs, compute)
+
+
+def plan_peft(source: ConversionPlan) -> ConversionPlan:
+    """Return the plan of the folder of the adapter that a planned source has merged.
+
+    Raises:
+        CheckpointMismatchError: Hugging Face has no model like it, or the adapter changes a matrix
+            in a way that no update of that model's has; every reason is listed.
+    """
+    (path,) = source.request.lora_checkpoints
+    if (path / PEFT_CONFIG).is_file():
+        refuse([f"{path} holds {PEFT_CONFIG}: it is PEFT's already; serve it as it is"])
+    folder = plan_huggingface(source)
+    written = [tensor for (file,) in folder.files for tensor in file.tensors]
+    follow = _Follower(source)
+    problems: list[str] = []
+    modules: list[_Module] = []
+    for tensor in written:
+        found = follow(tensor)
+        if isinstance(found, str):
+            problems.append(f"{path}: {tensor.key}: {found}")
+        elif found is not None:
+            modules.append(found)
+    refuse(listed(problems))
+    rank = max(module.rank for module in modules)
+    # The scale of most updates, whose values then stay as they are.
+    scales = [share.update.scale for module in modules for share in module.shares]
+    scale = max(sorted(set(scales)), key=scales.count)
+    new = {key: (piece,) for module in modules for key, piece in module.pieces(rank, scale)}
+    tensors = tuple(copied_tensor(key, piece.shape) for key, (piece,) in new.items())
+    facts = dataclasses.replace(
+        source.facts, reader=dataclasses.replace(source.facts.reader, tensors=new)
+    )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": _whole(scale * rank),
+        "target_modules": _targets([m.name for m in modules], written),
+        "fan_in_fan_out": any(module.is_transposed for module in modules),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    kind = source.config.weight_data_type
+    return dataclasses.replace(
+        source,
+        facts=facts,
+        files=((weights_file(WEIGHTS_NAME, tensors, kind),),),
+        extra_files={PEFT_CONFIG: json_bytes(config)},
+        remarks=(*source.remarks, *_remarks(modules, rank, scale)),
+    )
+
+
+def _whole(value: float) -> float:
+    return round(value) if abs(value - round(value)) < 1e-9 * abs(value) else value
+
+
+def _remarks(modules: Sequence[_Module], rank: int, scale: float) -> list[str]:
+    """Return what differs from the adapter as it was trained."""
+    padded = [module.name for module in modules if module.rank != rank]
+    scaled = [m.name for m in modules if any(s.update.scale != scale for s in m.shares)]
+    return [
+        *([f"{first_names(padded)}: padded with zeros to rank {rank}"] if padded else []),
+        *([f"{first_names(scaled)}: lora_B is multiplied, to share one scale"] if scaled else []),
+    ]
+
+
+def _targets(names: Sequence[str], written: Sequence[WrittenTensor]) -> list[str]:
+    """Return ends of names that stand for these modules alone, or else the whole names."""
+    ends = {name.rpartition(".")[2] for name in names}
+    every = [tensor.key.removesuffix(_WEIGHT) for tensor in written if len(tensor.shape) == 2]
+    meant = {name for name in every if name.rpartition(".")[2] in ends}
+    return sorted(ends if meant == set(names) else names)
+
+
+class _Follower:
+    """Finds the rows and columns of updates in the tensors of a folder.
+
+    Those of layers whose pieces have the same shapes are found once.
+    """
+
+    def __init__(self, source: ConversionPlan) -> None:
+        self._source = source
+        # Rows, columns and whether the matrix is transposed; without rows nothing is updated.
+        self._known: dict[str, tuple[Array, Array, bool] | str] = {}
+
+    def __call__(self, tensor: WrittenTensor) -> _Module | str | None:
+        """Return the module of a tensor that something updates, or why it has no such update."""
+        sums = {
+            id(each.update): each
+            for item in tensor.items
+            for piece in self._read(item)
+            for each in _sums(piece)
+        }
+        if not sums:
+            return None
+        if any(item.tensor.name in _TABLES for item in tensor.items):
+            return "an update of the embedding, which is not supported"
+        if len(tensor.shape) != 2 or not tensor.key.endswith(_WEIGHT):
+            return f"an update of {list(tensor.shape)}; expected that of a matrix"
+        shares: list[_Share] = []
+        turned = set()
+        for each in sums.values():
+            found = self._found(tensor, each.update)
+            if isinstance(found, str):
+                return found
+            rows, columns, is_turned = found
+            if len(rows):
+                turned.add(is_turned)
+                shares.append(_Share(each.update, each.halves, rows, columns))
+        if not shares:
+            return None
+        if len(turned) > 1:
+            return "one of its updates is transposed, another is not"
+        is_transposed = True in turned
+        out, width = tensor.shape[::-1] if is_transposed else tensor.shape
+        name = tensor.key.removesuffix(_WEIGHT)
+        return _Module(name, (out, width), tuple(shares), is_transposed)
+
+    def _read(self, item: TensorPlan) -> Iterator[Piece]:
+        for key, _ in item.reads:
+            yield from self._source.facts.pieces(key)
+
+    def _found(self, tensor: WrittenTensor, update: Update) -> tuple[Array, Array, bool] | str:
+        """Return an update's row and column for each row and column of a matrix; -1 for none."""
+        places = [
+            (id(item.source), view, piece.shape, each.share, each.axis, each.halves, update.part)
+            if each
+            else (id(item.source), view, piece.shape)
+            for item, view in tensor.pieces
+            for piece in self._read(item)
+            for each in (next(_sums(piece, update), None),)
+        ]
+        place = repr(places)
+        if place not in self._known:
+            self._known[place] = self._searched(tensor, update)
+        return self._known[place]
+
+    def _searched(self, tensor: WrittenTensor, update: Update) -> tuple[Array, Array, bool] | str:
+        import numpy as np
+
+        rows, columns = (self._numbers(tensor, update, axis) for axis in (0, 1))
+        if rows.dtype != np.int32 or columns.dtype != np.int32:
+            return "its values are computed of the source's, not rearranged"
+        if is_turned := not _is_constant(rows):
+            rows, columns = rows.T, columns.T
+        touched = rows[:, 0] >= 0
+        columns = columns[touched]
+        if not (_is_constant(rows) and _is_constant(columns.T)):
+            return "it is rearranged otherwise than by whole rows and columns"
+        if not touched.any():
+            return np.empty(0), np.empty(0), is_turned
+        return rows[:, 0].copy(), columns[0].copy(), is_turned
+
+    def _numbers(self, tensor: WrittenTensor, update: Update, axis: int) -> Array:
+        """Return the row (axis 0) or column of an update for each value of a tensor; -1: none."""
+        import numpy as np
+
+        found = []
+        read = functools.partial(_numbered, update, axis)
+        for item, view in tensor.pieces:
+            assert view is not None
+            parts = taken(item.build(self._source.facts, self._source.config, read), view)
+            each = [part if hasattr(part, "dtype") else _nothing(part) for part in parts.tensors]
+            found.append(np.concatenate(each, parts.axis).reshape(view.shape))
+        whole: Array = np.concatenate(found)
+        return whole
+
+
+def _sums(piece: Piece, update: Update | None = None) -> Iterator[Sum]:
+    """Yield the sums that a piece is made of, the last one first; with an update, its own."""
+    while isinstance(piece, ComputedPiece) and isinstance(piece.compute, Sum):
+        if update is None or piece.compute.update is update:
+            yield piece.compute
+        piece = piece.compute.base
+
+
+def _numbered(update: Update, axis: int, piece: Piece) -> Array:
+    """Return the row or the column of an update in place of each value of a piece; -1 for none."""
+    import numpy as np
+
+    found = next(_sums(piece, update), None)
+    if found is None:
+        return _nothing(piece)
+    numbers = found.columns() if axis else found.rows()[:, None]
+    if update.is_transposed:
+        numbers = numbers.T
+    return np.broadcast_to(numbers, piece.shape)
+
+
+def _nothing(tensor: Any) -> Array:
+    import numpy as np
+
+    return np.broadcast_to(np.int32(-1), tensor.shape)
+
+
+def _is_constant(rows: Array) -> bool:
+    """Return whether all values of each row are the same."""
+    return bool((rows == rows[:, :1]).all())
