@@ -71,9 +71,12 @@ def write_random(
         whole = torch.randn(tensor.shape, generator=generator) * scale
         if tensor.name.endswith("layernorm.weight"):
             whole += 1
+        if tensor.fp8_part == 1:  # scales
+            whole = whole.abs() + 0.5
         for rank, name in enumerate(tensor.file_names(tp_size)):
             part = whole if tensor.split is None else whole.chunk(tp_size, tensor.split)[rank]
             part = part.to(torch_dtype(tensor.dtype or config.weight_data_type)).contiguous()
+            part = part.view(torch.uint8) if tensor.fp8_part == 0 else part
             part.numpy().tofile(ft_dir / name)
     lines = []
     for section, values in config.sections().items():

@@ -35,11 +35,13 @@ def served_identity(folder: Path | None, parameters: Mapping[str, str]) -> dict[
 
     `parameters` are those of the model's config.pbtxt.
     """
-    is_int8 = parameters.get("int8_mode", "0") != "0"
-    is_fp8 = parameters.get("fp8", "0") != "0"
+    forms = ["int8"] if parameters.get("int8_mode", "0") != "0" else []
+    forms += ["fp8"] if parameters.get("fp8", "0") != "0" else []
+    kept = parameters.get("kv_cache_dtype", "auto")
+    forms += [f"kv_{kept}"] if kept != "auto" else []
     return {
         "checkpoint": "" if folder is None else checkpoint_hash(folder),
         "data_type": parameters.get("data_type", ""),
-        "quantization": "int8" if is_int8 else "fp8" if is_fp8 else "none",
+        "quantization": "+".join(forms) or "none",
         "version": __version__,
     }

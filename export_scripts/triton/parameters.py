@@ -121,6 +121,9 @@ PARAMETERS: Mapping[str, Parameter] = {
     "kv_cache_bytes": Parameter(
         whole(1, 1 << 50), "a share of what is free", "memory for keys and values on each rank"
     ),
+    "kv_cache_dtype": Parameter(
+        one_of("auto", "fp8_e4m3"), "auto", "type of keys and values; auto: that of computation"
+    ),
     "kv_block_tokens": Parameter(
         whole(0, 1 << 20),
         "64 on CUDA, 0 on CPU",

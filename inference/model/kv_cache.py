@@ -19,6 +19,11 @@ import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+# Keys and values of 8 bits: E4M3, whose largest number stands for the largest of a row.
+FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(FP8).max
+_SCALE_BYTES = 4
+
 # In place of a source slot: zeros, to remove values that are not finite.
 WIPE = -1
 
@@ -47,7 +52,8 @@ def encoder_slot(slots: Sequence[int], sequences: int) -> int:
 class CacheShape:
     """Sizes of one rank's cache; without `block_tokens` each slot has one block of its own.
 
-    With `parts` 2 there are as many slots again, see `encoder_slot`.
+    With `parts` 2 there are as many slots again, see `encoder_slot`. With `fp8` the key and the
+    value of a token's head have 8 bits, and their largest magnitude is kept in fp32.
     """
 
     num_layer: int
@@ -58,6 +64,7 @@ class CacheShape:
     block_tokens: int = 0
     blocks: int = 0
     parts: int = 1
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         if not self.block_tokens:
@@ -76,7 +83,9 @@ class CacheShape:
 
     def token_bytes(self, item_size: int) -> int:
         """Return the memory of one token's keys and values."""
-        return 2 * self.num_layer * self.kv_head_num * self.size_per_head * item_size
+        size = self.size_per_head
+        row = size + _SCALE_BYTES if self.fp8 else size * item_size
+        return 2 * self.num_layer * self.kv_head_num * row
 
 
 class KVCache:
@@ -90,23 +99,26 @@ class KVCache:
         device: torch.device,
         prefixes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Allocate it; of each prompt task, `prefixes` are (L, 2, H, tokens, D) to start with."""
-        self.shape, self.dtype, self.device = shape, dtype, device
+        """Allocate it, for keys and values that are computed in `dtype`.
+
+        Of each prompt task, `prefixes` are (L, 2, H, tokens, D) to start with.
+        """
+        self.shape, self.device = shape, device
+        self.dtype = FP8 if shape.fp8 else dtype  # of what is kept
+        self._wide = dtype
         self._prefixes = prefixes
         # One more block, for tokens that pad a step of fixed size.
         heads, size = shape.kv_head_num, shape.size_per_head
         sizes = (shape.num_layer, shape.blocks + 1, 2, heads, shape.block_tokens, size)
-        # Zeros, not uninitialized memory: a masked NaN would still spoil its row. On CPU the pages
-        # are the system's own zeros, taken when first written.
-        if device.type == "cpu":
-            count = math.prod(sizes)
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
-            self._data = torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
-        else:
-            self._data = torch.zeros(sizes, dtype=dtype, device=device)
-        self._layers = list(self._data.unbind(0))  # each (blocks, 2, H, S, D)
-        self._rows = [layer.view(-1, shape.size_per_head) for layer in self._layers]
+        self._data = _zeros(sizes, torch.uint8 if shape.fp8 else dtype, device)
+        self._layers = list(self._data.view(self.dtype).unbind(0))  # each (blocks, 2, H, S, D)
+        # Bytes are moved as integers, with the largest magnitudes of their rows, (..., S, 1).
+        self._stores = [self._data]
+        if shape.fp8:
+            self._stores.append(_zeros((*sizes[:-1], 1), torch.float32, device))
+        self._rows = [
+            [layer.view(-1, store.shape[-1]) for layer in store.unbind(0)] for store in self._stores
+        ]
         every = shape.slots * shape.parts + 1
         self._table = np.full((every, shape.slot_blocks), shape.blocks, np.int32)
         if shape.is_whole:
@@ -124,7 +136,11 @@ class KVCache:
 
     def rows(self, layer: int) -> torch.Tensor:
         """Return a local layer as rows of one token's key or value of a head: (rows, D)."""
-        return self._rows[layer]
+        return self._rows[0][layer].view(self.dtype)
+
+    def largest(self, layer: int) -> torch.Tensor | None:
+        """Return the largest magnitude of each of `rows` in FP8, (rows,); None for others."""
+        return self._rows[1][layer].view(-1) if self.shape.fp8 else None
 
     def token_rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the rows of tokens' keys and values, for `write`: (N * 2 * H,)."""
@@ -137,8 +153,9 @@ class KVCache:
 
     def write(self, layer: int, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store the (N, 2, H, D) keys and values of a local layer at `rows` of `token_rows`."""
-        flat = keys_values.reshape(-1, self.shape.size_per_head)
-        self._rows[layer].index_copy_(0, rows, flat)
+        flat = self._kept(keys_values.reshape(-1, self.shape.size_per_head))
+        for each, part in zip(self._rows, flat, strict=True):
+            each[layer].index_copy_(0, rows, part)
 
     def reader(
         self, slot: int, slot_count: int, length: int
@@ -148,19 +165,15 @@ class KVCache:
         These are the first `length` keys and values, (slot_count, H, length, D) each: views where a
         slot is one block, else copies.
         """
-        slots = slice(slot, slot + slot_count)
-        if self.shape.is_whole:
-            # All layers at once: a view for each layer would cost more than a small product.
-            keys, values = self._data[:, slots, :, :, :length].unbind(2)  # (L, slots, H, S, D)
-            return list(zip(keys.unbind(0), values.unbind(0), strict=True)).__getitem__
-        blocks = self.tables[slots, : -(-length // self.shape.block_tokens)].long()
+        read = [_reader(store, slot, slot_count, length, self) for store in self._stores]
+        if not self.shape.fp8:
+            return read[0]
 
-        def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            tokens = self._layers[layer][blocks]  # (slots, slot blocks, 2, H, S, D)
-            keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
-            return keys, values
+        def widened(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            (keys, values), largest = (each(layer) for each in read)
+            return _widened(keys, largest[0], self._wide), _widened(values, largest[1], self._wide)
 
-        return read
+        return widened
 
     def update(self, moves: Sequence[Move], entries: Sequence[TableEntry] = ()) -> None:
         """Copy tokens among slots, and give slots their new blocks.
@@ -177,9 +190,9 @@ class KVCache:
         self._store([move[1:] for move in copies], values)
         for source, target, start, stop in moves:
             if source < WIPE:
-                part = self._prefixes[WIPE - 1 - source][:, :, :, start:stop].to(self.dtype)
+                part = self._prefixes[WIPE - 1 - source][:, :, :, start:stop].to(self._wide)
                 part = part if self.shape.is_whole else part.permute(3, 0, 1, 2, 4)
-                self._store([(target, start, stop)], [part])
+                self._store([(target, start, stop)], [self._kept(part)])
         kept = [move[1:] for move in moves if move[0] == move[1]]
         values = self._load(kept)
         self._store([(slot, 0, stop - start) for slot, start, stop in kept], values)
@@ -202,29 +215,44 @@ class KVCache:
         cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self.device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
-    def _load(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Return copies of tokens.
+    def _kept(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return values (..., D) as they are kept: in FP8 also each row's largest, (..., 1)."""
+        if not self.shape.fp8:
+            return [values]
+        values = values.float()
+        largest = values.abs().amax(-1, keepdim=True)
+        digits = (values * (_LARGEST / largest.clamp_min(1e-30))).clamp(-_LARGEST, _LARGEST)
+        return [digits.to(FP8).view(torch.uint8), largest]
+
+    def _load(self, spans: Sequence[Span]) -> list[list[torch.Tensor]]:
+        """Return copies of tokens of each store, D values or 1.
 
         (L, 2, H, n, D) for each span where a slot is one block, else one (n, L, 2, H, D) for all.
         """
         if self.shape.is_whole:
-            return [self._data[:, slot, :, :, start:stop].clone() for slot, start, stop in spans]
+            return [
+                [store[:, slot, :, :, start:stop].clone() for store in self._stores]
+                for slot, start, stop in spans
+            ]
         if not spans:
             return []
         blocks, places = self._cells(spans)
         # Indexing two axes that are not neighbours puts the tokens first.
-        return [self._data[:, blocks, :, :, places]]
+        return [[store[:, blocks, :, :, places] for store in self._stores]]
 
-    def _store(self, spans: Sequence[Span], values: Sequence[torch.Tensor] | None) -> None:
+    def _store(
+        self, spans: Sequence[Span], values: Sequence[Sequence[torch.Tensor]] | None
+    ) -> None:
         """Store what `_load` returned, zeros for None."""
-        if self.shape.is_whole:
-            for nth, (slot, start, stop) in enumerate(spans):
-                room = self._data[:, slot, :, :, start:stop]
-                room.zero_() if values is None else room.copy_(values[nth])
-        elif spans:
-            blocks, places = self._cells(spans)
-            zero = torch.zeros((), dtype=self.dtype, device=self.device)
-            self._data[:, blocks, :, :, places] = zero if values is None else values[0]
+        for number, store in enumerate(self._stores):
+            if self.shape.is_whole:
+                for nth, (slot, start, stop) in enumerate(spans):
+                    room = store[:, slot, :, :, start:stop]
+                    room.zero_() if values is None else room.copy_(values[nth][number])
+            elif spans:
+                blocks, places = self._cells(spans)
+                zero = store.new_zeros(())
+                store[:, blocks, :, :, places] = zero if values is None else values[0][number]
 
     def _cells(self, spans: Sequence[Span]) -> torch.Tensor:
         """Return the block of each token and its place there, (2, n)."""
@@ -241,3 +269,40 @@ def on_device(values: Array, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros, which uninitialized memory is not: a masked NaN would still spoil its row.
+
+    On CPU the pages are the system's own zeros, taken when first written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    count = math.prod(sizes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
+
+
+def _widened(digits: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the keys or values (..., D) that bytes of FP8 and largest ones (..., 1) stand for."""
+    return (digits.view(FP8).float() * (largest / _LARGEST)).to(dtype)
+
+
+def _reader(
+    store: torch.Tensor, slot: int, slot_count: int, length: int, cache: KVCache
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Return `KVCache.reader` of one of its stores."""
+    slots = slice(slot, slot + slot_count)
+    if cache.shape.is_whole:
+        # All layers at once: a view for each layer would cost more than a small product.
+        keys, values = store[:, slots, :, :, :length].unbind(2)  # (L, slots, H, S, D)
+        return list(zip(keys.unbind(0), values.unbind(0), strict=True)).__getitem__
+    blocks = cache.tables[slots, : -(-length // cache.shape.block_tokens)].long()
+
+    def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = store[layer][blocks]  # (slots, slot blocks, 2, H, S, D)
+        keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
+        return keys, values
+
+    return read

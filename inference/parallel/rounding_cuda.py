@@ -17,7 +17,7 @@ from inference.parallel.launch_cuda import (
 )
 
 FP8 = torch.float8_e4m3fn
-_LARGEST = tl.constexpr(448.0)  # what a row's largest value becomes
+LARGEST = tl.constexpr(448.0)  # what a row's largest value becomes
 # Rows up to which FP8 weights are widened within the product, and rows of x stay in 16 bits: a
 # layer's products of 4096 inputs and 14,336 inner ones take 72 us at 8 rows on an H200, 99 at 32,
 # where rounded rows take 74.
@@ -132,14 +132,14 @@ def widened(weight, NATIVE: tl.constexpr):
 @triton.jit
 def store_rounded(x, largest, inside, digits_at):
     """Store some of a row's values x fp32, of which `largest` is the largest, in 8 bits."""
-    x *= _LARGEST / tl.maximum(largest, 1e-30)
+    x *= LARGEST / tl.maximum(largest, 1e-30)
     tl.store(digits_at, x.to(digits_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_scale(largest, spoilt, scale_at):
     """Store the scale of a row; `spoilt` is NaN where a value is not finite, else 0."""
-    tl.store(scale_at, largest / _LARGEST + spoilt)
+    tl.store(scale_at, largest / LARGEST + spoilt)
 
 
 @triton.jit
@@ -229,20 +229,34 @@ def round_rows(x: torch.Tensor, epilogue: Epilogue = Epilogue()) -> RoundedRows:
 
 
 @triton.jit
-def _widen(weight_at, scale_at, wide_at, inputs, INPUTS: tl.constexpr, NATIVE: tl.constexpr):
+def _widen(
+    weight_at,
+    scale_at,
+    wide_at,
+    inputs,
+    group,  # inputs of a scale
+    INPUTS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     output = tl.program_id(0)
-    scale = tl.load(scale_at + output)
     place = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     inside = place < inputs
+    scale = tl.load(scale_at + output * tl.cdiv(inputs, group) + place // group, mask=inside)
     at = output.to(tl.int64) * inputs + place
-    weight = widened(tl.load(weight_at + at, mask=inside, other=0), NATIVE).to(tl.float32)
+    weight = widened(tl.load(weight_at + at, mask=inside, other=0.0), NATIVE).to(tl.float32)
     tl.store(wide_at + at, (weight * scale).to(wide_at.dtype.element_ty), mask=inside)
 
 
-def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights (O, I) that 8-bit ones and their scales (O,) stand for."""
+def widen(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, group: int = 0
+) -> torch.Tensor:
+    """Return the weights (O, I) that 8-bit ones and their scales (O,) stand for.
+
+    Scales (O, G) are those of `group` inputs each.
+    """
     outputs, inputs = weight.shape
     wide = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     grid = (outputs, triton.cdiv(inputs, _WIDENED["INPUTS"]))
-    _widen[grid](weight, scale, wide, inputs, NATIVE=is_native(weight), **_WIDENED)
+    group = group or inputs
+    _widen[grid](weight, scale, wide, inputs, group, NATIVE=is_native(weight), **_WIDENED)
     return wide

@@ -76,6 +76,7 @@ def cache_shape(
         block_tokens=settings.block_tokens,
         blocks=settings.blocks,
         parts=parts,
+        fp8=settings.kv_cache_dtype == "fp8_e4m3",
     )
 
 

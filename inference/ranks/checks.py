@@ -15,7 +15,7 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model.weights import check_architecture
 from inference.parallel.layout import ParallelLayout
-from inference.ranks.settings import Placement
+from inference.ranks.settings import KV_CACHE_DTYPES, Placement
 
 _LEAST_TRITON = (3, 4)  # whose kernels take records
 
@@ -34,6 +34,9 @@ def check_ranks(
     if placement.data_type not in WEIGHT_DATA_TYPES:
         types = ", ".join(WEIGHT_DATA_TYPES)
         problems.append(f"data_type={placement.data_type!r} must be one of {types}")
+    if placement.kv_cache_dtype not in KV_CACHE_DTYPES:
+        types = ", ".join(KV_CACHE_DTYPES)
+        problems.append(f"kv_cache_dtype={placement.kv_cache_dtype!r} must be one of {types}")
     sizes = {"tensor_para_size": placement.tp_size, "pipeline_para_size": placement.pp_size}
     wrong = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
     problems += wrong
@@ -72,10 +75,20 @@ def _matrix_problems(architecture: Architecture, placement: Placement, device: s
         for name in ("fp8", "batch_invariant")
         if getattr(placement, name) and not in_16_bits
     ]
-    if placement.fp8 and in_16_bits and torch.cuda.get_device_capability() < (8, 9):
-        found.append(
-            "fp8=1 needs a GPU of compute capability 8.9 or more (Ada, Hopper); use int8_mode=1"
-        )
+    if placement.kv_cache_dtype != "auto" and isinstance(architecture, EncoderArchitecture):
+        found.append(f"kv_cache_dtype={placement.kv_cache_dtype}: BERT has no cache; use auto")
+    in_fp8 = {
+        "fp8=1": (placement.fp8 and in_16_bits, "int8_mode=1"),
+        f"kv_cache_dtype={placement.kv_cache_dtype}": (
+            placement.kv_cache_dtype != "auto" and device == "cuda",
+            "auto",
+        ),
+    }
+    found += [
+        f"{name} needs a GPU of compute capability 8.9 or more (Ada, Hopper); use {other}"
+        for name, (is_set, other) in in_fp8.items()
+        if is_set and torch.cuda.get_device_capability() < (8, 9)
+    ]
     return found
 
 

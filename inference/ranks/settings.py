@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from inference.parallel.layout import ParallelLayout
 
 RANK_TIMEOUT_S = 7.0
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Placement:
     data_type: str = "fp32"  # of computation: fp32, fp16 or bf16
     int8_mode: int = 0  # 1: matrices are quantised to 8 bits when they are loaded
     fp8: bool = False  # matrices and activations are rounded to FP8 (E4M3)
+    kv_cache_dtype: str = "auto"  # fp8_e4m3: keys and values are rounded when they are stored
     batch_invariant: bool = False  # answers are the same to the bit whatever runs next to them
     device: str = "auto"  # cpu, cuda, or auto: CUDA if a device is visible
     first_device: int = 0  # of the visible GPUs, that of the first rank

@@ -230,6 +230,52 @@ def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_
         assert len(small.generate(request).rows) == 3
 
 
+@pytest.mark.parametrize("data_type", ["fp16", "bf16"])
+@pytest.mark.parametrize("group", [0, 128, 96])  # the last is widened
+def test_folders_in_fp8_are_computed_as_they_are(
+    group: int, data_type: str, tmp_path: Path
+) -> None:
+    sizes = {"head_num": 4, "size_per_head": 64, "hidden_size": 256, "inter_size": 384}
+    config = DenseConfig(**{**DENSE_SIZES, **sizes, "fp8_group_size": group}, has_qkv_bias=True)
+    ft_dir = write_random(DENSE, config, tmp_path, scale=0.05)
+    request = make_request([9, 5, 7])
+    with (
+        Engine(ft_dir, Placement(device="cpu")) as exact,
+        Engine(ft_dir, Placement(device="cuda", data_type=data_type, fp8=True)) as small,
+        Engine(ft_dir, Placement(device="cuda", data_type=data_type)) as wide,
+    ):
+        expected = prompt_logits(exact, PROMPT * 10)
+        for length in (1, 7, 28, 70):
+            for engine in (small, wide):
+                error = prompt_logits(engine, (PROMPT * 10)[:length]).cpu() - expected[:length]
+                rounds = engine is small and not group and length > 16
+                bound = 0.2 if rounds else {"fp16": 5e-3, "bf16": 4e-2}[data_type]
+                assert error.norm() / expected[:length].norm() < bound, (length, rounds)
+        assert len(small.generate(request).rows) == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_and_values_in_fp8_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    ft_dir = write_random(*MODELS[name], tmp_path)
+    forms: list[dict[str, Any]] = [
+        {"device": "cpu"}, {"device": "cuda", "data_type": "fp16"}, {"device": "cuda"},
+    ]  # fmt: skip
+    found = []
+    for form in forms:
+        placement = Placement(kv_cache_dtype="fp8_e4m3", **form)
+        with Engine(ft_dir, placement, options=EngineOptions(max_seq_len=80)) as engine:
+            found.append(prompt_logits(engine, PROMPT * 10).cpu())
+            answers = engine.generate(make_request([9, 5, 7, 20])).rows
+            assert [row.output_ids[0] for row in answers]
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
+        exact = prompt_logits(engine, PROMPT * 10)
+    cpu, *others = found
+    rounding = (cpu - exact).norm() / exact.norm()
+    assert 1e-4 < rounding < 0.2
+    for each in others:  # a number between two of FP8's may be rounded either way
+        assert (each - cpu).norm() / cpu.norm() < 0.7 * rounding + 1e-2
+
+
 @pytest.mark.parametrize("form", [{}, {"int8_mode": 1}, {"fp8": True}])
 @pytest.mark.parametrize("name", MODELS)
 def test_batch_invariant_answers_do_not_depend_on_other_requests(

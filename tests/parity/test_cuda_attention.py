@@ -43,12 +43,15 @@ class Sequences:
         rotated: int = 0,
         interleaved: bool = False,
         block: int = 64,
+        fp8: bool = False,
     ) -> None:
         self.query_heads, kv_heads, size = heads
         self.segments = np.array(segments)
         self.rules = replace(rules, group=self.query_heads // kv_heads)
         blocks = SLOTS * -(-MAX_LEN // block)
-        shape = CacheShape(2, SLOTS, kv_heads, MAX_LEN, size, block_tokens=block, blocks=blocks)
+        shape = CacheShape(
+            *(2, SLOTS, kv_heads, MAX_LEN, size), block_tokens=block, blocks=blocks, fp8=fp8
+        )
         self.cache = KVCache(shape, dtype=dtype, device=device)
         order = iter(np.random.default_rng(1).permutation(blocks).tolist())
         entries = [
@@ -82,12 +85,17 @@ class Sequences:
         if self.angles is not None:
             x = torch.cat((self._turn(x[:, :heads]), x[:, heads:]), dim=1)
         outputs, first = [], 0
-        for (_, cached, new), old in zip(self.segments.tolist(), self.old, strict=True):
+        for (slot, cached, new), old in zip(self.segments.tolist(), self.old, strict=True):
             mine = x[first : first + new]
             first += new
             query = mine[:, : self.query_heads].transpose(0, 1)  # (H, Q, D)
             stored = mine[:, self.query_heads :].unflatten(1, (2, kv_heads))
-            keys, values = torch.cat((old.float(), stored)).permute(1, 2, 0, 3)  # (K, S, D)
+            every = torch.cat((old.float(), stored))
+            if self.cache.shape.fp8:
+                every = self._kept(slot, every)
+                if (self.segments[:, 2] == 1).all():  # these see their own as they are
+                    every[cached:] = stored
+            keys, values = every.permute(1, 2, 0, 3)  # (K, S, D)
             group = self.query_heads // kv_heads
             keys, values = (part.repeat_interleave(group, dim=0) for part in (keys, values))
             starts = torch.tensor([cached], device=x.device)
@@ -98,6 +106,16 @@ class Sequences:
             weights = (scores + bias[0]).softmax(-1)
             outputs.append((weights @ values).transpose(0, 1).flatten(1))
         return torch.cat(outputs)
+
+    def _kept(self, slot: int, every: torch.Tensor) -> torch.Tensor:
+        """Return the keys and values (S, 2, K, D) that the cache has stored of some in FP8."""
+        kept = torch.stack(self.cache.reader(slot, 1, len(every))(LAYER))[:, 0].permute(2, 0, 1, 3)
+        if kept.is_cuda:  # Triton's interpreter rounds otherwise
+            scale = every.abs().amax(-1, keepdim=True) / 448
+            digits = (every / scale).to(torch.float8_e4m3fn).float()
+            apart = (kept.float() / scale - digits).abs() > 0.01 * digits.abs()
+            assert apart.float().mean() < 1e-3  # but for numbers halfway between two others
+        return kept.float()
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
         assert self.angles is not None
@@ -216,6 +234,34 @@ def test_biases_windows_and_turned_keys(
             interleaved=kind == "pairs",
         )
     )
+
+
+@pytest.mark.parametrize("segments", [MIXED, SINGLE, MANY], ids=["mixed", "single", "many"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "rules", "block"),
+    [
+        ((6, 2, 64), AttentionRules(), 64),
+        ((7, 1, 80), AttentionRules(sliding_window=9), 16),
+        ((8, 2, 128), AttentionRules(alibi_slopes=alibi_slopes(8)), 64),
+        ((2, 2, 256), AttentionRules(scale=0.2, softcap=2.0), 64),
+    ],
+    ids=str,
+)
+def test_keys_and_values_in_fp8(
+    heads: tuple[int, int, int],
+    rules: AttentionRules,
+    block: int,
+    dtype: torch.dtype,
+    segments: list[tuple[int, int, int]],
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    if rules.alibi_slopes is not None:
+        rules = replace(rules, alibi_slopes=rules.alibi_slopes.to(device))
+    kind: dict[str, Any] = {"heads": heads, "dtype": dtype, "device": device}
+    sequences = Sequences(segments, rules=rules, block=block, fp8=True, **kind)
+    check(sequences)
 
 
 def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> None:

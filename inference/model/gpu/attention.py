@@ -165,6 +165,7 @@ class _Launch:
             tables_at=self.cache.tables,
             table_width=self.cache.tables.stride(0),
             BLOCK=self.cache.shape.block_tokens,
+            largest_at=self.cache.largest(self.layer),
         )
         return constants(record)
 
@@ -177,7 +178,7 @@ class _Launch:
         """
         block, size = self.cache.shape.block_tokens, self.cache.shape.size_per_head
         has_tma = launch_options(self.query)["EARLY"] and self.query.itemsize == 2
-        if not has_tma or block % tokens or size * self.query.itemsize % 16:
+        if not has_tma or block % tokens or size * self.cache.dtype.itemsize % 16:
             return None
         return TensorDescriptor.from_tensor(self.cache.rows(self.layer), [tokens, width])
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from inference.parallel.launch_cuda import let_next_begin, wait_for_earlier
+from inference.parallel.rounding_cuda import LARGEST, store_rounded
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -33,8 +34,10 @@ class Inputs(NamedTuple):
 class Cached(NamedTuple):
     """A layer's keys and values in blocks of BLOCK tokens, and the blocks of each slot.
 
-    Kernels take its descriptor, by which TMA copies tiles of TOKENS tokens, next to this: Triton
-    knows none within records. It is None where TMA does not serve.
+    In FP8 `largest_at` has the largest magnitude of the key or value of each token's head, in the
+    order of these. Kernels take the descriptor of keys and values, by which TMA copies tiles of
+    TOKENS tokens, next to this: Triton knows none within records. It is None where TMA does not
+    serve.
     """
 
     keys_at: Any
@@ -44,6 +47,7 @@ class Cached(NamedTuple):
     tables_at: Any
     table_width: Any
     BLOCK: Any
+    largest_at: Any = None
 
 
 class Tiles(NamedTuple):
@@ -143,10 +147,28 @@ def _biased(score, start, position, scores, head, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _cells(cached, heads, kv_head, table_at, place, d):
-    """Return where a head keeps the token of some place, relative to the keys and the values."""
-    block = tl.load(table_at + place // cached.BLOCK).to(tl.int64) * cached.block_stride
-    return block + kv_head * cached.head_stride + (place % cached.BLOCK) * heads.D + d
+def _store_token(cached, heads, kv_head, table_at, place, d, key, value):
+    """Store some heads' keys and values of the token of a place, (heads, WIDTH) each.
+
+    `kv_head` (heads, 1) may lie beyond K.
+    """
+    within = place % cached.BLOCK
+    block = tl.load(table_at + place // cached.BLOCK).to(tl.int64)
+    cell = block * cached.block_stride + kv_head * cached.head_stride + within * heads.D + d
+    there = kv_head < heads.K
+    inside = there & (d < heads.D)
+    if cached.largest_at is not None:
+        row_at = cached.largest_at + (block * (2 * heads.K) + kv_head) * cached.BLOCK + within
+        key, value = key.to(tl.float32), value.to(tl.float32)
+        largest = tl.max(tl.abs(key), 1, keep_dims=True)
+        store_rounded(key, largest, inside, cached.keys_at + cell)
+        tl.store(row_at, largest, mask=there)
+        largest = tl.max(tl.abs(value), 1, keep_dims=True)
+        store_rounded(value, largest, inside, cached.values_at + cell)
+        tl.store(row_at + heads.K * cached.BLOCK, largest, mask=there)
+    else:
+        tl.store(cached.keys_at + cell, key, mask=inside)
+        tl.store(cached.values_at + cell, value, mask=inside)
 
 
 @triton.jit
@@ -169,13 +191,11 @@ def store_new_tokens(
     wait_for_earlier(EARLY)
     slot, place = tl.load(slots_at + token), tl.load(places_at + token)
     table_at = cached.tables_at + slot * cached.table_width
-    target = _cells(cached, heads, head, table_at, place, d)
     source = token.to(tl.int64) * inputs.token_stride + head * heads.D
     angle = token * inputs.R
     key = _turned(inputs.key_at + source, inside, inputs, angle, d)
-    tl.store(cached.keys_at + target, key, mask=inside)
     value = tl.load(inputs.value_at + source + d, mask=inside, other=0.0)
-    tl.store(cached.values_at + target, value, mask=inside)
+    _store_token(cached, heads, head, table_at, place, d, key, value)
     if inputs.R > 0:
         query = tl.arange(0, QUERIES)[:, None]
         inside = (query < heads.G * heads.K) & (d < inputs.R)
@@ -232,6 +252,9 @@ def _attend_keys(  # noqa: C901 - constants choose
     ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # TOKENS never lie in two
     # Products alone are scaled as their largest is subtracted, by one instruction.
     PLAIN: tl.constexpr = scores.bias_at is None and scores.SOFTCAP == 0
+    FP8: tl.constexpr = cached.largest_at is not None
+    if FP8:  # values are weighed by their largest, in units of their digits
+        mixed *= LARGEST
     unit = scores.scale * _LOG2_E if PLAIN else 1.0
     zero = tl.full((), 0, tl.int32)  # Triton's interpreter divides no number of its own
     block = zero
@@ -242,20 +265,26 @@ def _attend_keys(  # noqa: C901 - constants choose
         within = (start + zero) % BLOCK
         token = start + tl.arange(0, TOKENS)
         there = (token < stop)[:, None]
+        if ONE_BLOCK:
+            each, inner = block, within + tl.arange(0, TOKENS)
+        else:
+            each = tl.load(table_at + token // BLOCK, mask=token < stop, other=0)
+            inner = token % BLOCK
         if described is not None:
             row = (block * (2 * heads.K) + kv_head) * BLOCK + within
             keys = described.load([row, 0])
         else:
-            if ONE_BLOCK:
-                offset = block.to(tl.int64) * cached.block_stride
-                offset += (within + tl.arange(0, TOKENS)) * D
-            else:
-                each = tl.load(table_at + token // BLOCK, mask=token < stop, other=0)
-                offset = each.to(tl.int64) * cached.block_stride + (token % BLOCK) * D
+            offset = each.to(tl.int64) * cached.block_stride + inner * D
             at = offset[:, None] + kv_head * cached.head_stride + d
             inside = there & (d < D) if MASKED else d < D
             keys = _loaded(cached.keys_at + at, inside, not MASKED and heads.WIDTH == D)
-        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        score = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+        if FP8:
+            row_at = (each.to(tl.int64) * (2 * heads.K) + kv_head) * BLOCK + inner
+            row_at += cached.largest_at
+            largest_key = tl.load(row_at, mask=token < stop, other=0.0)
+            largest_value = tl.load(row_at + heads.K * BLOCK, mask=token < stop, other=0.0)
+            score *= (largest_key * (1 / LARGEST))[None, :]
         if not PLAIN:
             score = _in_units_of_log_2(score, scores)
             score = _biased(score, start, position, scores, head, TOKENS)
@@ -280,11 +309,16 @@ def _attend_keys(  # noqa: C901 - constants choose
         else:
             values = _loaded(cached.values_at + at, inside, not MASKED and heads.WIDTH == D)
         mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
+        if FP8:
+            weight *= largest_value[None, :]
+        values = values.to(query.dtype)
+        mixed = tl.dot(weight.to(query.dtype), values, mixed, input_precision="ieee")
         largest = new_largest
         if ONE_BLOCK:
             following = start + zero + TOKENS
             block = tl.load(table_at + following // BLOCK, mask=following < end, other=0)
+    if FP8:
+        mixed *= 1 / LARGEST
     return largest, total, mixed
 
 
@@ -518,9 +552,10 @@ def flash_decode(
                 own = row * inputs.token_stride + kv_head * heads.D
                 key = _turned(inputs.key_at + own, d < heads.D, inputs, row * inputs.R, d)
                 value = tl.load(inputs.value_at + own + d, mask=d < heads.D, other=0.0)
-                cell = _cells(cached, heads, kv_head, table_at, place, d)
-                tl.store(cached.keys_at + cell, key, mask=d < heads.D)
-                tl.store(cached.values_at + cell, value, mask=d < heads.D)
+                _store_token(
+                    *(cached, heads, kv_head + tl.zeros((1, 1), tl.int32), table_at, place),
+                    *(d[None, :], key[None, :], value[None, :]),
+                )
                 score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1)
                 largest = _in_units_of_log_2(score, scores)
                 if scores.TABLE > 0:  # its distance is 0

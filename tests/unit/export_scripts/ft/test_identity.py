@@ -34,3 +34,5 @@ def test_types_are_those_of_the_served_model() -> None:
         "checkpoint": "", "data_type": "bf16", "quantization": "int8", "version": __version__
     }  # fmt: skip
     assert served_identity(None, {"fp8": "1"})["quantization"] == "fp8"
+    kept = {"int8_mode": "1", "kv_cache_dtype": "fp8_e4m3"}
+    assert served_identity(None, kept)["quantization"] == "int8+kv_fp8_e4m3"

@@ -295,6 +295,7 @@ def test_unusable_logits_fail_one_row_and_nothing_else(
         ({"int8_mode": 2}, "int8_mode=2 is not supported; use 0, or 1 for weights of 8 bits"),
         ({"int8_mode": 1, "fp8": True}, "int8_mode=1 and fp8=1 are two forms of the same matrices"),
         ({"fp8": True}, "fp8=1 needs a GPU and data_type fp16 or bf16; the device is cpu"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' must be one of auto, fp8_e4m3"),
         ({"batch_invariant": True}, "batch_invariant=1 needs a GPU and data_type fp16"),
         ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
     ],

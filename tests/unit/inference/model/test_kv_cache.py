@@ -67,6 +67,26 @@ def test_wiped_tokens_are_zero(cache: KVCache) -> None:
 
 def test_size_counts_keys_and_values_of_every_layer() -> None:
     assert SHAPE.token_bytes(4) == 2 * 2 * 3 * 6 * 4
+    assert replace(SHAPE, fp8=True).token_bytes(4) == 2 * 2 * 3 * (6 + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_in_fp8_err_by_a_sixteenth_whatever_their_size(dtype: torch.dtype) -> None:
+    cache = KVCache(replace(SHAPE, fp8=True), dtype=dtype, device=torch.device("cpu"))
+    sizes = torch.logspace(-9, 4, 2 * 2 * 3).view(2, 2, 3, 1)
+    values = (torch.randn(2, 2, 3, 6) * sizes).to(dtype)
+    slots, positions = torch.tensor([1, 1]), torch.tensor([0, 1])
+    cache.write(1, cache.token_rows(slots, positions), values)
+    found = torch.stack(cache.reader(1, 1, 2)(1))[:, 0].permute(2, 0, 1, 3)
+    assert found.dtype == dtype
+    largest = values.float().abs().amax(-1, keepdim=True)
+    # Half a unit of 3 bits of mantissa, or of the smallest step of 2**-9 in 448.
+    bound = torch.maximum(values.float().abs() / 16, largest * (2.0**-10 / 448))
+    assert (
+        (found.float() - values.float()).abs()
+        <= bound * 1.01 + largest * 2.0**-8 * (dtype == torch.bfloat16)
+    ).all()
+    assert (found.float() != values.float()).any()
 
 
 def test_what_is_read_of_every_layer_is_the_cache_itself(cache: KVCache) -> None:
@@ -77,12 +97,13 @@ def test_what_is_read_of_every_layer_is_the_cache_itself(cache: KVCache) -> None
     assert values[:, :, 4].equal(new[:, 1])
 
 
-def test_blocks_are_updated_as_whole_sequences_are() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_blocks_are_updated_as_whole_sequences_are(fp8: bool) -> None:
     """The same tokens, moves and new blocks, in blocks of three tokens and of a sequence."""
     device, prefix = torch.device("cpu"), torch.randn(2, 2, 3, 4, 6)
     shape = replace(SHAPE, block_tokens=3, blocks=2 * 4 * 4)
     whole, paged = (
-        KVCache(each, dtype=torch.float32, device=device, prefixes=[prefix])
+        KVCache(replace(each, fp8=fp8), dtype=torch.float32, device=device, prefixes=[prefix])
         for each in (SHAPE, shape)
     )
     cells = [(slot, place) for slot in range(4) for place in range(4)]
