@@ -64,7 +64,9 @@ def _describe_folder(path: Path, *, tensors: bool) -> Fields:
         "model type": family.model_type,
         "tensor parallel": config.tensor_para_size,
         "weight type": config.weight_data_type,
-        "parameters": sum(math.prod(tensor.shape) for tensor in family.tensors(config)),
+        "parameters": sum(
+            math.prod(tensor.shape) for tensor in family.tensors(config) if tensor.fp8_part != 1
+        ),
         "weight files": len(files),
         "bytes": sum(files.values()),
         "config": config.sections(),

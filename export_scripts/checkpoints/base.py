@@ -299,6 +299,9 @@ class CheckpointReader:
     files: tuple[Path, ...]  # every file the checkpoint consists of
     # The tokenizer files that come with it, by their names in the FT folder.
     tokenizer: Mapping[str, Region] = field(default_factory=dict)
+    # Matrices that are stored in FP8 (out, in), and their scales (out, groups of inputs).
+    fp8: Mapping[str, tuple[Piece, Piece]] = field(default_factory=dict)
+    fp8_group: int = 0  # inputs of a scale; 0: all
     remarks: tuple[str, ...] = ()  # what to report, such as the choice among several files
     kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.

@@ -1,5 +1,7 @@
 """Quantised Hugging Face folders as sources: their weights are widened while they are read.
 
+Those in FP8 can be kept as they are, too.
+
 Forms: FP8 with one scale a tensor, a row or a block, int8 with scales, and packed integers as
 compressed-tensors, ModelOpt, transformers' fine-grained FP8, AutoAWQ and GPTQ save them. Values are
 computed in fp32 by the library's own formula, scale x (value - zero point); the conversion rounds
@@ -40,6 +42,11 @@ SCALES_OF_ACTIVATIONS = (
     ".input_zero_point", ".input_global_scale",
 )  # fmt: skip
 _AS_IT_IS = "serve the folder as it is with deploy.engine=vllm, or convert the unquantised model"
+
+_DONE = (
+    "widened",
+    "kept; static scales of activations are not: each row is rounded with a scale of its own",
+)
 
 _WORDS = ("int32",)
 
@@ -93,6 +100,8 @@ class _Form:
     # Returns the sizes of the matrix and how its parts are widened; raises ValueError, which begins
     # with the end of a name, for parts of a type or shape that do not belong together.
     fit: Callable[[Parts], tuple[Shape, Widen]]
+    # Returns the scales of rows (out, groups) of FP8 values that fit, and the inputs of each.
+    scales: Callable[[Parts], tuple[Piece, int]] | None = None
 
 
 def quantization(reader: CheckpointReader) -> Table | None:
@@ -108,11 +117,15 @@ def quantization(reader: CheckpointReader) -> Table | None:
 
 
 def with_plain_weights(
-    reader: CheckpointReader, is_passed: Callable[[str], bool] = lambda _: False
+    reader: CheckpointReader,
+    is_passed: Callable[[str], bool] = lambda _: False,
+    *,
+    keeps_fp8: bool = False,
 ) -> CheckpointReader:
     """Return a checkpoint with plain weights in place of quantised ones; others as they are.
 
-    `is_passed` says whether the user passes a setting that is not known.
+    `is_passed` says whether the user passes a setting that is not known, `keeps_fp8` whether the
+    values in FP8, which the checkpoint has as well, will be taken.
 
     Raises:
         CheckpointMismatchError: They are quantised in another form, or do not fit together; each
@@ -138,11 +151,14 @@ def with_plain_weights(
         raise CheckpointMismatchError(
             f"{reader.path}: the weights are quantised, and are not widened: {error}; {_AS_IT_IS}"
         ) from error
+    tensors, fp8, groups = _wide_tensors(reader, form)
     return dataclasses.replace(
         reader,
         config={key: value for key, value in reader.config.items() if key != QUANTIZATION},
-        tensors=_wide_tensors(reader, form),
-        remarks=(*reader.remarks, f"weights quantised by {method} are widened"),
+        tensors=tensors,
+        fp8=fp8 if len(groups) == 1 else {},
+        fp8_group=min(groups, default=0),
+        remarks=(*reader.remarks, f"weights quantised by {method} are {_DONE[keeps_fp8]}"),
     )
 
 
@@ -160,8 +176,13 @@ def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
     }
 
 
-def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, Pieces]:
+def _wide_tensors(
+    reader: CheckpointReader, form: _Form
+) -> tuple[dict[str, Pieces], dict[str, tuple[Piece, Piece]], set[int]]:
+    """Return all tensors, those in FP8 as they are, with scales, and the inputs of a scale."""
     plain = reader.tensors
+    fp8: dict[str, tuple[Piece, Piece]] = {}
+    groups: set[int] = set()
     tensors: dict[str, Pieces] = {}
     taken: set[str] = set()
     problems: list[str] = []
@@ -178,6 +199,10 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, Pieces]:
         parts = {end: plain[name + end][0].stored[0] for end in ends}
         try:
             tensors[f"{name}.weight"] = (_wide(*form.fit(parts), parts),)
+            if form.scales is not None:
+                scales, group = form.scales(parts)
+                fp8[f"{name}.weight"] = parts[form.value], scales
+                groups.add(group)
         except ValueError as error:
             problems.append(f"{name}{error}")
     refuse(listed(problems, f"{reader.path}: "))
@@ -186,7 +211,7 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, Pieces]:
         for key, pieces in plain.items()
         if key not in taken and not key.endswith((*SCALES_OF_ACTIVATIONS, ".weight_shape"))
     }
-    return rest | tensors
+    return rest | tensors, fp8, groups
 
 
 def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
@@ -246,6 +271,19 @@ def _scaled(
     """Return the form of FP8 or int8 values, or of words of `bits`, with scales of their own."""
     value = ".weight_packed" if bits else ".weight"
 
+    def scales(parts: Parts) -> tuple[Piece, int]:
+        part, sizes = parts[scale], parts[value].shape
+        grid, (rows, inputs) = _grid(parts, scale, sizes, block)
+        shape = (sizes[0], grid[1])
+
+        def compute(maps: FileMaps) -> Array:
+            from export_scripts.numeric import widening
+
+            return widening.scales_of_rows(part.load(maps), grid, rows, shape[0])
+
+        group = inputs if block or grid[1] > 1 else 0
+        return ComputedPiece("fp32", shape, (part,), compute), group
+
     def fit(parts: Parts) -> tuple[Shape, Widen]:
         rows, columns = _sizes(parts, value, (kind,), None, None)
         sizes = (rows, columns * 32 // bits if bits else columns)
@@ -256,7 +294,8 @@ def _scaled(
             loaded[value], loaded[scale], *grid, loaded.get(zero), bits
         )
 
-    return _Form(value, {scale: True} | ({zero: False} if zero else {}), fit)
+    companions = {scale: True} | ({zero: False} if zero else {})
+    return _Form(value, companions, fit, scales if kind == "fp8" else None)
 
 
 def _pair(sizes: Any) -> Pair | None:

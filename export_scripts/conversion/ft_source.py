@@ -5,8 +5,16 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Record, StoredTensor
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    ComputedPiece,
+    FileMaps,
+    Record,
+    StoredTensor,
+)
+from export_scripts.checkpoints.quantized import QUANTIZATION
 from export_scripts.checkpoints.tokenizers import folder_members
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
@@ -46,13 +54,20 @@ def open_ft_folder(path: Path) -> FTFolder:
     family, config, stored = open_directory(path)
     manifest = read_manifest(path)
     sums = {name: int(record["crc32"], 16) for name, record in manifest["files"].items()}
-    tensors = {name: _pieces(path, tensor, config, sums) for name, tensor in stored.items()}
+    pieces = {name: _pieces(path, tensor, config, sums) for name, tensor in stored.items()}
+    tensors = {
+        name: each
+        if stored[name].fp8_part is None
+        else _widened(each, pieces[f"{name}_scale"], config)
+        for name, each in pieces.items()
+        if stored[name].fp8_part != 1
+    }
     return FTFolder(
         format=FT_FORMAT,
         path=path,
-        config={},
+        config={} if tensors.keys() == pieces.keys() else {QUANTIZATION: {"quant_method": "fp8"}},
         tensors=tensors,
-        files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
+        files=(path / CONFIG_NAME, *(s.path for ps in pieces.values() for s in ps)),
         tokenizer={
             name: file
             for name, file in folder_members(path).items()
@@ -81,14 +96,35 @@ def _pieces(
     )
 
 
+def _widened(
+    values: tuple[StoredTensor, ...], scales: tuple[StoredTensor, ...], config: FTConfig
+) -> tuple[ComputedPiece, ...]:
+    """Return the fp32 pieces (in, out) of a matrix in FP8, whose scales may be those of all."""
+    group = getattr(config, "fp8_group_size", None)
+
+    def piece(value: StoredTensor, scale: StoredTensor) -> ComputedPiece:
+        def compute(maps: FileMaps) -> Any:
+            from export_scripts.numeric import widening
+
+            return widening.with_scales(value.load(maps).T, scale.load(maps).T, grid, block).T
+
+        (inputs, outputs), groups = value.shape, scale.shape[0]
+        grid, block = (outputs, groups), (1, group or inputs)
+        return ComputedPiece("fp32", value.shape, (value, scale), compute)
+
+    return tuple(piece(each, scales[min(n, len(scales) - 1)]) for n, each in enumerate(values))
+
+
 def _mapping(family: ModelFamily, stored: FTConfig) -> SourceMapping:
     has_int8 = bool(getattr(stored, "int8", False))
+    has_fp8 = getattr(stored, "fp8_group_size", None) is not None
 
     def config(facts: Facts) -> FTConfig:
         asked: Fields = {
             "tensor_para_size": facts.tp_size,
             "weight_data_type": facts.weight_data_type,
             **({"int8": None} if has_int8 else {}),
+            **({"fp8_group_size": None} if has_fp8 else {}),
         }
         return dataclasses.replace(stored, **asked)
 

@@ -96,6 +96,8 @@ def plan_conversion(
     facts = _open(request, scratch_dir, reader)
     mapping, facts = find_mapping(facts, request.model_type)
     stated, problems = _stated_values(mapping.family.config, request)
+    if request.keep_fp8:
+        stated["fp8_group_size"] = facts.reader.fp8_group
     passed, in_the_way = mapping.in_the_way(facts, request.allows_setting)
     if problems := [*_refused(request, facts, mapping), *problems]:
         refuse([*problems, *facts.with_paths(in_the_way)])
@@ -191,7 +193,7 @@ def _open(
         reader = reader or open_checkpoint(
             path, scratch_dir=scratch_dir, name=request.checkpoint_name
         )
-        reader = with_plain_weights(reader, request.allows_setting)
+        reader = with_plain_weights(reader, request.allows_setting, keeps_fp8=request.keep_fp8)
         lora = request.lora_checkpoints
         reader = with_adapters(reader, lora, scratch_dir, request.allows_setting)
 
@@ -293,6 +295,19 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
             f"Face folder ({names['output_format']}=huggingface) and serve that with vLLM "
             "(deploy.engine=vllm)"
         )
+    if request.keep_fp8:
+        why = {
+            "they are merged into wider ones": bool(request.lora_checkpoints),
+            "a Hugging Face folder is written with wider ones": request.is_huggingface,
+            "the checkpoint has none, or of several forms": not facts.reader.fp8,
+            f"{mapping.family.name} folders hold none": "fp8_group_size"
+            not in get_type_hints(mapping.family.config),
+        }
+        problems += [
+            f"{names['keep_fp8']}: weights in FP8 cannot be kept: {reason}; leave it out"
+            for reason, holds in why.items()
+            if holds
+        ]
     added = {
         "prompt": request.prompt_checkpoints,
         "ia3": request.ia3_checkpoints,

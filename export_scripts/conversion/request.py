@@ -49,6 +49,11 @@ class ConversionOptions:
         (),
         path=True,
     )
+    keep_fp8: bool = option(
+        "keep the matrices of an FP8 folder and their scales as they are, for the parameter fp8=1; "
+        "by default they are widened",
+        False,
+    )
     activation_ranges: Path | None = option(
         "activation ranges (.json or .pt), for static int8 weights", None, path=True
     )

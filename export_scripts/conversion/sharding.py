@@ -37,8 +37,10 @@ _TILE_GAP_BYTES = 64
 # Below this the plain strided copy is as fast.
 _SMALL = 4096
 
-# The bytes of a value, and the bits of infinity.
-_INFINITIES = {"fp32": (4, 0x7F800000), "fp16": (2, 0x7C00), "bf16": (2, 0x7F80)}
+# The bytes of a value, and the bits of infinity; E4M3 has NaN alone.
+_INFINITIES = {
+    "fp32": (4, 0x7F800000), "fp16": (2, 0x7C00), "bf16": (2, 0x7F80), "fp8": (1, 0x7F),
+}  # fmt: skip
 
 
 class Workspace(threading.local):

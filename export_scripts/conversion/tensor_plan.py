@@ -11,7 +11,7 @@ from export_scripts.errors import listed
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Parts, TensorSource, View
+from export_scripts.families.mapping.sources import Copy, Parts, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.numeric.dtypes import Shape
 
@@ -19,7 +19,10 @@ _REMEDY = (
     "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
     "without a part such as its head"
 )
-
+_KEPT = (
+    "the option that keeps FP8 wants of every matrix of the layers: leave the option out, and "
+    "all weights are widened"
+)
 
 Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
 
@@ -37,6 +40,12 @@ class TensorPlan:
         """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
         return [(key.format(**self.index), cut) for key, cut in self.source.reads]
 
+    def pieces(self, facts: Facts, key: str) -> Sequence[Piece]:
+        """Return the pieces of a key: of a matrix in FP8 its values, or its scales."""
+        part = self.tensor.fp8_part
+        found = None if part is None else facts.fp8(key)
+        return facts.pieces(key) if found is None or part is None else (found[part],)
+
     def build(
         self, facts: Facts, config: FTConfig | None, read: Callable[[Piece], Any] | None = None
     ) -> Parts:
@@ -44,7 +53,7 @@ class TensorPlan:
         read = read or (lambda piece: piece.load(facts.maps))
 
         def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
-            pieces = facts.pieces(key.format(**self.index))
+            pieces = self.pieces(facts, key.format(**self.index))
             return [read(slab) for piece in pieces for slab in piece.slabs(cut, unit)]
 
         return self.source.build(get, config)
@@ -112,6 +121,11 @@ def plan_tensors(
         plans.append(plan)
         used.update(facts.resolve(key) for key, _ in plan.reads)
         absent = [key for key, _ in plan.reads if not facts.has(key)]
+        if tensor.fp8_part == 0:
+            wide = [key for key, _ in plan.reads if facts.has(key) and facts.fp8(key) is None]
+            stated += [f"{key} is not in FP8, which {_KEPT}" for key in wide]
+            if not isinstance(source, Copy):
+                stated.append(f"{tensor.name} is computed of what is stored, and {_KEPT}")
         missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
         if not absent:
             shapes += _shape_problems(plan, facts, config, tp_size)
@@ -146,7 +160,7 @@ def _remedy(missing: list[str], facts: Facts) -> str:
 def _shape_problems(plan: TensorPlan, facts: Facts, config: FTConfig, tp_size: int) -> list[str]:
     problems = []
     for key, cut in plan.reads:
-        pieces = facts.pieces(key)
+        pieces = plan.pieces(facts, key)
         first = pieces[0].shape
         for rank, piece in enumerate(pieces):
             if _without(piece.shape, cut) != _without(first, cut):
@@ -154,7 +168,8 @@ def _shape_problems(plan: TensorPlan, facts: Facts, config: FTConfig, tp_size: i
                     f"{key}: training rank {rank} has shape {list(piece.shape)}, rank 0 has "
                     f"{list(first)}"
                 )
-        if kinds := {piece.dtype for piece in pieces} - FLOATING_TYPES:
+        known = {"fp8"} if plan.tensor.fp8_part == 0 else FLOATING_TYPES
+        if kinds := {piece.dtype for piece in pieces} - known:
             problems.append(
                 f"{key} is stored as {', '.join(sorted(kinds))}, expected a floating type; convert "
                 "the unquantised checkpoint"
@@ -165,7 +180,9 @@ def _shape_problems(plan: TensorPlan, facts: Facts, config: FTConfig, tp_size: i
         parts = plan.build(facts, config, lambda piece: ShapeTensor(piece.shape))
         rank_window(parts, plan.tensor, tp_size)
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in plan.reads)
+        stored = ", ".join(
+            f"{key} {list(plan.pieces(facts, key)[0].shape)}" for key, _ in plan.reads
+        )
         reason = "it has too few axes" if isinstance(error, IndexError) else error
         return [f"{stored} does not make {plan.tensor.name}: {reason}"]
     return []

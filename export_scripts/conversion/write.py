@@ -25,6 +25,7 @@ from export_scripts.conversion.tensor_plan import (
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
 from export_scripts.ft.writer import FTWriter
+from export_scripts.numeric import widening
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
@@ -107,7 +108,7 @@ class _Group:
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
         """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
         for key, cut in item.reads:
-            pieces = self.plan.facts.pieces(key)
+            pieces = item.pieces(self.plan.facts, key)
             for piece in pieces[:1] if cut is None else pieces:
                 yield from ((key, stored) for stored in piece.stored)
 
@@ -221,6 +222,8 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
         flat = part.ravel(order="K")
         for start in range(0, flat.size, _SCAN_VALUES):
             values = flat[start : start + _SCAN_VALUES]
+            if values.dtype == np.uint8:  # the bytes of FP8
+                values = widening.wide(values)
             values = values if values.dtype == np.float64 else to_float32(values)
             finite = np.isfinite(values)
             bad += int((~finite).sum())

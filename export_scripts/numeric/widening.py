@@ -26,17 +26,25 @@ def with_scales(
     """
     if bits:
         stored = _unpacked(stored, bits).reshape(len(stored), -1) - (1 << bits - 1)
-    values = _wide(stored)
+    values = wide(stored)
     rows, columns = block
     width = values.shape[1]
     scale = to_float32(scale).reshape(grid)
-    zero = None if zero is None else _wide(zero).reshape(grid)
+    zero = None if zero is None else wide(zero).reshape(grid)
     for number, row in enumerate(scale):
         part = values[number * rows : (number + 1) * rows]
         if zero is not None:
             part -= np.repeat(zero[number], columns)[:width]
         part *= np.repeat(row, columns)[:width]
     return values
+
+
+def scales_of_rows(scale: Array, grid: tuple[int, int], height: int, rows: int) -> Array:
+    """Return the fp32 scales of each of some rows, (rows, groups), for those of blocks of a grid.
+
+    Each entry of the grid is for `height` rows.
+    """
+    return np.repeat(to_float32(scale).reshape(grid), height, axis=0)[:rows]
 
 
 def awq(words: Array, zeros: Array, scales: Array) -> Array:
@@ -77,7 +85,7 @@ def gptq(
     return np.ascontiguousarray(((values - zeros[group]) * scales[group]).T)
 
 
-def _wide(values: Array) -> Array:
+def wide(values: Array) -> Array:
     """Return integers, or the bytes of FP8, as fp32."""
     return _from_fp8(values) if values.dtype == np.uint8 else values.astype(np.float32)
 

@@ -155,7 +155,8 @@ def open_folder(path: Path) -> Folder:
 
     try:
         reader = with_plain_weights(reader, is_noted)
-        if quantised is not None and reader.tensors.keys() == stored:
+        is_plain = reader.tensors.keys() == stored and not isinstance(reader, FTFolder)
+        if quantised is not None and is_plain:
             detail = "no tensor is quantised, and some libraries would quantise them"
             problems.append(Remark(DIFFERS, "quantisation", QUANTIZATION, detail))
     except CheckpointMismatchError as error:

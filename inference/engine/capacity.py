@@ -220,6 +220,8 @@ def _cuda_budget(
     stored = sum(path.stat().st_size for path in ft_dir.iterdir()) // placement.world_size
     item_bytes = 1 if placement.int8_mode or placement.fp8 else item_size(placement.data_type)
     weights = stored * item_bytes // item_size(config.weight_data_type)
+    if getattr(config, "fp8_group_size", None) is not None:  # all but tables are in FP8
+        weights = stored if placement.fp8 else stored * item_bytes
     logits = slots * 4 * architecture.vocab_size // placement.tp_size
     logits += marks_bytes(slots, architecture.vocab_size)
     free, _ = torch.cuda.mem_get_info()

@@ -2,7 +2,7 @@
 
 # Shapes: E hidden, V vocabulary
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from export_scripts.ft.reader import FTReader
 from inference.model.layers import Embedding, Normalise, make_norm
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
 from inference.parallel.gemm import Gemm, Product, make_gated_gemm, make_gemm
+from inference.parallel.int8 import FP8_GROUP, ScaledWeight, Weight, arranged
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
@@ -71,8 +72,18 @@ class RankWeights:
         """Return this rank's part of a tensor that not every model has."""
         return self.tensor(name) if self.reader.has(name) else None
 
-    def matrix(self, name: str) -> torch.Tensor:
-        """Return a weight as (in, out), axes after the first joined."""
+    def matrix(self, name: str, *, in_fp8: bool = False) -> Weight:
+        """Return a weight as (in, out), axes after the first joined.
+
+        With `in_fp8` one that is stored so stays as it is.
+        """
+        found = self.reader.in_fp8(name, self.layout.tp_rank) if in_fp8 else None
+        if found is not None:
+            values = found[0].to(self.device)
+            self._checked(name, values.half(), torch.float16)
+            scale = self._checked(f"{name}_scale", found[1], torch.float32)
+            group = self.reader.group_inputs(values, scale)
+            return ScaledWeight(values, scale, group, self._matrix_dtype)
         part = self.reader.read(name, self.layout.tp_rank)
         return self._checked(name, part, self._matrix_dtype).flatten(1)
 
@@ -170,7 +181,12 @@ class LayerLoader(Generic[ArchitectureT]):
         self.weights = weights
         self.architecture = architecture
         self.reduce = reduce
-        self.gemm = gemm
+        # A folder that is in FP8 is taken as it is: its tables are wide, and so are the rows of
+        # products whose scales are those of groups. Groups of other sizes are widened.
+        group = weights.reader.fp8_group
+        self._in_fp8 = gemm.fp8 and group is not None and group % FP8_GROUP == 0
+        self.gemm = replace(gemm, fp8=gemm.fp8 and not group)
+        self._head_gemm = replace(gemm, fp8=gemm.fp8 and group is None)
         self.activation = gemm_activation(
             architecture.activation, exact_gelu=architecture.exact_gelu
         )
@@ -200,11 +216,13 @@ class LayerLoader(Generic[ArchitectureT]):
         self, *names: str, activation: GemmActivation | None = None, rounds: bool = False
     ) -> Product:
         """Return column-parallel linears as one, their outputs side by side."""
-        matrices = [self.weights.matrix(f"{name}.weight") for name in names]
+        matrices = [self._matrix(name) for name in names]
         biases = [self.weights.optional(f"{name}.bias") for name in names]
         present = [bias.flatten() for bias in biases if bias is not None]
         return make_gemm(
-            torch.cat(matrices, dim=1) if len(matrices) > 1 else matrices[0],
+            matrices[0]
+            if len(matrices) == 1
+            else arranged(matrices, lambda each: torch.cat(each, dim=1)),
             torch.cat(present) if present else None,
             activation=activation,
             rounds=rounds,
@@ -220,12 +238,15 @@ class LayerLoader(Generic[ArchitectureT]):
             return self.column(gate, activation=self.activation, rounds=rounds)
         weights = self.weights
         return make_gated_gemm(
-            (weights.matrix(f"{gate}.weight"), weights.matrix(f"{linear}.weight")),
+            (self._matrix(gate), self._matrix(linear)),
             (weights.optional(f"{gate}.bias"), weights.optional(f"{linear}.bias")),
             activation=self.activation,
             rounds=rounds,
             options=self.gemm,
         )
+
+    def _matrix(self, name: str) -> Weight:
+        return self.weights.matrix(f"{name}.weight", in_fp8=self._in_fp8)
 
     def row(self, name: str) -> Gemm:
         """Return a row-parallel linear with its own bias and all-reduce."""
@@ -233,7 +254,7 @@ class LayerLoader(Generic[ArchitectureT]):
 
     def row_with(self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None) -> Gemm:
         """Return a row-parallel linear with the given bias and all-reduce."""
-        weight = self.weights.matrix(f"{name}.weight")
+        weight = self._matrix(name)
         return make_row_gemm(weight, bias, reduce=reduce, options=self.gemm)
 
     def input_side(
@@ -278,6 +299,6 @@ class LayerLoader(Generic[ArchitectureT]):
         if bias is not None:
             added = functional.pad(weights.rows(bias, rows), (0, len(table) - len(rows)))
         if rows:
-            gemm = make_gemm(table.t(), added, options=self.gemm)
+            gemm = make_gemm(table.t(), added, options=self._head_gemm)
         width = layout.vocab_rows_per_rank(vocab_size)
         return VocabParallelHead(gemm, len(rows), width, **more)

@@ -9,7 +9,7 @@ import torch
 
 from inference.parallel import gemm_cpu
 from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
-from inference.parallel.int8 import Int8Gemm
+from inference.parallel.int8 import Int8Gemm, Weight, arranged
 
 # A linear without a residual: (N, O) for (N, I).
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -18,7 +18,7 @@ Gemm = Callable[..., torch.Tensor]
 
 
 def make_gemm(
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: GemmActivation | None = None,
@@ -27,15 +27,16 @@ def make_gemm(
 ) -> Gemm:
     """Return the product with `weight` (I, O), on its device.
 
-    The weight may be memory-mapped or a transposed view; the result keeps no reference to it
-    where the device has a better form. On CPU rows and results are fp32 for a weight of fp16;
-    otherwise they have the weight's type. With `rounds` another product takes them, see `Epilogue`.
+    The weight may be memory-mapped or a transposed view, or on a GPU one in FP8; the result keeps
+    no reference to it where the device has a better form. On CPU rows and results are fp32 for a
+    weight of fp16; otherwise they have the weight's type. With `rounds` another product takes them,
+    see `Epilogue`.
     """
     return _made(weight, Epilogue(bias, activation, rounds=rounds), options)
 
 
 def make_gated_gemm(
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[Weight, Weight],
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     *,
     activation: GemmActivation,
@@ -48,23 +49,27 @@ def make_gated_gemm(
     """
     gate, linear = weights
     if gate.device.type != "cpu" and gate.dtype.itemsize == 2:
-        given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
-        bias = None if biases == (None, None) else torch.stack(given, dim=1).flatten()
-        weight = torch.stack(weights, dim=2).flatten(1)
+        present = next((b for b in biases if b is not None), None)
+        bias = None
+        if present is not None:
+            given = [torch.zeros_like(present) if b is None else b for b in biases]
+            bias = torch.stack([b.flatten() for b in given], dim=1).flatten()
+        weight = arranged(weights, lambda each: torch.stack(each, dim=2).flatten(1))
         return _made(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
     up = make_gemm(gate, biases[0], activation=activation, options=options)
     other = make_gemm(linear, biases[1], options=options)
     return lambda x: up(x).mul_(other(x))
 
 
-def _made(weight: torch.Tensor, epilogue: Epilogue, options: GemmOptions) -> Gemm:
+def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
     is_cpu = weight.device.type == "cpu"
-    if not weight.numel():
+    if isinstance(weight, torch.Tensor) and not weight.numel():
         return _PlainGemm(weight, epilogue)
     if not is_cpu and weight.dtype.itemsize == 2:
         from inference.parallel.gemm_cuda import CudaGemm
 
         return CudaGemm(weight, epilogue, options)
+    assert isinstance(weight, torch.Tensor), "a CPU multiplies no FP8"
     assert not options.fp8, "FP8 needs a GPU and 16 bits"
     assert not options.batch_invariant, "batch invariance needs a GPU and 16 bits"
     kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm

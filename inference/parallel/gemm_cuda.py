@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from inference.parallel.epilogue import Epilogue, GemmOptions
-from inference.parallel.int8 import quantise
+from inference.parallel.int8 import FP8_GROUP, ScaledWeight, Weight, quantise
 from inference.parallel.launch_cuda import (
     is_native,
     launch_options,
@@ -132,18 +132,29 @@ def _weights(row_at, place, inputs):
 def _partial_sums(
     weight,
     x_at,
-    place,
+    first,
     inputs,
+    scale_at,
+    output,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Return (OUTPUTS, INPUTS / GROUP) sums of a tile's products with the row."""
+    """Return (OUTPUTS, INPUTS / GROUP) sums of a tile's products with the row.
+
+    With SCALED each output's scales are those of so many inputs, a multiple of GROUP.
+    """
+    place = first + tl.arange(0, INPUTS)
     x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
     products = widened(weight, NATIVE).to(tl.float32) * x[None, :]
     if GROUP > 1:
         products = tl.sum(tl.reshape(products, (OUTPUTS, INPUTS // GROUP, GROUP)), 2)
+    if SCALED > 0:
+        each = ((first + tl.arange(0, INPUTS // GROUP) * GROUP) // SCALED)[None, :]
+        groups = tl.cdiv(inputs, SCALED)
+        products *= tl.load(scale_at + output * groups + each, mask=each < groups, other=0.0)
     return products
 
 
@@ -162,6 +173,7 @@ def _one_row(
     GROUP: tl.constexpr,
     LINES: tl.constexpr,  # to read ahead
     LINE: tl.constexpr,  # weights in a line
+    SCALED: tl.constexpr,  # inputs of a scale, 0 for all
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -176,15 +188,19 @@ def _one_row(
     if LINES > 0:
         ahead = tl.minimum(INPUTS + tl.arange(0, LINES) * LINE, inputs - 1)
         read_ahead(row_at + ahead[None, :])
-    scale = _of_outputs(scale_at, output, inside, 1.0)
+    scale = _of_outputs(None if SCALED > 0 else scale_at, output, inside, 1.0)
     bias = _of_outputs(bias_at, output, inside, 0.0)
+    row_of = tl.minimum(output, outputs - 1)  # of scales
     wait_for_earlier(EARLY)
     residual = _of_outputs(residual_at, output, inside, 0.0)
-    total = _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
+    total = _partial_sums(
+        weight, x_at, 0, inputs, scale_at, row_of, OUTPUTS, INPUTS, GROUP, SCALED, NATIVE
+    )
     for first in range(INPUTS, inputs, INPUTS):
-        place = first + tl.arange(0, INPUTS)
-        weight = _weights(row_at, place, inputs)
-        total += _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
+        weight = _weights(row_at, first + tl.arange(0, INPUTS), inputs)
+        total += _partial_sums(
+            weight, x_at, first, inputs, scale_at, row_of, OUTPUTS, INPUTS, GROUP, SCALED, NATIVE
+        )
     y = tl.sum(total, 1)[:, None]
     _store_finished(
         *(y, scale, bias, residual, y_at, tl.arange(0, 1), 1, outputs),
@@ -211,6 +227,7 @@ def _some_rows(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,  # programs that share the inputs of an output
+    SCALED: tl.constexpr,  # inputs of a scale, 0 for all
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -235,7 +252,12 @@ def _some_rows(
         x = tl.load(x_at + place[:, None], mask=there, other=0.0)
         if NARROW:
             weight = widened(weight, NATIVE).to(x.dtype)
-            total = tl.dot(tl.trans(x), tl.trans(weight), total)
+            if SCALED > 0:
+                groups = tl.cdiv(inputs, SCALED)
+                at = scale_at + tl.minimum(output, outputs - 1) * groups + first // SCALED
+                total += tl.dot(tl.trans(x), tl.trans(weight)) * tl.load(at)[None, :]
+            else:
+                total = tl.dot(tl.trans(x), tl.trans(weight), total)
         else:
             total = tl.dot(weight, x, total)
     if NARROW:
@@ -258,7 +280,7 @@ def _some_rows(
                 at = parts_at + part * size + place
                 total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     if last:
-        scale = _of_outputs(scale_at, output, inside, 1.0)
+        scale = _of_outputs(None if SCALED > 0 else scale_at, output, inside, 1.0)
         scale *= _of_outputs(row_scale_at, row[None, :], (row < rows)[None, :], 1.0)
         bias = _of_outputs(bias_at, output, inside, 0.0)
         residual = _of_outputs(residual_at, place, inside, 0.0)
@@ -356,16 +378,22 @@ class CudaGemm:
     widened to the type of x, and FP8 ones with rows of x in FP8.
     """
 
-    def __init__(self, weight: torch.Tensor, epilogue: Epilogue, options: GemmOptions) -> None:
+    def __init__(self, weight: Weight, epilogue: Epilogue, options: GemmOptions) -> None:
         """Keep `weight` (I, O), or its 8-bit copy, as (O, I), which cuBLAS reads as fast."""
         self.scale: torch.Tensor | None = None
-        if options.int8 or options.fp8:
+        self._group = 0  # inputs of a scale where an output has several
+        if isinstance(weight, ScaledWeight):
+            self.weight = weight.values.view(torch.uint8).t().contiguous().view(FP8)
+            self.scale = weight.scale.t().contiguous().squeeze(1)
+            self._group = weight.group if self.scale.ndim == 2 else 0
+        elif options.int8 or options.fp8:
             self.weight, self.scale = quantise(weight, torch.int8 if options.int8 else FP8)
         else:
             self.weight = weight.t().contiguous()
         self.epilogue = epilogue
         self.batch_invariant = options.batch_invariant
-        self._is_fp8 = self.weight.dtype == FP8
+        # Rows are rounded for weights with a scale for each output.
+        self._is_fp8 = self.weight.dtype == FP8 and not self._group
         # FP8 products of libraries take multiples of 16.
         libraries_cannot = self._is_fp8 and any(size % 16 for size in self.weight.shape)
         self._all_rows = options.batch_invariant or libraries_cannot
@@ -391,7 +419,7 @@ class CudaGemm:
         assert isinstance(x, torch.Tensor)
         weight = self.weight
         if self.scale is not None:
-            weight = widen(weight, self.scale, x.dtype)
+            weight = widen(weight, self.scale, x.dtype, group=self._group)
         return self._by_library(x, weight, residual)
 
     def _in_fp8(self, x: RoundedRows, residual: torch.Tensor | None) -> Rows:
@@ -426,6 +454,7 @@ class CudaGemm:
             "ACTIVATION": self._activation,
             "GATED": gated,
             "NATIVE": native,
+            "SCALED": self._group,
             **launch_options(x),
         }
         if rows == 1 and not self.batch_invariant:
@@ -445,6 +474,9 @@ class CudaGemm:
         tile = _tile(rows, outputs, self._item_bytes, batch_invariant=self.batch_invariant)
         if row_scale is not None:
             tile = _rounded_tile(outputs)
+        if self._group:
+            more = tile["INPUTS"] // FP8_GROUP
+            tile |= {"INPUTS": FP8_GROUP, "num_stages": more * tile["num_stages"]}
         if x.is_cuda:
             # Bytes of shared memory for one of the inputs read at once.
             read = tile["OUTPUTS"] * self._item_bytes + padded * x.dtype.itemsize

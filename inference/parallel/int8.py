@@ -1,10 +1,53 @@
 """8-bit weights: their rounding, and the product that widens them again."""
 
-# Shapes: N rows (tokens), I inputs, O outputs
+# Shapes: N rows (tokens), I inputs, O outputs, G groups of inputs
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from inference.parallel.epilogue import Epilogue
+
+# Inputs that products read at once: of weights in FP8 with a scale for each output and group of
+# inputs, a group is a multiple of so many.
+FP8_GROUP = 128
+
+
+class ScaledWeight(NamedTuple):
+    """A weight in FP8 as it is stored."""
+
+    values: torch.Tensor  # (I, O) E4M3
+    scale: torch.Tensor  # (G, O) fp32
+    group: int  # inputs of a scale
+    dtype: torch.dtype  # of products
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is on."""
+        return self.values.device
+
+
+Weight = torch.Tensor | ScaledWeight
+
+
+def arranged(
+    weights: Sequence[Weight], arrange: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> Weight:
+    """Return what makes one weight (I, O) of several of the same inputs.
+
+    Args:
+        weights: All tensors, or all as they are stored.
+        arrange: Rearranges outputs alone.
+    """
+    plain = [each for each in weights if isinstance(each, torch.Tensor)]
+    if plain:
+        return arrange(plain)
+    scaled = [each for each in weights if isinstance(each, ScaledWeight)]
+    values = arrange([each.values.view(torch.uint8) for each in scaled])
+    scale = arrange([each.scale for each in scaled])
+    values = values.view(scaled[0].values.dtype)
+    return scaled[0]._replace(values=values, scale=scale)
 
 
 def quantise(

@@ -12,6 +12,7 @@ import torch
 
 from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.gemm import Gemm, make_gemm
+from inference.parallel.int8 import Weight
 
 # The sum over the ranks of a stage of x (N, E), which may be overwritten, + bias + residual: these
 # two are keywords.
@@ -19,7 +20,7 @@ AllReduce = Callable[..., torch.Tensor]
 
 
 def make_row_gemm(
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     *,
     reduce: AllReduce | None = None,

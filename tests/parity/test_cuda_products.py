@@ -11,7 +11,7 @@ import torch
 
 from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
 from inference.parallel.gemm import make_gated_gemm, make_gemm
-from inference.parallel.int8 import quantise
+from inference.parallel.int8 import ScaledWeight, quantise
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +21,12 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _needs_cuda(request: pytest.FixtureRequest) -> None:
+    form = request.node.callspec.params.get("form")
+    if form is None:
+        return
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")
-    if request.node.callspec.params["form"].fp8 and torch.cuda.get_device_capability() < (8, 9):
+    if form.fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("the device has no FP8")
 
 
@@ -112,6 +115,43 @@ def test_gated_products_equal_those_of_single_precision(
     rounding = 0.4 if rounds else 1.6e-2
     y = gemm(x.cuda()).float().cpu()
     torch.testing.assert_close(y, expected, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 60, 150])
+@pytest.mark.parametrize("group", [0, 128, 256])
+@pytest.mark.parametrize(("inputs", "outputs"), [(272, 96), (2432, 64), (2432, 51)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_in_fp8_are_multiplied_as_they_are(
+    gated: bool, inputs: int, outputs: int, group: int, rows: int, device: torch.device
+) -> None:
+    """Products are those of the widened weights, of rows that only scales of outputs round."""
+    from inference.parallel.gemm_cuda import CudaGemm
+
+    outputs *= 1 + gated
+    rounds = not group and rows > 16 and outputs % 16 == inputs % 16 == 0
+    if rounds and device.type == "cpu":
+        pytest.skip("torch multiplies no FP8 on a CPU")
+    torch.manual_seed(0)
+    x, residual = torch.randn(rows, inputs).half(), torch.randn(rows, outputs).half()
+    values = (torch.randn(inputs, outputs) * 100).clamp(-448, 448).to(FP8)
+    groups = -(-inputs // group) if group else 1
+    scale = torch.rand(groups, outputs) / (50 * inputs**0.5) + 1e-4
+    wide = values.float() * scale.repeat_interleave(group or inputs, dim=0)[:inputs]
+    weight = ScaledWeight(values, scale, group or inputs, torch.float16)
+    weight = weight._replace(values=values.to(device), scale=scale.to(device))
+    activation: GemmActivation | None = "silu" if gated else None
+    gemm = CudaGemm(weight, Epilogue(None, activation, gated), PLAIN_GEMM)
+    expected = (rounded_fp8(x.float()) if rounds else x.float()) @ wide
+    if gated:
+        gate, other = expected.unflatten(1, (-1, 2)).unbind(2)
+        expected = torch.nn.functional.silu(gate) * other
+        y = gemm(x.to(device))
+    else:
+        expected += residual.float()
+        y = gemm(x.to(device), residual.to(device))
+    # As above: fp16 alone, or values between two of FP8's.
+    bound = 0.3 if rounds else 1.6e-2
+    torch.testing.assert_close(y.float().cpu(), expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -69,6 +69,8 @@ class DenseConfig(DecoderConfig):
     has_attention_dense_bias: bool = False
     has_mlp_bias: bool = False
     has_head_bias: bool = _trait(False)
+    # Matrices of layers are in FP8, with a scale for so many inputs of each output, 0 for all.
+    fp8_group_size: int | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(size_per_head)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -121,6 +123,14 @@ class DenseConfig(DecoderConfig):
             for name in (*ROTARY_SCALINGS.get(kind, ()), *_COMPUTED.get(kind, ()))
             if name not in self.rotary_scaling
         ]
+        if group := self.fp8_group_size:
+            shares = {"attention_width": self.attention_width, "inter_size": self.inter_size}
+            problems += [
+                f"fp8_group_size = {group}: {self.tensor_para_size} ranks share {name} = {width} "
+                "within a group of one scale; use fewer ranks, or widen the weights"
+                for name, width in shares.items()
+                if self.tensor_para_size > 1 and width % (group * self.tensor_para_size)
+            ]
         low, high = self.rotary_low_freq_factor, self.rotary_high_freq_factor
         if low is not None and high is not None and low >= high:
             problems.append(

@@ -35,6 +35,8 @@ class FTTensor:
     split: int | None = None  # axis divided among tensor-parallel ranks; None: one copy for all
     dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
     optional: bool = False  # no loader reads it: folders without are complete
+    # Values (0) or scales (1) of a matrix in FP8.
+    fp8_part: int | None = None
 
     def file_name(self, tp_rank: int = 0) -> str:
         """Return the file that rank `tp_rank` reads."""
@@ -86,6 +88,23 @@ class WeightSpec:
             shape = tuple(config.dim(size, index) for size in self.shape)
             name = self.name.format(**index)
             yield index, FTTensor(name, shape, self.split, self.dtype, self.optional)
+
+
+def _stored(tensor: FTTensor, config: FTConfig) -> tuple[FTTensor, ...]:
+    """Return the tensors of a folder for one of its model: of matrices in FP8 the scales, too."""
+    group = getattr(config, "fp8_group_size", None)
+    is_matrix = tensor.name.startswith("model.layers.") and len(tensor.shape) == 2
+    if group is None or not is_matrix:
+        return (tensor,)
+    inputs, outputs = tensor.shape
+    values = dataclasses.replace(tensor, dtype="fp8", fp8_part=0)
+    return values, FTTensor(
+        f"{tensor.name}_scale",
+        (-(-inputs // group) if group else 1, outputs),
+        None if tensor.split == 0 and not group else tensor.split,
+        "fp32",
+        fp8_part=1,
+    )
 
 
 def _holds(config: FTConfig, condition: str) -> bool:
@@ -140,7 +159,7 @@ class ModelFamily:
         """Yield (record, index, tensor) for every tensor of the folder, in layout order."""
         for spec in self.layout:
             for index, tensor in spec.expand(config):
-                yield spec, index, tensor
+                yield from ((spec, index, each) for each in _stored(tensor, config))
 
     def tp_sizes(self, config: FTConfig) -> list[int]:
         """Return the tensor-parallel sizes that divide a model, up to 128."""

@@ -81,6 +81,10 @@ class Facts:
             raise KeyError(key)
         return self.extra[name] if name in self.extra else self.reader.tensors[name]
 
+    def fp8(self, key: str) -> tuple[Piece, Piece] | None:
+        """Return a matrix that is stored in FP8, and its scales; None for others."""
+        return self.reader.fp8.get(self.resolve(key) or "")
+
     def size(self, key: str, axis: int) -> int:
         """Return the size of a tensor's first piece on an axis.
 

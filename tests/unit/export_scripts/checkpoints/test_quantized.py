@@ -13,6 +13,10 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.reader import FTReader
+from inference.engine.engine import Engine
+from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 from tests.tiny_huggingface import copy_of, read_tensors
 from tests.tiny_transformers import write_model
 
@@ -241,6 +245,63 @@ def test_shards_are_made_of_quantised_folders(original: Path, tmp_path: Path) ->
     shards = convert(ConversionRequest(source, tmp_path, 2, "fp32")).ft_dir
     found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+KEPT = ("block", "tensor", "compressed by row", "compressed by block", "modelopt")
+
+
+@pytest.mark.parametrize("form", KEPT)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original: Path, tmp_path: Path) -> None:
+    source, expected = quantised(original, tmp_path / "source", form)
+    given = ConversionRequest(source, tmp_path / "kept", tp_size, "fp32", keep_fp8=True)
+    shards = convert(given).ft_dir
+    reader, stored = FTReader(shards), read_tensors(source)
+    name = "model.layers.1.mlp.dense_4h_to_h.weight"  # whose ranks share the inputs
+    parts = [reader.in_fp8(name, rank) for rank in range(tp_size)]
+    values = torch.cat([part[0] for part in parts if part is not None])
+    key = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(values.view(torch.uint8), stored[key].T.contiguous().view(torch.uint8))
+    assert (shards / f"{name}.0.bin").stat().st_size == values.numel() // tp_size
+    wide = torch.cat([reader.read(name, rank) for rank in range(tp_size)])
+    assert torch.equal(wide, expected[key].T)
+    found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(
+    original: Path, tmp_path: Path
+) -> None:
+    source, _ = quantised(original, tmp_path / "source", "block")
+    logits = []
+    for keep in (False, True):
+        given = ConversionRequest(source, tmp_path / str(keep), 1, "fp32", keep_fp8=keep)
+        with Engine(convert(given).ft_dir, Placement(device="cpu")) as engine:
+            logits.append(prompt_logits(engine, range(3, 20)))
+    assert torch.equal(*logits)
+
+
+def test_fp8_that_cannot_be_kept_is_named(original: Path, tmp_path: Path) -> None:
+    def problems(source: Path, tp_size: int = 1, **more: Any) -> str:
+        given = ConversionRequest(source, tmp_path / "out", tp_size, "bf16", keep_fp8=True, **more)
+        return "\n".join(check_conversion(given))
+
+    integers_alone, _ = quantised(original, tmp_path / "integers", "compressed integers")
+    assert "--keep-fp8" in problems(integers_alone)
+    assert "--keep-fp8" in problems(original)
+    source, expected = quantised(original, tmp_path / "source", "block")
+    assert "--keep-fp8" in problems(source, output_format="huggingface")
+    assert problems(source, 4).count("fp8_group_size = 16") == 1  # of 96 inner inputs
+    key = "model.layers.1.mlp.up_proj.weight"
+    wide = {key: expected[key].bfloat16(), f"{key}_scale_inv": None}
+    mixed = copy_of(source, tmp_path / "mixed", tensors=wide)
+    assert f"{key} is not in FP8" in problems(mixed)
+    nan = read_tensors(source)[key].view(torch.uint8).clone()
+    nan[3, 4] = 0xFF
+    damaged = copy_of(source, tmp_path / "nan", tensors={key: nan.view(FP8)})
+    with pytest.raises(CheckpointMismatchError, match="holds 1 values that are infinite or not"):
+        convert(ConversionRequest(damaged, tmp_path / "out", 1, "bf16", keep_fp8=True))
 
 
 @pytest.mark.parametrize(
