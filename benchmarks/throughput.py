@@ -27,7 +27,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from benchmarks.contenders import Engine, Request, Slipway, Vllm, random_requests
-from benchmarks.models import SIZES, Model, random_model
+from benchmarks.models import FP8_FORMS, SIZES, Model, in_fp8, random_model
 from benchmarks.program import Cell, Options, percentile, rows_of_process, run
 
 _RATE = "mixed, again, rate"
@@ -136,7 +136,8 @@ def _started(name: str, model: Model, args: argparse.Namespace) -> Engine:
             max_model_len=args.max_seq_len,
             tensor_parallel_size=args.tp,
             enable_prefix_caching=bool(args.shared),
-            quantization="fp8" if args.fp8 else None,
+            quantization="fp8" if args.fp8 and args.fp8_folder is None else None,
+            kv_cache_dtype="fp8" if args.fp8_cache else "auto",
         )
     return Slipway(
         model,
@@ -146,7 +147,8 @@ def _started(name: str, model: Model, args: argparse.Namespace) -> Engine:
         share_prefixes=bool(args.shared),  # else sent again, to be computed again
         data_type=args.data_type,
         int8_mode=int(args.int8),
-        fp8=args.fp8,
+        fp8=args.fp8 or args.fp8_folder is not None,
+        kv_cache_dtype="fp8_e4m3" if args.fp8_cache else "auto",
         batch_invariant=args.batch_invariant,
         device=args.device,
         tp_size=args.tp,
@@ -156,6 +158,8 @@ def _started(name: str, model: Model, args: argparse.Namespace) -> Engine:
 def _contend(name: str, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Start a contender, which ends with its process, and yield its rows."""
     model = random_model(args.model, args.work_dir, tp_size=args.tp)
+    if args.fp8_folder is not None:
+        model = in_fp8(model, args.fp8_folder, tp_size=args.tp)
     began = time.perf_counter()
     engine = _started(name, model, args)
     yield "ready after", f"{time.perf_counter() - began:.0f} s"
@@ -184,6 +188,8 @@ OPTIONS: Options = {
     "data_type": {"default": "fp16"},
     "int8": {**_SWITCH, "help": "matrices in 8 bits, ours alone"},
     "fp8": {**_SWITCH, "help": "products in FP8, the weights rounded as they are loaded"},
+    "fp8_folder": {"choices": tuple(FP8_FORMS), "help": "of matrices in FP8 with such scales"},
+    "fp8_cache": {**_SWITCH, "help": "keys and values in FP8"},
     "batch_invariant": {**_SWITCH, "help": "ours alone"},
     "top_p": {"type": float, "help": "sample from this nucleus, else greedy"},
     "model": {"choices": tuple(SIZES), "default": "gpt2"},
