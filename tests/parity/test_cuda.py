@@ -248,7 +248,7 @@ def test_folders_in_fp8_are_computed_as_they_are(
         for length in (1, 7, 28, 70):
             for engine in (small, wide):
                 error = prompt_logits(engine, (PROMPT * 10)[:length]).cpu() - expected[:length]
-                rounds = engine is small and not group and length > 16
+                rounds = engine is small and not group and length > 1  # graphs of prompts pad
                 bound = 0.2 if rounds else {"fp16": 5e-3, "bf16": 4e-2}[data_type]
                 assert error.norm() / expected[:length].norm() < bound, (length, rounds)
         assert len(small.generate(request).rows) == 3
