@@ -86,6 +86,14 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "StableLmForCausalLM",
         {**_UNSIZED, "qk_layernorm": True, "partial_rotary_factor": 0.75},
     ),
+    "cohere": (
+        "CohereForCausalLM",
+        {**_UNSIZED, "use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
+    ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {**_UNSIZED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "falcon": ("FalconForCausalLM", _FALCON),
     "falcon-bias": (
         "FalconForCausalLM",
@@ -293,6 +301,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 1,
     },
     "stablelm-tied": {**_TIED, "qk_layernorm": False, "hidden_act": "gelu"},
+    "cohere-plain": {
+        **_UNTIED, "use_qk_norm": False, "attention_bias": True, "num_key_value_heads": 4,
+        **rope("yarn", factor=2.5, **_LENGTH),
+    },
+    "cohere2-tied": {
+        **_TIED, "num_hidden_layers": 4, "layer_types": None, "attention_bias": True,
+    },
     "falcon-7b": {"multi_query": True, "tie_word_embeddings": False},
     **ROTARY,
 }  # fmt: skip

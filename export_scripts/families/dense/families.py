@@ -1,7 +1,7 @@
 """Dense decoders in Hugging Face's form: one record for each, read in both directions."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import (
@@ -188,9 +188,9 @@ _GPT2_NAMES: Names = {
 }
 
 
-def _query_key_norm(kind: str) -> Callable[[Settings, Table], Fields]:
+def _query_key_norm(kind: str, key: str = "qk_layernorm") -> Callable[[Settings, Table], Fields]:
     return lambda settings, _: {
-        "query_key_norm": kind if settings.flag("qk_layernorm", default=False) else None
+        "query_key_norm": kind if settings.flag(key, default=False) else None
     }
 
 
@@ -198,19 +198,59 @@ def _has_query_key_norm(config: DenseConfig) -> Fields:
     return {"qk_layernorm": config.query_key_norm is not None}
 
 
-def _stablelm_norms(_: Facts, config: DenseConfig) -> Sources:
-    """Return the sources of norms of queries and keys, a module for each head."""
-    return {
-        f"{LAYER}attention.{name}_norm.weight": HeadScales(
-            tuple(
-                f"{LAYER}self_attn.{name[0]}_layernorm.norms.{head}.weight" for head in range(heads)
-            ),
-            part,
-        )
-        for part, (name, heads) in enumerate(
-            {"query": config.head_num, "key": config.kv_head_num}.items()
-        )
-    }
+def _norms_of_heads(pattern: str) -> Callable[[Facts, DenseConfig], Sources]:
+    """Return a function for the sources of norms of queries and keys, each head's its own.
+
+    The pattern of their names begins with q or k; it may have the number of the head.
+    """
+
+    def sources(_: Facts, config: DenseConfig) -> Sources:
+        counts = {"query": config.head_num, "key": config.kv_head_num}
+        return {
+            f"{LAYER}attention.{name}_norm.weight": HeadScales(
+                tuple(
+                    dict.fromkeys(
+                        f"{LAYER}self_attn.{name[0]}{pattern.replace('#', str(head))}"
+                        for head in range(count)
+                    )
+                ),
+                part,
+                "#" not in pattern,
+            )
+            for part, (name, count) in enumerate(counts.items())
+        }
+
+    return sources
+
+
+# Attention and MLP read the same norm, which has no bias; neighbouring dimensions are rotated.
+_COHERE: Fields = {
+    "keys": (*SIZES, "layer_norm_eps", "hidden_act", "attention_bias", "logit_scale"),
+    "fixed": {
+        "norm_type": "layernorm",
+        "has_norm_bias": False,
+        "residual": "parallel_shared",
+        "rotary_interleaved": True,
+    },
+    "is_tied": True,
+    "bos": 5,
+    "eos": 255001,
+}
+
+
+def _read_cohere(settings: Settings, values: Table) -> Fields:
+    source = settings.source
+    inside = source.get("rope_scaling") or source.get("rope_parameters")
+    stated = inside.get("rope_theta") if isinstance(inside, Mapping) else None
+    if source.get("rope_theta", stated) is None:
+        settings.note("no rope_theta: transformers 4 takes 10000 and 5 takes 500000; state it")
+    return _query_key_norm("heads", "use_qk_norm")(settings, values)
+
+
+def _read_cohere2(settings: Settings, values: Table) -> Fields:
+    if "sliding_window" not in values and "sliding_window" in settings.source:
+        settings.note("sliding_window = null: no layer would rotate")
+    return {}
 
 
 _FALCON_LAYER = "transformer.h.{layer}."
@@ -528,7 +568,7 @@ _DECODERS = (
         title="StableLM",
         keys=(*SIZES, "layer_norm_eps", "hidden_act", "use_qkv_bias"),
         fixed={"norm_type": "layernorm"},
-        sources=_stablelm_norms,
+        sources=_norms_of_heads("_layernorm.norms.#.weight"),
         read=lambda settings, values: {
             **_query_key_norm("heads")(settings, values),
             "residual": (
@@ -544,6 +584,33 @@ _DECODERS = (
         bos=0,
         eos=0,
         rotary_fraction=0.25,
+    ),
+    DenseDecoder(
+        model_type="cohere",
+        model="CohereForCausalLM",
+        title="Cohere Command R",
+        sources=_norms_of_heads("_norm.weight"),
+        read=_read_cohere,
+        written=lambda config: {
+            "use_qk_norm": config.query_key_norm is not None,
+            "pad_token_id": _padding(config),
+        },
+        **_COHERE,
+    ),
+    DenseDecoder(
+        model_type="cohere2",
+        model="Cohere2ForCausalLM",
+        title="Cohere 2",
+        window=Window(
+            4096,
+            slides=lambda settings, values: _all_but_every(
+                settings.integer("sliding_window_pattern", default=4), values["num_layer"]
+            ),
+            rotates_alone=True,
+        ),
+        read=_read_cohere2,
+        written=lambda config: {"pad_token_id": _padding(config)},
+        **_COHERE,
     ),
     # 7B, the decoder architecture of 40B and 180B, and RW. Attention and MLP read the same input,
     # through one norm (7B, 11B) or two (40B, 180B); RW is sequential.

@@ -274,10 +274,11 @@ def key_scales(key: str, cut: int | None) -> Rows:
 
 @dataclass(frozen=True)
 class HeadScales(TensorSource):
-    """Scales of norms of each head's own, a key for each (size,)."""
+    """Scales of norms of each head's own, a key for each (size,), or one for all (heads, size)."""
 
     keys: tuple[str, ...]
     part: int  # queries (0) or keys (1), which are repeated like their heads
+    is_joint: bool = False
 
     @property
     def reads(self) -> Reads:
@@ -294,6 +295,8 @@ class HeadScales(TensorSource):
         """Return the scales of each key."""
         size = config.size_per_head
         whole = (math.prod(shape) // size, size)
+        if self.is_joint:
+            return [(self.keys[0], same(whole))]
         return [(key, View(whole, (1,), (size,), index)) for index, key in enumerate(self.keys)]
 
 

@@ -58,6 +58,7 @@ WHOLE_HEADS = {
 }  # fmt: skip
 LAYERS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "gemma3": lambda count: {"layer_types": (["sliding_attention", "full_attention"] * 2)[:count]},
+    "cohere2": lambda count: {"layer_types": ["sliding_attention"] * count},
     "gpt_neo": lambda count: {"attention_types": [[["local"], count]]},
 }
 KIND = {"t5-encoder": "t5_encoder"}
@@ -101,12 +102,8 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     if base == "falcon":
         changes["ffn_hidden_size"] = inter
         changes["num_kv_heads"] = heads // (1 + layers % 2) if name[7:] in _NEW else heads
-    if base in (
-        "phi3",
-        "starcoder2",
-        "falcon",
-        "stablelm",
-    ):  # heads are of the hidden size by heads
+    # Heads are of the hidden size by heads.
+    if base in ("phi3", "starcoder2", "falcon", "stablelm", "cohere2"):
         changes["hidden_size"] = heads * changes.pop("head_dim")
     if base in ("nemotron", "glm", "glm4"):  # which rotate half of a head
         changes["head_dim"] = 2 * size

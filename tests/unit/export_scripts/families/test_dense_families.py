@@ -191,6 +191,30 @@ EXAONE4_32B: dict[str, Any] = {
     "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 102400,
 }  # fmt: skip
+COMMAND_R: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 5, "eos_token_id": 255001, "hidden_act": "silu", "hidden_size": 8192,
+    "initializer_range": 0.02, "intermediate_size": 22528, "layer_norm_eps": 1e-05,
+    "logit_scale": 0.0625, "max_position_embeddings": 8192, "model_max_length": 131072,
+    "model_type": "cohere", "num_attention_heads": 64, "num_hidden_layers": 40,
+    "num_key_value_heads": 64, "pad_token_id": 0, "rope_theta": 8000000.0,
+    "torch_dtype": "float16", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+COMMAND_R7B: dict[str, Any] = {
+    "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 5, "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25,
+    "max_position_embeddings": 8192, "model_type": "cohere2", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0,
+    "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000,
+    "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_embedding_sharing": True,
+    "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True,
+    "vocab_size": 256000,
+}  # fmt: skip
+
 # name -> (config.json as published, parameters, traits)
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen3-8B": (QWEN3_8B, 8_190_735_360, {"query_key_norm": "head", "sliding_window": None}),
@@ -244,6 +268,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "stablelm-2-12b": (
         STABLELM2_12B, 12_143_185_920,
         {"residual": "parallel_shared", "query_key_norm": "heads", "norm": "layernorm"},
+    ),
+    "c4ai-command-r-v01": (
+        COMMAND_R, 34_980_831_232,
+        {"residual": "parallel_shared", "position": "rotary_interleaved", "query_key_norm": None},
+    ),
+    "c4ai-command-r7b": (
+        COMMAND_R7B, 8_028_033_024,
+        {"rotary_layers": (True, True, True, False) * 8, "logit_scale": 0.25},
     ),
     "gemma-3-1b-pt": (
         GEMMA3_1B, 999_885_952,
@@ -333,6 +365,10 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
             )
         ),
         (STABLELM2_12B, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0: positions"),
+        (COMMAND_R, {"rope_theta": None}, "no rope_theta: transformers 4 takes 10000 and 5"),
+        (COMMAND_R7B, {"sliding_window": None}, "no layer would rotate"),
+        (COMMAND_R7B, {"layer_types": ["full_attention"] * 32}, "no layer would rotate"),
+        (COMMAND_R7B, {"use_parallel_block": False}, "attention and MLP follow each other"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
     ],
 )

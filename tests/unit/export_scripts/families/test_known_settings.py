@@ -69,6 +69,8 @@ def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
     whole = CONFIG_MAPPING[kind]().to_dict()
     rows = [row for row in setting_table("decoder") if row.kind in ("size", "count")]
     stated = {"model_type", *(name for row in rows for name in row.names.split())}
+    if kind == "cohere":  # releases have another one
+        stated.add("rope_parameters")
     if whole["bos_token_id"] is whole["eos_token_id"] is None:  # there is no default
         whole |= {"bos_token_id": 1}
         stated.add("bos_token_id")
