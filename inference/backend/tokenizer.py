@@ -126,20 +126,20 @@ class Tokenizer:
         With `partial`, further ids follow, and an incomplete last character is left out.
         """
         text = ""
-        mended = self._mended(ids, partial=partial)
-        for known, run in groupby(mended, key=lambda index: 0 <= index < self.vocab_size):
-            group = [int(index) for index in run]
+        mended = self._mended([*map(int, ids)], partial=partial)
+        for known, run in groupby(mended, key=range(self.vocab_size).__contains__):
+            group = list(run)
             text += self._decode_known(group) if known else REPLACEMENT * len(group)
         # A token of several bytes can end within a character, which decodes to one of these.
         return text.removesuffix(REPLACEMENT) if partial else text
 
-    def _mended(self, ids: Sequence[int], *, partial: bool) -> list[int]:
+    def _mended(self, ids: list[int], *, partial: bool) -> list[int]:
         """Return `ids` with the bytes of incomplete characters replaced by a replacement character.
 
         Libraries drop a whole run of byte tokens for one that is incomplete.
         """
         if self._bytes.keys().isdisjoint(ids):
-            return list(ids)
+            return ids
         mended: list[int] = []
         seen = 0
         back = {byte: index for index, byte in self._bytes.items()}
