@@ -82,7 +82,8 @@ def convert_parser() -> argparse.ArgumentParser:
     }
     for key in keys_of(ConversionOptions):
         more = "; repeat for more" if key.is_list else ""
-        add(key.name, key.text + more, default=key.default, **kinds[key.type])
+        facts = {"choices": key.choices} if key.choices else kinds[key.type]
+        add(key.name, key.text + more, default=key.default, **facts)
     add("overwrite", "replace a folder that holds something else", action="store_true")
     return parser
 

@@ -17,6 +17,7 @@ from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
 from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_folder
+from export_scripts.conversion.fp8 import in_fp8
 from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
 from export_scripts.conversion.lora import PEFT_CONFIG, peft_problems
 from export_scripts.conversion.peft import plan_peft
@@ -139,7 +140,8 @@ def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> Con
         return plan
     if request.output_format == PEFT:
         return plan_peft(plan)
-    return with_tokenizer(plan_huggingface(plan))
+    folder = plan_huggingface(plan)
+    return with_tokenizer(in_fp8(plan, folder) if request.fp8 else folder)
 
 
 def _identity(request: ConversionRequest) -> str:
@@ -151,6 +153,7 @@ def _identity(request: ConversionRequest) -> str:
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
+        **({} if request.fp8 is None else {"fp8": request.fp8}),
         # Settings that may choose among several checkpoints, or several families, of one source.
         **({} if latest else {"checkpoint_name": request.checkpoint_name}),
         **({} if request.model_type is None else {"model_type": request.model_type}),
@@ -239,6 +242,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
         "tensor_para_size": request.tp_size,
         "weight_data_type": request.weight_data_type,
         "format": request.output_format,
+        **({} if request.fp8 is None else {"fp8": request.fp8}),
         "allow_setting": list(request.allow_setting),
         "remarks": [without_middle(each) for each in plan.remarks],
         "files": files,
@@ -246,7 +250,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
             tensor.key: {
                 **({} if tensor.pieces[0][1] else {"split": tensor.items[0].tensor.split}),
                 "shape": list(tensor.shape),
-                "dtype": first.data_type,
+                "dtype": first.type_of(tensor),
                 "source": [*dict.fromkeys(key for item in tensor.items for key, _ in item.reads)],
             }
             for first, *_ in plan.files

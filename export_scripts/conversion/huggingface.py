@@ -39,7 +39,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 # safetensors' names of the types written.
-_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8": "F8_E4M3"}
 _HEADS = ("model.lm_head.weight", "lm_head.weight")
 _EMBEDDINGS = ("model.wte", "shared.weight_T")
 # Keys of a source's config.json that do not hold for the new folder.
@@ -81,18 +81,22 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     refuse(_tuning_reasons(source))
     mapping, config, tensors = _chosen(source)
     tensors += carried_tensors(source, mapping)
-    kind = source.config.weight_data_type
-    shards = _shards(tensors, kind, source.request.max_shard_bytes)
     files, remarks = _other_files(source, mapping, config)
+    plan = dataclasses.replace(source, extra_files=files, remarks=(*source.remarks, *remarks))
+    return with_weights(plan, tensors)
+
+
+def with_weights(plan: ConversionPlan, tensors: Sequence[WrittenTensor]) -> ConversionPlan:
+    """Return a plan with the files of its folder's weights."""
+    shards = _shards(tensors, plan.config.weight_data_type, plan.request.max_shard_bytes)
+    index = {}
     if len(shards) > 1:
         places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
         size = sum(shard.size_bytes - len(shard.header) for shard in shards)
-        files[INDEX_NAME] = json_bytes({"metadata": {"total_size": size}, "weight_map": places})
+        index[INDEX_NAME] = json_bytes({"metadata": {"total_size": size}, "weight_map": places})
+    others = {name: data for name, data in plan.extra_files.items() if name != INDEX_NAME}
     return dataclasses.replace(
-        source,
-        files=tuple((shard,) for shard in shards),
-        extra_files=files,
-        remarks=(*source.remarks, *remarks),
+        plan, files=tuple((shard,) for shard in shards), extra_files={**others, **index}
     )
 
 
@@ -329,7 +333,7 @@ def _shards(
     groups: list[list[WrittenTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        own = math.prod(tensor.shape) * item_size(kind)
+        own = math.prod(tensor.shape) * item_size(tensor.data_type or kind)
         if groups[-1] and size + own > max_shard_bytes:
             groups.append([])
             size = 0
@@ -346,9 +350,10 @@ def weights_file(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Writ
     table: Fields = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        begin, end = end, end + math.prod(tensor.shape) * item_size(kind)
+        own = tensor.data_type or kind
+        begin, end = end, end + math.prod(tensor.shape) * item_size(own)
         table[tensor.key] = {
-            "dtype": _TYPES[kind],
+            "dtype": _TYPES[own],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -37,6 +37,12 @@ class ConversionOptions:
         5_000_000_000,
         within=(1, 1 << 50),
     )
+    fp8: str | None = option(
+        "matrices of a Hugging Face folder in FP8, with a scale for each block of 128 x 128, row "
+        "(channel) or matrix (tensor)",
+        None,
+        choices=("block", "channel", "tensor"),
+    )
     prompt_checkpoints: tuple[Path, ...] = option("prompt-learning archives to add", (), path=True)
     ia3_checkpoints: tuple[Path, ...] = option("IA3 archives to add, one task each", (), path=True)
     ia3_in_place: bool = option(
@@ -170,6 +176,11 @@ def request_problems(request: ConversionRequest) -> list[str]:
         problems.append(
             f"{names['tp_size']}={request.tp_size}: a Hugging Face folder has no ranks; leave this "
             "out"
+        )
+    if request.fp8 is not None and request.output_format != "huggingface":
+        problems.append(
+            f"{names['fp8']}={request.fp8} is of a Hugging Face folder, and "
+            f"{names['output_format']}={request.output_format}: set that to huggingface"
         )
     if request.output_format == PEFT and len(request.lora_checkpoints) != 1:
         problems.append(

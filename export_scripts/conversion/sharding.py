@@ -96,24 +96,24 @@ _WORKSPACE = Workspace()
 
 
 def file_chunks(
-    pieces: Iterable[tuple[Parts, Window]],
-    data_type: str,
+    pieces: Iterable[tuple[Parts, Window, str]],
     size_bytes: int,
     header: bytes = b"",
-    look: Callable[[Bytes], None] = lambda _: None,
+    look: Callable[[Bytes, str], None] = lambda *_: None,
 ) -> Iterator[memoryview]:
     """Yield the contents of a file in whole blocks, and the rest.
 
-    After the header come the pieces: a tensor, and the window to take of it. `look` is called with
-    the bytes of each before they are yielded. A chunk of a file of LARGE_BYTES or more is valid
-    until the next but one is requested.
+    After the header come the pieces: a tensor, the window to take of it, and its type. `look` is
+    called with the bytes and the type of each before they are yielded. A chunk of a file of
+    LARGE_BYTES or more is valid until the next but one is requested.
     """
-    space, dtype = _WORKSPACE, DTYPES[data_type]
+    space = _WORKSPACE
     is_large = size_bytes >= LARGE_BYTES
     buffer = space.next_chunk(space.chunk_bytes) if is_large else np.empty(size_bytes, np.uint8)
     buffer, filled = space.with_room(buffer, 0, len(header)), len(header)
     buffer[:filled] = memoryview(header)
-    for parts, window in pieces:
+    for parts, window, data_type in pieces:
+        dtype = DTYPES[data_type]
         (first, end), *others = window
         shape = [high - low for low, high in others]
         row = math.prod(shape) * dtype.itemsize
@@ -130,7 +130,7 @@ def file_chunks(
             raw = buffer[filled : filled + rows * row]
             taken = [(first, first + rows), *others]
             gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
-            look(raw)
+            look(raw, data_type)
             first += rows
             filled += rows * row
         del parts

@@ -68,6 +68,7 @@ class WrittenTensor:
 
     key: str
     pieces: tuple[tuple[TensorPlan, View | None], ...]
+    data_type: str | None = None  # None for that of its file
 
     @property
     def shape(self) -> Shape:
@@ -92,6 +93,10 @@ class WrittenFile:
     size_bytes: int
     header: bytes = b""
     tp_rank: int = 0
+
+    def type_of(self, tensor: WrittenTensor) -> str:
+        """Return the type in which the file holds a tensor."""
+        return tensor.data_type or self.data_type
 
 
 def plan_tensors(

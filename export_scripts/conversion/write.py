@@ -170,15 +170,15 @@ class _Group:
         self._keep(())
 
     def _write(self, file: WrittenFile) -> None:
-        def look(raw: Bytes) -> None:
-            self._is_finite = self._is_finite and is_finite(raw, file.data_type)
+        def look(raw: Bytes, kind: str) -> None:
+            self._is_finite = self._is_finite and is_finite(raw, kind)
 
         facts = {} if file.header else {"tensor": file.tensors[0].key}
         pieces = self._pieces(file)
-        chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header, look)
+        chunks = file_chunks(pieces, file.size_bytes, file.header, look)
         self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
-    def _pieces(self, file: WrittenFile) -> Iterator[tuple[Parts, Window]]:
+    def _pieces(self, file: WrittenFile) -> Iterator[tuple[Parts, Window, str]]:
         """Yield what follows each other in a file.
 
         What a tensor is made of is kept for the next one or the next file, if that has the same.
@@ -203,9 +203,9 @@ class _Group:
                 else:
                     tp_size = self.plan.config.tensor_para_size
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
-                yield parts, window
+                yield parts, window, file.type_of(tensor)
                 del parts
-            problems += self._value_problems(tensor, file.data_type)
+            problems += self._value_problems(tensor, file.type_of(tensor))
         refuse(problems)
 
     def _keep(self, items: Sequence[TensorPlan]) -> None:

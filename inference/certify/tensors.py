@@ -168,19 +168,19 @@ class _Unit:
         """Yield the first values that it should hold, flat; each block until the next one."""
         facts, tp_size = self.pair.facts, self.pair.folder.facts.tp_size
 
-        def pieces() -> Iterator[tuple[Parts, Any]]:
+        def pieces() -> Iterator[tuple[Parts, Any, str]]:
             last = None
             for item, view in self.written.pieces:
                 if item is not last:
                     last, built = item, item.build(facts, self.pair.config)
                 if view is None:
                     window = rank_window(built, item.tensor, tp_size, self.rank)
-                    yield built, window
+                    yield built, window, kind
                 else:
                     parts = taken(built, view)
-                    yield parts, whole_window(parts.shape)
+                    yield parts, whole_window(parts.shape), kind
 
-        for chunk in file_chunks(pieces(), kind, math.prod(self.shape) * item_size(kind)):
+        for chunk in file_chunks(pieces(), math.prod(self.shape) * item_size(kind)):
             values = np.frombuffer(chunk, DTYPES[kind])[:count]
             count -= len(values)
             yield values

@@ -88,9 +88,9 @@ def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFa
     model, triton = config.export.model, config.export.triton_deployment
     if server.is_from_elsewhere:
         return facts
-    facts = replace(
-        facts, checkpoint=model.checkpoint_path, weight_data_type=model.weight_data_type
-    )
+    form, kind = config.convert.fp8, model.weight_data_type
+    stored = kind if form is None else f"fp8 by {form}, {kind}"
+    facts = replace(facts, checkpoint=model.checkpoint_path, weight_data_type=stored)
     if server.is_other_engine:
         changed = {"dtype", "quantization"} & {key.replace("-", "_") for key in server.vllm}
         return facts if changed else replace(facts, data_type=triton.data_type)

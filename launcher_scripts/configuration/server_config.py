@@ -135,6 +135,13 @@ def _converted(config: Config) -> Path:
             f"deploy.engine={config.deploy.engine} serves a Hugging Face folder: set "
             "convert.format=huggingface, or deploy.repository to such a folder."
         )
+    kind = config.export.triton_deployment.data_type
+    given = {key.replace("-", "_") for key in config.deploy.vllm}
+    if request.fp8 == "block" and kind == "fp32" and not {"dtype", "quantization"} & given:
+        raise ValueError(
+            "export.triton_deployment.data_type=fp32: vLLM computes with blocks of FP8 "
+            "(convert.fp8=block) in 16 bits; set bf16 or fp16."
+        )
     return request.folder
 
 

@@ -427,6 +427,9 @@ def taken(parts: Parts, view: View) -> Parts:
 
 def _split(parts: Parts, sizes: Sequence[int]) -> tuple[Parts, list[range]]:
     """Return parts with finer axes, and the axes that make up each entry of `sizes`."""
+    if math.prod(sizes) == 1:  # no axis is longer than another
+        axes = [range(axis, axis + 1) for axis in range(len(sizes))]
+        return Parts(0, (parts.tensors[0].reshape(*sizes),)), axes
     own, wanted = _steps(parts.shape), _steps(sizes)
     steps = sorted({*own, *wanted}, reverse=True)
     fine = [outer // inner for outer, inner in itertools.pairwise(steps)]

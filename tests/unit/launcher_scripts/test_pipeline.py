@@ -253,6 +253,15 @@ def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
     assert problem.endswith("leave deploy.engine out.")
 
 
+def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
+    words = ("convert.format=huggingface", "convert.fp8=block", "deploy.engine=vllm")
+    made = plan(tmp_path, *words, "stages=[convert,deploy]")
+    assert [text for text in made.problems if "data_type=fp32" in text]
+    kind = "export.triton_deployment.data_type=bf16"
+    made = plan(tmp_path, *words, kind, "stages=[convert,deploy]")
+    assert not [text for text in made.problems if "data_type=" in text]
+
+
 LORA = ("convert.format=peft", "convert.lora_checkpoints=[/a]", "deploy.engine=vllm")
 
 
@@ -441,6 +450,10 @@ FOLDER = "convert.format=huggingface"
         ),
         (["deploy.engine=vllm", "deploy.repository=/models/x"], ("TP 2 x PP 1", "", "", "vllm")),
         (["deploy.engine=openai", FOLDER], ("", "", "", "openai")),
+        (
+            ["deploy.engine=vllm", FOLDER, "convert.fp8=channel"],
+            ("TP 2 x PP 1", "fp8 by channel, fp16", "fp32", "vllm"),
+        ),
         (["evaluate.server=node1:8001"], ("", "", "", "")),
     ],
 )

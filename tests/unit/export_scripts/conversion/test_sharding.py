@@ -43,10 +43,10 @@ def test_the_largest_finite_values_are_finite(data_type: str) -> None:
 
 
 def written(parts: Parts, tensor: FTTensor, ranks: int, rank: int, kind: str) -> torch.Tensor:
-    pieces = [(parts, rank_window(parts, tensor, ranks, rank))]
+    pieces = [(parts, rank_window(parts, tensor, ranks, rank), kind)]
     shape = tensor.local_shape(ranks)
     size = math.prod(shape) * item_size(kind)
-    data = b"".join(bytes(chunk) for chunk in file_chunks(pieces, kind, size))
+    data = b"".join(bytes(chunk) for chunk in file_chunks(pieces, size))
     return torch.frombuffer(bytearray(data), dtype=torch_dtype(kind)).view(shape)
 
 
@@ -100,7 +100,7 @@ def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -
     space = sharding.Workspace(chunk_bytes=8)
     monkeypatch.setattr(sharding, "_WORKSPACE", space)
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
-    chunks = file_chunks([(Parts(0, (values,)), [(0, 3), (0, 2)])], "fp32", 24)
+    chunks = file_chunks([(Parts(0, (values,)), [(0, 3), (0, 2)], "fp32")], 24)
     first = next(chunks)
     second = next(chunks)
     assert bytes(first) == values[0].tobytes()
@@ -116,7 +116,7 @@ def test_small_files_leave_the_last_chunk_of_a_large_one_alone(
 
     def chunks(values: np.ndarray) -> list[memoryview]:
         window = whole_window(values.shape)
-        return list(file_chunks([(Parts(0, (values,)), window)], "fp32", values.nbytes))
+        return list(file_chunks([(Parts(0, (values,)), window, "fp32")], values.nbytes))
 
     *_, last = chunks(np.ones((1 << 19,), np.float32))
     for _ in range(3):

@@ -1,0 +1,194 @@
+"""The plan of a Hugging Face folder in FP8: the matrices of its layers are rounded to E4M3.
+
+A matrix is rounded from the source's own values, by blocks, rows or as a whole; values are the
+nearest of E4M3, ties to even, of the quotient by a scale in fp32, the largest magnitude by 448. A
+scale of zeros is 1.
+
+Forms: by block as DeepSeek-V3 and transformers, integrations/finegrained_fp8.py; by row and as a
+whole as compressed-tensors' float-quantized (quantization/quant_config.py). vLLM 0.32 loads them,
+model_executor/layers/quantization/fp8.py and compressed_tensors/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece
+from export_scripts.checkpoints.quantized import QUANTIZATION
+from export_scripts.conversion.huggingface import copied_tensor, with_weights
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.tensor_plan import WrittenTensor
+from export_scripts.errors import CheckpointMismatchError, first_names, refuse
+from export_scripts.families.mapping.sources import taken
+from export_scripts.files.json_content import Fields, json_bytes, json_object
+
+if TYPE_CHECKING:
+    from export_scripts.numeric.arrays import Array
+
+_BLOCK = (128, 128)
+# The divisor of a matrix's sizes: transformers widens whole blocks alone, vLLM joins them, and
+# kernels of FP8 take 16 values at once.
+_UNITS = {"block": 128, "channel": 16, "tensor": 16}
+_NEW = "in FP8: "
+_WEIGHT, _ROUTER = ".weight", "mlp.router"
+# transformers' class of a family of decoders, and the one whose matrices are not nn.Linear.
+_DECODER, _CONV1D = "ForCausalLM", "gpt2"
+
+
+@dataclass
+class _Matrix:
+    """A matrix (out, in) of the folder, and how it is rounded."""
+
+    source: ConversionPlan
+    tensor: WrittenTensor
+    form: str
+    _scales: Array | None = field(default=None, init=False)  # known once the values are
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the values that have a scale together."""
+        rows, columns = self.tensor.shape
+        return {"block": _BLOCK, "channel": (1, columns), "tensor": (rows, columns)}[self.form]
+
+    def pieces(self) -> Iterator[tuple[str, Piece, str]]:
+        """Yield names, values and types of what is stored."""
+        rows, columns = self.tensor.shape
+        height, width = self.block
+        grid = (-(-rows // height), -(-columns // width))
+        shape = (1,) if self.form == "tensor" else grid
+        reads = [(item, key) for item in self.tensor.items for key, _ in item.reads]
+        pieces = (piece for _, key in reads for piece in self.source.facts.pieces(key))
+        inputs = tuple(stored for piece in pieces for stored in piece.stored)
+        name = self.tensor.key.removesuffix(_WEIGHT)
+        scale = f"{name}.weight_scale{'_inv' if self.form == 'block' else ''}"
+        values = ComputedPiece("fp8", self.tensor.shape, inputs, self._rounded)
+        yield self.tensor.key, values, "fp8"
+        yield (
+            scale,
+            ComputedPiece("fp32", shape, inputs, lambda maps: self._scale(maps).reshape(shape)),
+            "fp32",
+        )
+
+    def _rounded(self, _: FileMaps) -> Array:
+        from export_scripts.numeric.narrowing import to_fp8
+
+        try:
+            values, self._scales = to_fp8(self._values(), self.block)
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{self.tensor.key} {error}") from error
+        return values
+
+    def _scale(self, maps: FileMaps) -> Array:
+        if self._scales is None:  # another file's worker is before the one of the values
+            self._rounded(maps)
+        assert self._scales is not None
+        return self._scales
+
+    def _values(self) -> Array:
+        """Return the matrix in fp32."""
+        import numpy as np
+
+        from export_scripts.conversion.sharding import Workspace, gather
+        from export_scripts.conversion.tensor_plan import whole_window
+
+        whole = np.empty(self.tensor.shape, np.float32)
+        first = 0
+        for item, view in self.tensor.pieces:
+            assert view is not None
+            parts = taken(item.build(self.source.facts, self.source.config), view)
+            target = whole[first : first + view.shape[0]].reshape(parts.shape)
+            gather(target, parts, whole_window(parts.shape), Workspace())
+            first += view.shape[0]
+        return whole
+
+
+def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
+    """Return the plan of a folder in FP8, of the planned source and its Hugging Face folder.
+
+    Raises:
+        CheckpointMismatchError: No library has such a model in FP8.
+    """
+    form = folder.request.fp8
+    assert form is not None
+    config = json_object(folder.extra_files["config.json"], "config.json")
+    classes = config.get("architectures") or [""]
+    if _DECODER not in classes[0] or config.get("model_type") == _CONV1D:
+        refuse(
+            [
+                f"{source.facts.reader.path}: a {classes[0]} has no form in FP8 that servers load: "
+                f"leave {folder.request.names['fp8']} out"
+            ]
+        )
+    written = [tensor for (file,) in folder.files for tensor in file.tensors]
+    # Servers join matrices of the same inputs, which then have to be alike.
+    unit = _UNITS[form]
+    odd = {_joined(t) for t in written if _is_of_layer(t) and any(n % unit for n in t.shape)}
+    new: dict[str, tuple[Piece, ...]] = {}
+    tensors: list[WrittenTensor] = []
+    wide = [] if any(each.key.startswith("lm_head.") for each in written) else ["lm_head"]
+    for tensor in written:
+        if _is_of_layer(tensor) and _joined(tensor) not in odd:
+            for key, piece, kind in _Matrix(source, tensor, form).pieces():
+                name = f"{_NEW}{key}"  # a source may have the tensor's own
+                new[name] = (piece,)
+                copy = copied_tensor(name, piece.shape)
+                tensors.append(dataclasses.replace(copy, key=key, data_type=kind))
+            continue
+        tensors.append(tensor)
+        is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
+        wide += [tensor.key.removesuffix(_WEIGHT)] if is_matrix else []
+    left = [each.key for each in written if _is_of_layer(each) and _joined(each) in odd]
+    why = f"sizes that {unit} does not divide have no form in FP8 that every library loads"
+    if not new:
+        refuse([f"{source.facts.reader.path}: nothing is left to round: {why}"])
+    config[QUANTIZATION] = _settings(form, wide)
+    facts = source.facts
+    reader = dataclasses.replace(facts.reader, tensors={**facts.reader.tensors, **new})
+    remarks = [f"{first_names(left)}: not in FP8: {why}"] if left else []
+    plan = dataclasses.replace(
+        folder,
+        remarks=(*folder.remarks, *remarks),
+        facts=dataclasses.replace(facts, reader=reader),
+        extra_files={**folder.extra_files, "config.json": json_bytes(config)},
+    )
+    return with_weights(plan, tensors)
+
+
+def _is_of_layer(tensor: WrittenTensor) -> bool:
+    """Return whether a tensor is a matrix of a layer, other than that of a router."""
+    item = tensor.items[0]
+    is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
+    return is_matrix and bool(item.index) and not item.tensor.name.endswith(_ROUTER)
+
+
+def _joined(tensor: WrittenTensor) -> tuple[str, int]:
+    """Return what matrices have in common that a server may join."""
+    return tensor.key.removesuffix(_WEIGHT).rpartition(".")[0], tensor.shape[1]
+
+
+def _settings(form: str, wide: list[str]) -> Fields:
+    """Return what config.json states; `wide` are the modules of which it is not true."""
+    if form == "block":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(_BLOCK),
+            "modules_to_not_convert": wide,
+        }
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": form, "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": wide,
+    }

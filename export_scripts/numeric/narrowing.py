@@ -1,0 +1,53 @@
+"""Values rounded to FP8 E4M3, as bytes (numpy has no such type), with scales of blocks."""
+
+import numpy as np
+
+from export_scripts.numeric.arrays import Array
+
+LARGEST = 448.0
+_ROWS = 256  # rounded at once
+
+
+def to_fp8(values: Array, block: tuple[int, int]) -> tuple[Array, Array]:
+    """Return a matrix in fp32 as E4M3 times scales in fp32, one for each block of it.
+
+    Raises:
+        ValueError: Values are infinite or not a number.
+    """
+    rows, columns = values.shape
+    height, width = block
+    places = [np.arange(0, size, step) for size, step in ((rows, height), (columns, width))]
+    high, low = (
+        each.reduceat(each.reduceat(values, places[1], axis=1), places[0], axis=0)
+        for each in (np.maximum, np.minimum)
+    )
+    largest = np.maximum(high, -low)
+    if not np.isfinite(largest).all():
+        count = int((~np.isfinite(values)).sum())
+        raise ValueError(
+            f"holds {count} values that are infinite or not a number, which have no scale in FP8; "
+            "training diverged or the file is damaged"
+        )
+    scales = np.maximum(largest / np.float32(LARGEST), np.finfo(np.float32).tiny)
+    scales[largest == 0] = 1
+    out = np.empty(values.shape, np.uint8)
+    for first in range(0, rows, _ROWS):
+        part = values[first : first + _ROWS]
+        each = scales[np.arange(first, first + len(part)) // height]
+        out[first : first + _ROWS] = fp8_bytes(part / np.repeat(each, width, 1)[:, :columns])
+    return out, scales
+
+
+def fp8_bytes(values: Array) -> Array:
+    """Return fp32 values as the nearest ones of E4M3, ties to even; larger ones as its largest.
+
+    A sign, four bits of an exponent less 7, three bits of a mantissa; no infinities, NaN is 0x7F.
+    """
+    pattern = values.view(np.uint32)
+    size = pattern & 0x7FFFFFFF
+    # The exponent of fp32 is less 127, and its mantissa has 20 bits more.
+    normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3)
+    small = np.rint(np.abs(values) * np.float32(2**9)).astype(np.uint32)  # below 2^-6
+    code = np.where(size < 121 << 23, small, np.minimum(normal, 0x7E))
+    code[np.isnan(values)] = 0x7F
+    return (pattern >> 24 & 0x80 | code).astype(np.uint8)
