@@ -1,5 +1,6 @@
 """Dense decoders in Hugging Face's form: one record for each, read in both directions."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +17,10 @@ from export_scripts.families.dense.huggingface import (
     chosen_layers,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
-from export_scripts.families.gpt.huggingface import GPT2_KEYS
+from export_scripts.families.gpt.huggingface import GPT2_KEYS, GPT2_NAMES
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
-    Names,
     fused_layer,
     named_sources,
     whole_names,
@@ -74,6 +74,12 @@ _GEMMA_KEYS = (
 
 def _all_but_every(nth: int, count: int) -> list[bool]:
     return [(number + 1) % nth != 0 for number in range(count)]
+
+
+def _by_pattern(usual: int) -> Callable[[Settings, Table], list[bool]]:
+    return lambda settings, values: _all_but_every(
+        settings.integer("sliding_window_pattern", default=usual), values["num_layer"]
+    )
 
 
 def _rotating(settings: Settings, values: Table) -> list[bool]:
@@ -137,17 +143,19 @@ def _written_olmo3(config: DenseConfig) -> Fields:
     return {"rope_parameters": {kind: {"rope_theta": base} for kind, base in bases.items()}}
 
 
-def _kinds(types: Any) -> list[Any]:
-    """Return the kind of each layer of attention_types: kinds, and how often they are repeated."""
-    return [kind for kinds, times in types for _ in range(times) for kind in kinds]
+def _kinds(types: Any, most: int) -> list[Any]:
+    """Return the kinds of at most so many layers: attention_types are kinds, and their repeats."""
+    every = (kind for kinds, times in types for _ in range(times) for kind in kinds)
+    return list(itertools.islice(every, most))
 
 
 def _read_gpt_neo(settings: Settings, values: Table) -> Fields:
     count = values["num_layer"]
     types = settings.value("attention_types", default=[[["global", "local"], 12]])
     try:
-        kinds = settings.value("attention_layers", default=_kinds(types))
-        is_known = kinds == _kinds(types) and {"global", "local"}.issuperset(kinds)
+        stated = _kinds(types, count + 1)
+        kinds = settings.value("attention_layers", default=stated)
+        is_known = kinds == stated and {"global", "local"}.issuperset(kinds)
     except (TypeError, ValueError):
         is_known = False
     if not is_known or len(kinds) != count:
@@ -175,19 +183,6 @@ def _written_gpt_neo(config: DenseConfig) -> Fields:
     }
 
 
-_GPT2_NAMES: Names = {
-    "model.wte": "transformer.wte",
-    "model.wpe": "transformer.wpe",
-    "input_layernorm": "ln_1",
-    "attention.dense": "attn.c_proj",
-    "post_attention_layernorm": "ln_2",
-    "mlp.dense_h_to_4h": "mlp.c_fc",
-    "mlp.dense_4h_to_h": "mlp.c_proj",
-    "model.final_layernorm": "transformer.ln_f",
-    "model.lm_head": "lm_head",
-}
-
-
 def _query_key_norm(kind: str, key: str = "qk_layernorm") -> Callable[[Settings, Table], Fields]:
     return lambda settings, _: {
         "query_key_norm": kind if settings.flag(key, default=False) else None
@@ -201,7 +196,7 @@ def _has_query_key_norm(config: DenseConfig) -> Fields:
 def _norms_of_heads(pattern: str) -> Callable[[Facts, DenseConfig], Sources]:
     """Return a function for the sources of norms of queries and keys, each head's its own.
 
-    The pattern of their names begins with q or k; it may have the number of the head.
+    Their names are q or k and the pattern, in which # stands for the number of the head.
     """
 
     def sources(_: Facts, config: DenseConfig) -> Sources:
@@ -387,9 +382,7 @@ _DECODERS = (
         fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
         window=Window(
             4096,
-            slides=lambda settings, values: _all_but_every(
-                settings.integer("sliding_window_pattern", default=6), values["num_layer"]
-            ),
+            slides=_by_pattern(6),
         ),
         rotary_base=1e6,
         rotary_local_base=1e4,
@@ -489,7 +482,7 @@ _DECODERS = (
         },
         layer=_FALCON_LAYER,
         names={
-            **_GPT2_NAMES,
+            **GPT2_NAMES,
             "attention.query": "attn.attention.q_proj",
             "attention.key": "attn.attention.k_proj",
             "attention.value": "attn.attention.v_proj",
@@ -514,7 +507,7 @@ _DECODERS = (
         fixed={"norm_type": "layernorm", "has_positional_encoding": True}
         | dict.fromkeys(_BIASES, True),
         layer=_FALCON_LAYER,
-        names={**_GPT2_NAMES, **dict.fromkeys(QUERY_KEY_VALUE, "attn.c_attn")},
+        names={**GPT2_NAMES, **dict.fromkeys(QUERY_KEY_VALUE, "attn.c_attn")},
         rows="groups",
         read=lambda settings, values: {
             "kv_head_num": 1 if settings.flag("multi_query", default=True) else values["head_num"],
@@ -603,9 +596,7 @@ _DECODERS = (
         title="Cohere 2",
         window=Window(
             4096,
-            slides=lambda settings, values: _all_but_every(
-                settings.integer("sliding_window_pattern", default=4), values["num_layer"]
-            ),
+            slides=_by_pattern(4),
             rotates_alone=True,
         ),
         read=_read_cohere2,
@@ -736,9 +727,7 @@ _DECODERS = (
         names=_OUTPUT_NORMS,
         window=Window(
             4096,
-            slides=lambda settings, values: _all_but_every(
-                settings.integer("sliding_window_pattern", default=4), values["num_layer"]
-            ),
+            slides=_by_pattern(4),
             rotates_alone=True,
         ),
         bos=0,

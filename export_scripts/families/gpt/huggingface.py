@@ -23,6 +23,18 @@ from export_scripts.families.mapping.tensors import ShapeTensor, constant, float
 from export_scripts.files.json_content import Fields, Table
 
 GPT2_KEYS = ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon")
+GPT2_NAMES: Names = {
+    "model.wte": "transformer.wte",
+    "model.wpe": "transformer.wpe",
+    "input_layernorm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+    "model.final_layernorm": "transformer.ln_f",
+    "model.lm_head": "lm_head",
+}
 
 GPT2_HUGGINGFACE = HuggingFaceDecoder(
     model_type="gpt2",
@@ -32,18 +44,7 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
     family=GPT,
     keys=(*GPT2_KEYS, "n_positions", "activation_function"),
     layer="transformer.h.{layer}.",
-    names={
-        "model.wte": "transformer.wte",
-        "model.wpe": "transformer.wpe",
-        "input_layernorm": "ln_1",
-        "attention.query_key_value": "attn.c_attn",
-        "attention.dense": "attn.c_proj",
-        "post_attention_layernorm": "ln_2",
-        "mlp.dense_h_to_4h": "mlp.c_fc",
-        "mlp.dense_4h_to_h": "mlp.c_proj",
-        "model.final_layernorm": "transformer.ln_f",
-        "model.lm_head": "lm_head",
-    },
+    names=GPT2_NAMES,
     in_out=True,  # matrices are Conv1D's
     is_tied=True,
     bos=50256,

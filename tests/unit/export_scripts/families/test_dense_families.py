@@ -361,6 +361,7 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
                 {"attention_layers": ["global"] * 24},
                 {"attention_types": [[["global", "none"], 12]], "attention_layers": None},
                 {"attention_types": [[["global"], "x"]]},
+                {"attention_types": [[["global"], 10**12]], "attention_layers": None},
                 {"attention_types": 24, "attention_layers": None},
             )
         ),
