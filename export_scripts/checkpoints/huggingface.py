@@ -12,6 +12,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.partitioned import flatten, without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
+from export_scripts.checkpoints.rank_files import is_rank_file
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from export_scripts.checkpoints.sharded_huggingface import (
     settings_folder,
@@ -106,7 +107,11 @@ def index_huggingface(path: Path) -> tuple[CheckpointReader, list[str]]:
         CheckpointMismatchError: config.json is missing or damaged, or there are no weights.
     """
     configuration = open_configuration(path)
-    has_weights = any(each.is_file() for *_, pattern in _WEIGHTS for each in path.glob(pattern))
+    has_weights = any(
+        each.is_file() and not is_rank_file(each)
+        for *_, pattern in _WEIGHTS
+        for each in path.glob(pattern)
+    )
     if not has_weights and sharded_folders(path):
         return with_sharded_weights(configuration, path), []
     files, index, facts, problems = _weight_files(path)

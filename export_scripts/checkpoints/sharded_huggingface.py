@@ -22,6 +22,7 @@ from export_scripts.checkpoints.base import (
     Pieces,
     StoredTensor,
     json_table,
+    read_small,
 )
 from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
 from export_scripts.checkpoints.containers import open_container
@@ -33,7 +34,10 @@ from export_scripts.checkpoints.distributed import (
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import renamed, without_wrappers
+from export_scripts.checkpoints.rank_files import is_rank_file, rank_tensors
 from export_scripts.checkpoints.safetensors_file import read_safetensors
+from export_scripts.checkpoints.zero import LATEST_NAME as ZERO_LATEST_NAME
+from export_scripts.checkpoints.zero import STATES, zero_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
@@ -42,10 +46,12 @@ if TYPE_CHECKING:
 # Shards that torch writes of each rank's parts, and the key of where in the whole these begin.
 _SHARDS = "shard-*.safetensors"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
+_OF_RANKS = ("*.pt", "*.bin")
+_NAMES = (INDEX_NAME, _SHARDS, STATES, *_OF_RANKS)
 # How deep below a folder its checkpoint may lie: policy/weights/model of NeMo-RL.
 _DEPTH = 3
 # Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
-_SETTINGS = (".", ".hf_metadata", "..", "../huggingface")
+_SETTINGS = (".", ".hf_metadata", "huggingface", "..", "../huggingface")
 _CONFIG_NAME = "config.json"
 
 
@@ -55,9 +61,9 @@ def sharded_folders(path: Path) -> list[Path]:
     found = {
         file.parent
         for level in levels
-        for name in (INDEX_NAME, _SHARDS)
+        for name in _NAMES
         for file in path.glob(level + name)
-        if file.is_file()
+        if file.is_file() and (name not in _OF_RANKS or is_rank_file(file))
     }
     return sorted(folder for folder in found if not (folder / METADATA_NAME).exists())
 
@@ -98,7 +104,12 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
         CheckpointMismatchError: There is none, or several; it is damaged, or its names are of
             another model.
     """
-    models = {folder: found for folder in sharded_folders(path) if (found := _tensors(folder))}
+    folders = sharded_folders(path)
+    latest = path / ZERO_LATEST_NAME
+    if latest.is_file():
+        chosen = path / read_small(latest).decode(errors="replace").strip()
+        folders = [folder for folder in folders if folder == chosen] or folders
+    models = {folder: found for folder in folders if (found := _tensors(folder))}
     if len(models) != 1:
         raise CheckpointMismatchError(
             f"{path} holds several distributed checkpoints of models: "
@@ -106,12 +117,11 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             if models
             else f"{path} holds no distributed checkpoint of a model, only of its training"
         )
-    ((folder, found),) = models.items()
-    tensors = {name: tensor.pieces for name, tensor in found.items()}
+    ((folder, tensors),) = models.items()
+    stored = {each.path for (piece,) in tensors.values() for each in piece.stored}
+    index = {each for name in (INDEX_NAME, STATES) for each in folder.glob(name)}
     if _TITAN_TABLE in tensors:
         tensors = _from_titan(tensors, configuration)
-    stored = {each.path for tensor in found.values() for each in tensor.stored}
-    index = {folder / INDEX_NAME} if (folder / INDEX_NAME).is_file() else set()
     return dataclasses.replace(
         configuration,
         tensors=tensors,
@@ -123,10 +133,20 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     )
 
 
-def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
+def _tensors(folder: Path) -> dict[str, Pieces]:
     """Return a model's tensors in a folder."""
+    if any(folder.glob(STATES)):
+        return {name: (piece,) for name, piece in zero_tensors(folder).items()}
     if (folder / INDEX_NAME).is_file():
-        return model_tensors(read_index(open_container(folder)))
+        found = model_tensors(read_index(open_container(folder)))
+    else:
+        has_ranks = any(map(is_rank_file, folder.iterdir()))
+        found = (rank_tensors if has_ranks else _shard_tensors)(folder)
+    return {name: tensor.pieces for name, tensor in found.items()}
+
+
+def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
+    """Return the tensors of shards of safetensors, each with where its parts begin."""
     chunks: dict[str, dict[ChunkOffset, StoredTensor]] = {}
     problems = []
     for file in sorted(folder.glob(_SHARDS)):

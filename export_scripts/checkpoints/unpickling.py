@@ -23,9 +23,9 @@ from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 
 # Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (
-    "apex", "argparse", "datetime", "enum", "lightning", "lightning_fabric", "megatron", "nemo",
-    "numpy", "omegaconf", "pathlib", "pytorch_lightning", "torch", "transformer_engine",
-    "transformers", "typing",
+    "apex", "argparse", "datetime", "deepspeed", "enum", "lightning", "lightning_fabric",
+    "megatron", "nemo", "numpy", "omegaconf", "pathlib", "pytorch_lightning", "torch",
+    "transformer_engine", "transformers", "typing",
 )  # fmt: skip
 _INERT_NAMES = frozenset({
     "_io.BytesIO", "_codecs.encode", "collections.defaultdict", "collections.Counter",
@@ -245,6 +245,26 @@ def _stored(
     return tensor
 
 
+def _inert(value: Any) -> type[Inert]:
+    if not (isinstance(value, type) and issubclass(value, Inert)):
+        raise pickle.UnpicklingError(f"{reprlib.repr(value):.80} in place of a class")
+    return value
+
+
+def _with_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Return a tensor, or of one that wraps others its whole size and its state."""
+    if not isinstance(rebuild, type):
+        return rebuild(*args)
+    tensor = _inert(kind)()
+    tensor.items = {"size": args[2], "state": state}
+    return tensor
+
+
+def _nested(owner: Any, name: Any) -> type[Inert]:
+    """Return the inert stand-in of a class within another, which protocol 2 gets by getattr."""
+    return type("Inert", (Inert,), {"qualified_name": f"{_inert(owner).qualified_name}.{name}"})
+
+
 def _is_contiguous(shape: Shape, stride: Shape) -> bool:
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
@@ -263,6 +283,8 @@ _KNOWN: Fields = {
     "torch._utils._rebuild_tensor_v2": _stored,
     # Its type comes after its hooks.
     "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(*facts[:4], kind=facts[6]),
+    "torch._tensor._rebuild_from_type_v2": _with_type,
+    **{f"{module}.getattr": _nested for module in ("builtins", "__builtin__")},
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     **{f"torch.{name}": StorageType(key) for key, (_, name, _) in SOURCE_TYPES.items()},
