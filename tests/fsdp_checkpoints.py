@@ -5,6 +5,7 @@ Run as a program with a folder that holds the model, it saves one folder for eac
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -59,15 +60,15 @@ def _model(folder: Path, version: int) -> Any:
 
 def _save(folder: Path, version: int, rank: int) -> None:
     """Save a sharded model as accelerate, verl, torch's own users and AutoModel do."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import save_fsdp_model
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
+    accelerate: Any = importlib.import_module("accelerate")
+    save_fsdp_model = accelerate.utils.save_fsdp_model
     model = _model(folder, version)
-    plugin = FullyShardedDataParallelPlugin(
+    plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=version, state_dict_type="SHARDED_STATE_DICT"
     )
     accelerator: Any = SimpleNamespace(process_index=rank, num_processes=WORLD_SIZE)
@@ -115,12 +116,11 @@ def _save_titan(folder: Path, weights: Mapping[str, Any], moments: Mapping[str, 
 
 
 def _rank(rank: int, folder: Path) -> None:
-    from accelerate import PartialState
-
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
     )
-    PartialState(cpu=True)  # for accelerate's log
+    accelerate: Any = importlib.import_module("accelerate")
+    accelerate.PartialState(cpu=True)  # for its log
     for version in (1, 2):
         _save(folder, version, rank)
     torch.distributed.destroy_process_group()
@@ -130,7 +130,6 @@ if __name__ == "__main__":
     # Imported once for all ranks.
     import torch.distributed.fsdp
     import transformers.models.llama.modeling_llama  # noqa: F401
+    from torch.multiprocessing.spawn import start_processes
 
-    torch.multiprocessing.start_processes(
-        _rank, (Path(sys.argv[1]),), WORLD_SIZE, start_method="fork"
-    )
+    start_processes(_rank, (Path(sys.argv[1]),), WORLD_SIZE, start_method="fork")

@@ -75,6 +75,7 @@ def open_checkpoint(
     scratch_dir: Path | None = None,
     name: str | None = None,
     base: CheckpointReader | None = None,
+    settings: Path | None = None,
 ) -> CheckpointReader:
     """Return the index of a checkpoint; no tensor is read.
 
@@ -85,10 +86,12 @@ def open_checkpoint(
             for the last.
         base: The model on top of which a NeMo archive was trained. Such archives (prompt tables,
             adapters, IA3) do not state the depth of the model's stages.
+        settings: The config.json, or its folder, of a trainer's checkpoint that lacks one.
 
     Raises:
         ValueError: The path does not exist, or is not a known checkpoint; no checkpoint has the
-            name, or several do; what was trained on top is not a NeMo archive.
+            name, or several do; what was trained on top is not a NeMo archive; it states its own
+            settings.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     path, name = chosen_entry(Path(path), name)
@@ -101,8 +104,14 @@ def open_checkpoint(
         )
     elif base is not None:
         raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
+    elif settings is not None and found != "torch_dcp":
+        raise ValueError(
+            f"{path} is a {found} checkpoint with settings of its own: leave --model-config out"
+        )
     elif name is not None:
         raise ValueError(f"{path} is one {found} checkpoint; there is none named {name} in it")
+    elif settings is not None:
+        open_format = functools.partial(open_format, settings=settings)
     try:
         return as_gpt_model(open_format(path))
     except OSError as error:

@@ -134,13 +134,19 @@ def index_huggingface(path: Path) -> tuple[CheckpointReader, list[str]]:
     return reader, listed(problems) or listed(_misplaced(path, index, tensors))
 
 
-def open_sharded(path: Path) -> CheckpointReader:
-    """Return the index of a model in torch's distributed files, with its settings near by.
+def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReader:
+    """Return the index of a model in a trainer's distributed files.
+
+    Its settings are those of a config.json, or of one in a folder, else of one that lies near by.
 
     Raises:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
-    return with_sharded_weights(open_configuration(settings_folder(path)), path)
+    if settings is None:
+        folder = settings_folder(path)
+    else:
+        folder = settings.parent if settings.name == CONFIG_NAME else settings
+    return with_sharded_weights(open_configuration(folder), path)
 
 
 def open_configuration(path: Path) -> CheckpointReader:

@@ -34,10 +34,14 @@ from export_scripts.checkpoints.distributed import (
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import renamed, without_wrappers
-from export_scripts.checkpoints.rank_files import is_rank_file, rank_tensors
+from export_scripts.checkpoints.rank_files import (
+    ZERO_LATEST,
+    ZERO_STATES,
+    is_rank_file,
+    rank_tensors,
+    zero_tensors,
+)
 from export_scripts.checkpoints.safetensors_file import read_safetensors
-from export_scripts.checkpoints.zero import LATEST_NAME as ZERO_LATEST_NAME
-from export_scripts.checkpoints.zero import STATES, zero_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 _SHARDS = "shard-*.safetensors"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
 _OF_RANKS = ("*.pt", "*.bin")
-_NAMES = (INDEX_NAME, _SHARDS, STATES, *_OF_RANKS)
+_NAMES = (INDEX_NAME, _SHARDS, ZERO_STATES, *_OF_RANKS)
 # How deep below a folder its checkpoint may lie: policy/weights/model of NeMo-RL.
 _DEPTH = 3
 # Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
@@ -93,7 +97,8 @@ def settings_folder(path: Path) -> Path:
             return place.resolve()
     raise CheckpointMismatchError(
         f"{path} does not state its model's sizes: copy the {_CONFIG_NAME} of the Hugging Face "
-        f"model that training began with (and its tokenizer's files) into {path}"
+        f"model that training began with (and its tokenizer's files) into {path}, or name it where "
+        "it lies (--model-config, convert.model_config)"
     )
 
 
@@ -105,7 +110,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             another model.
     """
     folders = sharded_folders(path)
-    latest = path / ZERO_LATEST_NAME
+    latest = path / ZERO_LATEST
     if latest.is_file():
         chosen = path / read_small(latest).decode(errors="replace").strip()
         folders = [folder for folder in folders if folder == chosen] or folders
@@ -119,7 +124,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
         )
     ((folder, tensors),) = models.items()
     stored = {each.path for (piece,) in tensors.values() for each in piece.stored}
-    index = {each for name in (INDEX_NAME, STATES) for each in folder.glob(name)}
+    index = {each for name in (INDEX_NAME, ZERO_STATES) for each in folder.glob(name)}
     if _TITAN_TABLE in tensors:
         tensors = _from_titan(tensors, configuration)
     return dataclasses.replace(
@@ -135,7 +140,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
 
 def _tensors(folder: Path) -> dict[str, Pieces]:
     """Return a model's tensors in a folder."""
-    if any(folder.glob(STATES)):
+    if any(folder.glob(ZERO_STATES)):
         return {name: (piece,) for name, piece in zero_tensors(folder).items()}
     if (folder / INDEX_NAME).is_file():
         found = model_tensors(read_index(open_container(folder)))

@@ -149,7 +149,10 @@ def _identity(request: ConversionRequest) -> str:
     latest = request.checkpoint_name in (None, LATEST)
     facts = {
         "version": __version__,
-        "sources": [(name, _source_print(path)) for name, path in request.sources],
+        "sources": [
+            (name, _source_print(path, settings=request.model_config))
+            for name, path in request.sources
+        ],
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
@@ -166,7 +169,7 @@ def _identity(request: ConversionRequest) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _source_print(path: Path) -> str:
+def _source_print(path: Path, *, settings: Path | None = None) -> str:
     if not path.is_dir():
         return fingerprint_files([path])
     # Other hidden files belong to version control or an editor.
@@ -174,8 +177,9 @@ def _source_print(path: Path) -> str:
     visible = [
         n for n in names if not any(each.startswith(".") and each != INDEX_NAME for each in n.parts)
     ]
-    settings = [settings_folder(path) / CONFIG_NAME] if is_sharded(path) else []
-    return fingerprint_files([*(path / name for name in visible), *settings])
+    if settings is None and is_sharded(path):
+        visible.append(settings_folder(path) / CONFIG_NAME)
+    return fingerprint_files([path / name for name in visible])
 
 
 def _is_finished(paths: WorkPaths, identity: str) -> bool:
@@ -230,7 +234,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
             "format": reader.format,
             "origin": plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
-            "fingerprint": _source_print(request.checkpoint_path),
+            "fingerprint": _source_print(request.checkpoint_path, settings=request.model_config),
             # A Hugging Face folder that is made of shards has them again.
             **({} if request.is_huggingface else {"settings": kept_settings(plan)}),
         },

@@ -270,7 +270,7 @@ def written_views(
 ) -> tuple[tuple[WrittenTensor, ...], list[str], tuple[str, ...]]:
     """Return the tensors as the mapping names them, reasons against it, and names without one."""
     table = mapping.sources(facts, source.config)
-    # What is carried along keeps its name, before which transformers' prefix may lack.
+    # Tensors carried along keep their names, before which transformers' prefix may lack.
     own = source.facts if mapping is source.mapping and mapping.carried else None
     written: dict[str, dict[int, tuple[TensorPlan, View]]] = {}
     homeless: dict[str, None] = {}

@@ -186,12 +186,14 @@ def _tokenizer_problems(request: ConversionRequest, facts: Facts) -> list[str]:
 def _open(
     request: ConversionRequest, scratch_dir: Path | None, reader: CheckpointReader | None = None
 ) -> Facts:
-    path = request.checkpoint_path
+    path, settings = request.checkpoint_path, request.model_config
     if is_ft_folder(path):
+        if settings is not None:
+            raise ValueError(f"{path} has settings of its own: leave --model-config out")
         reader = open_ft_folder(path)
     else:
         reader = reader or open_checkpoint(
-            path, scratch_dir=scratch_dir, name=request.checkpoint_name
+            path, scratch_dir=scratch_dir, name=request.checkpoint_name, settings=settings
         )
         reader = with_plain_weights(reader, request.allows_setting, keeps_fp8=request.keep_fp8)
         lora = request.lora_checkpoints

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from export_scripts.checkpoints.hub import hub_advice
+from export_scripts.conversion.hub import hub_advice
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
@@ -62,6 +62,12 @@ class ConversionOptions:
     )
     activation_ranges: Path | None = option(
         "activation ranges (.json or .pt), for static int8 weights", None, path=True
+    )
+    model_config: Path | None = option(
+        "config.json of the Hugging Face model that was trained, or its folder, where a trainer's "
+        "checkpoint lies without one",
+        None,
+        path=True,
     )
     vocab_path: Path | None = option(
         "vocabulary or sentencepiece model in place of the checkpoint's", None, path=True
@@ -149,8 +155,10 @@ OPTION_NAMES: Mapping[str, str] = {
 }
 
 
-_SOURCES = ("checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints",
-            "lora_checkpoints", "activation_ranges", "vocab_path", "merges_path")  # fmt: skip
+_SOURCES = (
+    "checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints",
+    "lora_checkpoints", "activation_ranges", "model_config", "vocab_path", "merges_path",
+)  # fmt: skip
 
 
 def request_problems(request: ConversionRequest) -> list[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export_scripts.checkpoints.hub import cached_model
+from export_scripts.conversion.hub import cached_model
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
 from inference.evaluation.options import OPENAI, EvaluationOptions

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from export_scripts.checkpoints.hub import cached_model
+from export_scripts.conversion.hub import cached_model
 from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models

@@ -278,7 +278,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.certify",
     ),
     "launcher_scripts.configuration": (
-        "export_scripts.checkpoints",
         "export_scripts.conversion",
         "export_scripts.suggest",
         "export_scripts.triton",

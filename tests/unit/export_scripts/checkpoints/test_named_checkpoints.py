@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.hub import cached_model, hub_advice, hub_id
 from export_scripts.conversion.convert import check_conversion, convert
+from export_scripts.conversion.hub import cached_model, hub_advice, hub_id
 from export_scripts.conversion.request import ConversionRequest, request_problems
 from tests.arrays import loaded
 from tests.tiny import gpt_tensors, nemo_members, write_nemo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from export_scripts.checkpoints import open_checkpoint, recognise_format
+from export_scripts.checkpoints.base import FileMaps
+from export_scripts.checkpoints.rank_files import rank_tensors
 from export_scripts.inspect import describe
+from tests.conftest import ROOT
 from tests.tiny_distributed import sharded, write_state
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_transformers import write_model
@@ -41,6 +44,20 @@ def copy_settings(model: Path, folder: Path) -> None:
 
 def save_alone(folder: Path, state: dict[str, Any]) -> None:
     save(state, checkpoint_id=folder, no_dist=True)
+
+
+def test_settings_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save_alone(folder, {"model": read_tensors(model)})
+    expected = converted(model, tmp_path / "expected")
+    for place in (model, model / "config.json"):
+        out = tmp_path / place.name
+        found = converted_to(folder, out, 2, given=GIVEN, model_config=place)
+        assert contents(found) == expected
+    with pytest.raises(ValueError, match="leave --model-config out"):
+        converted_to(model, tmp_path / "out", model_config=model)
+    with pytest.raises(ValueError, match=r"--model-config=.*absent does not exist"):
+        converted_to(folder, tmp_path / "out", model_config=tmp_path / "absent")
 
 
 def optimizer(tensors: Tensors) -> dict[str, Any]:
@@ -232,3 +249,126 @@ def test_the_settings_belong_to_what_was_converted(model: Path, tmp_path: Path) 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5e5}))
     with pytest.raises(ValueError, match="holds another conversion"):
         converted(source, tmp_path / "out")
+
+
+DEEPSPEED = ROOT / "tests" / "reference" / "deepspeed"
+STAGE_3 = DEEPSPEED / "stage3" / "global_step1"
+
+
+@pytest.mark.parametrize("name", ["stage2", "stage3", "universal1", "universal3"])
+def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path: Path) -> None:
+    """Three ranks saved a frozen layer, two groups of parameters and shares with padding."""
+    expected = converted(DEEPSPEED / "model", tmp_path / "expected")
+    assert converted(DEEPSPEED / name, tmp_path / "out") == expected
+
+
+def without(file: str) -> Callable[[Path], None]:
+    return lambda folder: next(folder.glob(file)).unlink()
+
+
+def lose_the_shares(folder: Path) -> None:
+    state = {"optimizer_state_dict": {"partition_count": 3}}
+    torch.save(state, next(folder.glob("*_1_*optim*")))
+
+
+def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes a file of all ranks' states."""
+
+    def edit(folder: Path) -> None:
+        for path in folder.glob(file):
+            state = torch.load(path, weights_only=False)
+            change(state)
+            torch.save(state, path)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without("*_1_*optim*"), "lacks the *_optim_states.pt of ranks 1"),
+        (without("*_2_*optim*"), "partition_count = 3 with 3"),
+        (without("*_0_*model*"), "_model_states.pt of ranks 0"),
+        (
+            edited("*_model_*", lambda state: state["param_shapes"][0].popitem()),
+            "its files are of different models",
+        ),
+        (lose_the_shares, "values of"),
+        (edited("*_model_*", lambda state: state.update(param_shapes=3)), "expected sizes"),
+        (edited("*_model_*", lambda state: state.update(module=None)), "has no module"),
+    ],
+)
+def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
+    tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    source = shutil.copytree(STAGE_3, tmp_path / "run")
+    shutil.copy(DEEPSPEED / "model" / "config.json", source)
+    damage(source)
+    assert words in refusal(source, tmp_path)
+
+
+def test_deepspeed_s_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
+    source = shutil.copytree(DEEPSPEED / "stage2" / "global_step1", tmp_path / "run")
+    shutil.copy(DEEPSPEED / "model" / "config.json", source)
+    first = source / "mp_rank_00_model_states.pt"
+    shutil.copy(first, source / "mp_rank_01_model_states.pt")
+    assert "2 tensor-parallel ranks" in refusal(source, tmp_path)
+
+
+def rank_files(folder: Path, whole: torch.Tensor, counts: Sequence[int], world: int) -> Path:
+    """Write verl's files of one tensor, of which ranks hold as many rows as `counts` says."""
+    folder.mkdir()
+    begin = 0
+    for rank, count in enumerate(counts):
+        rows = whole[begin : begin + count].clone()
+        shard = {"tensor": rows, "metadata": {"shard_offsets": [begin, 0]}}
+        begin += count
+        held = Wrapped(whole.shape, [[shard], {"shards_metadata": []}])
+        torch.save({"model.a": held}, folder / f"model_world_size_{world}_rank_{rank}.pt")
+    return folder
+
+
+class Wrapped:
+    """A tensor of a class of its own, as torch pickles ShardedTensor without a process group."""
+
+    def __init__(self, shape: torch.Size, state: Any) -> None:
+        self.shape, self.state = shape, state
+
+    def __reduce__(self) -> Any:
+        from torch._tensor import _rebuild_from_type_v2
+        from torch._utils import _rebuild_wrapper_subclass
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+        args = (ShardedTensor, torch.float32, tuple(self.shape))
+        return _rebuild_from_type_v2, (_rebuild_wrapper_subclass, ShardedTensor, args, self.state)
+
+
+@pytest.mark.parametrize(
+    ("counts", "world", "words"),
+    [
+        ((3, 2), 2, ""),
+        ((3, 2), 3, "lacks the files of ranks 2 of 3"),
+        ((3, 1), 2, "some are missing"),
+    ],
+)
+def test_files_of_ranks_make_the_whole(
+    tmp_path: Path, counts: Sequence[int], world: int, words: str
+) -> None:
+    whole = torch.arange(10.0).view(5, 2)
+    folder = rank_files(tmp_path / "run", whole, counts, world)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            rank_tensors(folder)
+        return
+    (found,) = rank_tensors(folder).values()
+    assert found.load(FileMaps()).tolist() == whole.tolist()
+    torch.save({}, folder / "model_world_size_3_rank_0.pt")
+    with pytest.raises(ValueError, match="several runs"):
+        rank_tensors(folder)
+
+
+def test_what_is_no_part_of_a_tensor_is_named(tmp_path: Path) -> None:
+    folder = rank_files(tmp_path / "run", torch.ones(2, 2), (2,), 1)
+    torch.save({"model.a": 3}, folder / "model_world_size_1_rank_0.pt")
+    with pytest.raises(ValueError, match=r"model\.a is 3: expected a tensor"):
+        rank_tensors(folder)
