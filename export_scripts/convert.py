@@ -77,6 +77,7 @@ def convert_parser() -> argparse.ArgumentParser:
         int: {"type": _bytes, "metavar": "SIZE"},  # all its numbers are sizes
         bool: {"action": "store_true"},
         Path | None: {"type": Path, "metavar": "FILE"},
+        str | None: {"metavar": "SIZE"},
         tuple[Path, ...]: {"type": Path, "metavar": "PATH", "action": "append"},
         tuple[str, ...]: {"metavar": "PATTERN", "action": "append"},
     }

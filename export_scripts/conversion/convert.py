@@ -162,6 +162,7 @@ def _identity(request: ConversionRequest) -> str:
         **({} if request.model_type is None else {"model_type": request.model_type}),
         "ia3_in_place": request.ia3_in_place,
         **({"keep_fp8": True} if request.keep_fp8 else {}),
+        **({} if request.vocabulary is None else {"vocabulary": request.vocabulary}),
         "given": sorted(request.given),
         "allow": sorted(request.allow),
         "allow_setting": sorted(request.allow_setting),

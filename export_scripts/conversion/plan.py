@@ -26,6 +26,7 @@ from export_scripts.conversion.tensor_plan import (
     plan_tensors,
 )
 from export_scripts.conversion.tiktoken import with_tiktoken
+from export_scripts.conversion.vocabulary import with_vocabulary
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
@@ -188,8 +189,11 @@ def _open(
 ) -> Facts:
     path, settings = request.checkpoint_path, request.model_config
     if is_ft_folder(path):
-        if settings is not None:
-            raise ValueError(f"{path} has settings of its own: leave --model-config out")
+        if settings is not None or request.vocabulary is not None:
+            raise ValueError(
+                f"{path} is converted: leave --model-config and --vocabulary out, or name the "
+                "original"
+            )
         reader = open_ft_folder(path)
     else:
         reader = reader or open_checkpoint(
@@ -204,12 +208,14 @@ def _open(
 
     added = (request.prompt_checkpoints, request.ia3_checkpoints, request.adapter_checkpoints)
     prompts, ia3, adapters = map(opened, added)
+    tokenizer = _tokenizer(request, reader)
+    reader = with_vocabulary(reader, request.vocabulary, tokenizer)
     return Facts(
         reader=reader,
         tp_size=request.tp_size,
         weight_data_type=request.weight_data_type,
         given=dict(request.given),
-        tokenizer=_tokenizer(request, reader),
+        tokenizer=tokenizer,
         prompts=prompts,
         ia3=ia3,
         ia3_in_place=request.ia3_in_place,

@@ -73,6 +73,11 @@ class ConversionOptions:
         "vocabulary or sentencepiece model in place of the checkpoint's", None, path=True
     )
     merges_path: Path | None = option("merges in place of the checkpoint's", None, path=True)
+    vocabulary: str | None = option(
+        "rows of the vocabulary to keep where training padded it: a number, or `tokenizer` for as "
+        "many as the tokenizer has ids",
+        None,
+    )
     allow: tuple[str, ...] = option(
         "tensors (patterns) that may be unknown, damaged or not finite; `tokenizer` leaves out one "
         "without an equal in a Hugging Face folder",

@@ -1,0 +1,110 @@
+"""A model without the rows of its vocabulary that training added, so that ranks divide it.
+
+Megatron pads to a multiple of 128 times the tensor-parallel ranks (`make_vocab_size_divisible_by`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    ComputedPiece,
+    Piece,
+    Pieces,
+    Region,
+    StoredTensor,
+    json_file,
+    read_small,
+)
+from export_scripts.checkpoints.huggingface import TIED_TABLES
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.sentencepiece_model import read_sentencepiece
+
+OF_TOKENIZER = "tokenizer"
+# Ends of names of what has a row for each token, after transformers' embeddings and heads.
+_TABLES = (
+    *TIED_TABLES, "output_layer.weight", "output_layer.bias", "lm_head.bias", "embed_out.bias",
+    "tokens_head.bias", "predictions.bias",
+)  # fmt: skip
+# Settings that state the rows: of transformers, of Megatron-LM.
+_SIZES = {"huggingface": ("vocab_size",), "megatron": ("padded_vocab_size",)}
+
+
+def with_vocabulary(
+    reader: CheckpointReader, stated: str | None, tokenizer: Mapping[str, Region]
+) -> CheckpointReader:
+    """Return a model with as many rows of its vocabulary as stated, or as its tokenizer has ids.
+
+    A table that is not known as one keeps its rows, and is then refused for its shape.
+
+    Raises:
+        CheckpointMismatchError: The size is neither, exceeds the model's, or is below that of its
+            tokenizer; there is no tokenizer to take it of.
+    """
+    if stated is None:
+        return reader
+    needed = _ids(tokenizer)
+    size = needed if stated == OF_TOKENIZER else int(stated) if stated.isdecimal() else None
+    if not size:
+        raise CheckpointMismatchError(
+            f"{reader.path}: --vocabulary={stated}: expected a positive number"
+            + ("; it has no tokenizer that could say" if needed is None else f" or {OF_TOKENIZER}")
+        )
+    tables = {name: pieces for name, pieces in reader.tensors.items() if name.endswith(_TABLES)}
+    rows = max((_rows(pieces) for pieces in tables.values()), default=0)
+    if not (needed or 0) <= size <= rows:
+        raise CheckpointMismatchError(
+            f"{reader.path}: --vocabulary={stated} keeps {size} rows: expected {needed or 1}, the "
+            f"ids of its tokenizer, to {rows}, the rows of the model"
+        )
+    kept = {name: _first(pieces, size) for name, pieces in tables.items() if _rows(pieces) == rows}
+    sizes = {key: size for key in _SIZES.get(reader.format, ()) if key in reader.config}
+    return dataclasses.replace(
+        reader,
+        tensors={**reader.tensors, **kept},
+        config={**reader.config, **sizes},
+        remarks=(*reader.remarks, f"kept {size} of the {rows} rows of the vocabulary"),
+    )
+
+
+def _rows(pieces: Pieces) -> int:
+    return sum(piece.shape[0] for piece in pieces if piece.shape)
+
+
+def _first(pieces: Pieces, size: int) -> Pieces:
+    """Return the pieces of the first `size` rows, as many as there were."""
+    kept: list[Piece] = []
+    for piece in pieces:
+        rows = min(piece.shape[0], size)
+        size -= rows
+        kept.append(_cut(piece, rows))
+    return tuple(kept)
+
+
+def _cut(piece: Piece, rows: int) -> Piece:
+    shape = (rows, *piece.shape[1:])
+    if isinstance(piece, StoredTensor):
+        return dataclasses.replace(piece, shape=shape)
+    return ComputedPiece(piece.dtype, shape, piece.stored, lambda maps: piece.load(maps)[:rows])
+
+
+def _ids(files: Mapping[str, Region]) -> int | None:
+    """Return the number of ids of a tokenizer, by its files' names in the FT folder."""
+    if "tokenizer.json" in files:
+        table = json_file(files["tokenizer.json"])
+        model = table.get("model")
+        words = model.get("vocab") if isinstance(model, Mapping) else None
+        ids = [*words.values()] if isinstance(words, Mapping) else [len(words or ()) - 1]
+        ids += [each.get("id") for each in table.get("added_tokens") or ()]
+    elif "tokenizer.model" in files:
+        try:
+            ids = [len(read_sentencepiece(read_small(files["tokenizer.model"])).pieces) - 1]
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{files['tokenizer.model']}: {error}") from error
+    elif "vocab.json" in files:
+        ids = [*json_file(files["vocab.json"]).values()]
+    elif "vocab.txt" in files:
+        ids = [len(read_small(files["vocab.txt"]).splitlines()) - 1]
+    else:
+        return None
+    return 1 + max((each for each in ids if type(each) is int), default=-1)
