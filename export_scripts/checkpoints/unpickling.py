@@ -36,6 +36,8 @@ _INERT_NAMES = frozenset({
                    "list", "object", "range", "set", "slice", "str", "tuple", "long", "unicode")),
 })  # fmt: skip
 
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+
 _STORAGE_TYPES = {
     "DoubleStorage": "fp64", "FloatStorage": "fp32", "HalfStorage": "fp16",
     "BFloat16Storage": "bf16", "LongStorage": "int64", "IntStorage": "int32",
@@ -182,6 +184,8 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         qualified = f"{module}.{name}"
         if qualified in _KNOWN:
             return _KNOWN[qualified]
+        if qualified in _GETATTR:
+            return self._nested
         if module.split(".")[0] not in _INERT_MODULES and qualified not in _INERT_NAMES:
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle names {qualified}, which no checkpoint "
@@ -190,6 +194,15 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         if qualified not in self._classes:
             self._classes[qualified] = type("Inert", (Inert,), {"qualified_name": qualified})
         return self._classes[qualified]
+
+    def _nested(self, owner: Any, name: Any) -> type[Inert]:
+        """Return the inert stand-in of a class within another, which protocol 2 gets by getattr."""
+        if not (isinstance(owner, type) and issubclass(owner, Inert)):
+            raise CheckpointMismatchError(
+                f"{self._source} is refused: its pickle names {_GETATTR[0]} of no class, "
+                "which no checkpoint needs and which is never run"
+            )
+        return type("Inert", (Inert,), {"qualified_name": f"{owner.qualified_name}.{name}"})
 
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage a persistent id names: (storage, type, key, location, count)."""
@@ -245,24 +258,15 @@ def _stored(
     return tensor
 
 
-def _inert(value: Any) -> type[Inert]:
-    if not (isinstance(value, type) and issubclass(value, Inert)):
-        raise pickle.UnpicklingError(f"{reprlib.repr(value):.80} in place of a class")
-    return value
-
-
 def _with_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     """Return a tensor, or of one that wraps others its whole size and its state."""
     if not isinstance(rebuild, type):
         return rebuild(*args)
-    tensor = _inert(kind)()
+    if not (isinstance(kind, type) and issubclass(kind, Inert)):
+        raise pickle.UnpicklingError(f"{reprlib.repr(kind):.80} in place of a tensor's class")
+    tensor = kind()
     tensor.items = {"size": args[2], "state": state}
     return tensor
-
-
-def _nested(owner: Any, name: Any) -> type[Inert]:
-    """Return the inert stand-in of a class within another, which protocol 2 gets by getattr."""
-    return type("Inert", (Inert,), {"qualified_name": f"{_inert(owner).qualified_name}.{name}"})
 
 
 def _is_contiguous(shape: Shape, stride: Shape) -> bool:
@@ -284,7 +288,6 @@ _KNOWN: Fields = {
     # Its type comes after its hooks.
     "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(*facts[:4], kind=facts[6]),
     "torch._tensor._rebuild_from_type_v2": _with_type,
-    **{f"{module}.getattr": _nested for module in ("builtins", "__builtin__")},
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     **{f"torch.{name}": StorageType(key) for key, (_, name, _) in SOURCE_TYPES.items()},
