@@ -234,8 +234,10 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
     universal = sorted(folder.glob(_ZERO_UNIVERSAL))
     shapes = _shapes(first.get("param_shapes") or [], files[0])
     if files[0].name.startswith("zero_"):  # stage 3, whose module has placeholders
-        found = {name: module[name] for name in first.get("buffer_names") or () if name in module}
-        frozen = [state.get("frozen_param_fragments") or {} for state in states]
+        buffers = first.get("buffer_names")
+        found = {n: module[n] for n in module if isinstance(buffers, list) and n in buffers}
+        frozen = [_zero_table(state, "frozen_param_fragments", folder) for state in states]
+        _refuse_copies(folder, [[*each.values()] for each in frozen])
         found |= {
             name: _joined([[each.get(name)] for each in frozen], 0, shape, name, folder)
             for name, shape in _shapes([first.get("frozen_param_shapes") or {}], files[0]).items()
@@ -243,19 +245,23 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
         if not universal:
             found |= _partitioned(folder, shapes, len(files))
     found |= {file.parent.name: _universal(file, shapes) for file in universal}
-    for name, kept in (first.get("shared_params") or {}).items():
-        if kept in found:
-            found[name] = found[kept]  # ds_to_universal rounds a copy
+    for name, kept in _zero_table(first, "shared_params", files[0]).items():
+        if isinstance(kept, str) and kept in found:
+            found[str(name)] = found[kept]  # ds_to_universal rounds a copy
     return found
 
 
 def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, Any]:
-    if not isinstance(state.get(key), Mapping):
-        raise CheckpointMismatchError(
-            f"{file} has no {key}: a pipeline's layers lie elsewhere; save the model with "
-            "save_pretrained, or convert its layers' files to Hugging Face's names first"
-        )
-    return state[key]  # type: ignore[no-any-return]
+    """Return a table of a rank's states, of which all but the model's module may lack."""
+    found = state.get(key)
+    if isinstance(found, Mapping):
+        return found
+    if found is None and key != "module":
+        return {}
+    raise CheckpointMismatchError(
+        f"{file} has {found!r:.80} as {key}: expected a table; of a pipeline, whose layers lie in "
+        "files of their own, save the model with save_pretrained"
+    )
 
 
 def _zero_files(folder: Path, pattern: str) -> list[Path]:
@@ -319,6 +325,7 @@ def _partitioned(folder: Path, shapes: Mapping[str, Shape], count: int) -> dict[
         flat = state.get("fp32_flat_groups")
         ranks.append(flat if isinstance(flat, list) else ())
     refuse(problems)
+    _refuse_copies(folder, ranks)
     shares = {name: -(-math.prod(shape) // count) for name, shape in shapes.items()}
     begins = itertools.accumulate(shares.values(), initial=0)
     found = {
@@ -332,6 +339,25 @@ def _partitioned(folder: Path, shapes: Mapping[str, Shape], count: int) -> dict[
             f"says {sum(shares.values())}: its files are of different models; copy them again"
         )
     return found
+
+
+def _refuse_copies(folder: Path, ranks: Sequence[Sequence[Any]]) -> None:
+    """Check, by what their archives state, that no rank's file is another one's.
+
+    Raises:
+        CheckpointMismatchError: Two ranks hold the same values.
+    """
+    held = [
+        tuple((each.record.crc32, each.span_bytes) for each in rank if each.record)
+        for rank in ranks
+        if all(isinstance(each, StoredTensor) for each in rank)
+    ]
+    twice = [n for n, each in enumerate(held) if each and each in held[:n]]
+    if twice:
+        raise CheckpointMismatchError(
+            f"{folder}: rank {twice[0]} holds the values of rank {held.index(held[twice[0]])}: its "
+            "file was copied under another name; copy all ranks again"
+        )
 
 
 def _joined(

@@ -266,6 +266,13 @@ def without(file: str) -> Callable[[Path], None]:
     return lambda folder: next(folder.glob(file)).unlink()
 
 
+def copied(name: str) -> Callable[[Path], None]:
+    def copy(folder: Path) -> None:
+        shutil.copy(folder / name.format(0), folder / name.format(1))
+
+    return copy
+
+
 def lose_the_shares(folder: Path) -> None:
     state = {"optimizer_state_dict": {"partition_count": 3}}
     torch.save(state, next(folder.glob("*_1_*optim*")))
@@ -294,8 +301,11 @@ def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[P
             "its files are of different models",
         ),
         (lose_the_shares, "values of"),
+        (copied("zero_pp_rank_{}_mp_rank_00_optim_states.pt"), "rank 1 holds the values of rank 0"),
+        (copied("zero_pp_rank_{}_mp_rank_00_model_states.pt"), "rank 1 holds the values of rank 0"),
         (edited("*_model_*", lambda state: state.update(param_shapes=3)), "expected sizes"),
-        (edited("*_model_*", lambda state: state.update(module=None)), "has no module"),
+        (edited("*_model_*", lambda state: state.update(module=None)), "has None as module"),
+        (edited("*_model_*", lambda state: state.update(shared_params=3)), "3 as shared_params"),
     ],
 )
 def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
