@@ -15,6 +15,18 @@ _LLAMA = {
     "num_hidden_layers": 2, "intermediate_size": 56, "max_position_embeddings": 40,
     "tie_word_embeddings": False, "head_dim": 8,
 }  # fmt: skip
+_APERTUS = {
+    "pad_token_id": None, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+_MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7,
+    },
+}  # fmt: skip
 _GEMMA = {**_LLAMA, "sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": None}
 _UNSIZED = {name: value for name, value in _LLAMA.items() if name != "head_dim"}
 _FALCON = {
@@ -131,6 +143,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "exaone4": (
         "Exaone4ForCausalLM",
         {**_LLAMA, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 2},
+    ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", _LLAMA),
+    "apertus": ("ApertusForCausalLM", {**_LLAMA, **_APERTUS}),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {**_LLAMA, "sliding_window": 9, "pad_token_id": None, **_MINISTRAL3},
     ),
     "t5": ("T5ForConditionalGeneration", _T5),
     "mt5": (
@@ -308,6 +326,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cohere2-tied": {
         **_TIED, "num_hidden_layers": 4, "layer_types": None, "attention_bias": True,
     },
+    "hunyuan-alpha": {"attention_bias": True, **rope("dynamic", factor=1.0, alpha=50.0)},
+    "apertus-plain": {"attention_bias": True, **rope("default"), **_TIED},
+    "ministral3-no-window": {"sliding_window": None, **_TIED},
     "falcon-7b": {"multi_query": True, "tie_word_embeddings": False},
     **ROTARY,
 }  # fmt: skip

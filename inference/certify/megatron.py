@@ -166,6 +166,7 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
         "normalization": "RMSNorm" if traits.normalization.startswith("rmsnorm") else "LayerNorm",
         "gated_linear_unit": traits.gated,
         "activation_func": activations[traits.activation],
+        "rotary_interleaved": bool(traits.source.get("rotary_interleaved")),
         "add_bias_linear": layer + "self_attention.linear_proj.bias" in state,
         "add_qkv_bias": layer + "self_attention.linear_qkv.bias" in state,
         "hidden_dropout": 0.0,

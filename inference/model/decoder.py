@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
+from torch.nn import functional
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from inference.model.layers import (
     MLP,
+    XIELU,
     Attention,
     Embedding,
     Normalise,
@@ -221,6 +223,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             tp_size=self.weights.layout.tp_size,
             centred=choice.norm == "layernorm",
             bias=of_heads(stored) if stored else None,
+            rotated=choice.query_key_norm_rotated,
         )
 
     def _mlp(
@@ -231,9 +234,22 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         *,
         gated: bool = False,
     ) -> MLP:
-        name = prefix + "dense_h_to_4h"
-        up = self.up(name, name + "_2" if gated else None, rounds=True)
-        return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
+        name, curve = prefix + "dense_h_to_4h", None
+        if self.architecture.activation == "xielu":
+            # No product applies it: another operation does, on any device.
+            up, curve = self.column(name), self._xielu(prefix + "xielu.")
+        else:
+            up = self.up(name, name + "_2" if gated else None, rounds=True)
+        down = self.row_with(prefix + "dense_4h_to_h", out_bias, reduce)
+        return MLP(up, down, activation=curve)
+
+    def _xielu(self, prefix: str) -> XIELU:
+        names = ("alpha_p", "alpha_n", "beta", "eps")
+        positive, negative, beta, eps = (
+            self.weights.tensor(prefix + name, torch.float32) for name in names
+        )
+        positive, negative = functional.softplus(positive), beta + functional.softplus(negative)
+        return XIELU(positive, negative, beta, eps)
 
     def _adapter(self, prefix: str) -> Sublayer[MLP]:
         bias = self.weights.tensor(prefix + "dense_4h_to_h.bias")

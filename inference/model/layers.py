@@ -63,7 +63,9 @@ def make_norm(
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """RMSNorm or, `centred`, LayerNorm of queries and keys before their rotation, in place.
+    """RMSNorm or, `centred`, LayerNorm of queries and keys, in place.
+
+    It comes before their rotation or, if `rotated`, after it.
 
     `counts` are this rank's query and key heads, `weight` (H + K, D) fp32 their scales, `bias` what
     is added to them, if anything. If `whole`, the mean is that of all heads together: `reduce` sums
@@ -78,6 +80,7 @@ class QueryKeyNorm:
     tp_size: int
     centred: bool = False
     bias: torch.Tensor | None = None
+    rotated: bool = False
 
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
@@ -177,32 +180,63 @@ class Attention:
         """Return (N, E) for normalised x (N, E), plus `residual`, which may be overwritten."""
         H, K, D = self.heads  # noqa: N806 - the shape legend
         qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, step.tasks)  # (N, H+2K, D)
-        if self.norm is not None:
-            self.norm(qkv[:, : H + K])
-        query, new, angles = qkv[:, :H], qkv[:, H:], None
+        heads, angles, growth, rotates = qkv[:, : H + K], None, None, False
         if self.rotary is not None:
             assert isinstance(step, Step)
-            angles = step.angles[self.rotary]
-            if not step.attention.rotates:
-                rotated, angles = angles.rotate(qkv[:, : H + K]), None
-                query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
+            angles, rotates = step.angles[self.rotary], step.attention.rotates
+            growth = angles.growth
+        if self.norm is not None:
+            if angles is not None and self.norm.rotated:
+                # Kernels that rotate cannot normalise after it.
+                heads.copy_(angles.rotate(heads))
+                angles = None
+            self.norm(heads)
+        query, new = qkv[:, :H], qkv[:, H:]
+        if angles is not None and not rotates:
+            rotated, angles = angles.rotate(heads), None
+            query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
+        if growth is not None:
+            query.mul_(growth)
         mixed = step.attention(query, layer=self.layer, new=new, angles=angles)
         return self.out(kept(mixed, step), None if residual is None else kept(residual, step))
+
+
+@dataclass(frozen=True)
+class XIELU:
+    """An activation with parameters, fp32: a parabola above zero, an exponential below.
+
+    Huang and Schlag, Deriving Activation Functions Using Integration, arXiv 2411.13010.
+    """
+
+    positive: torch.Tensor  # (1,) like the others
+    negative: torch.Tensor
+    beta: torch.Tensor
+    eps: torch.Tensor  # most of what is exponentiated, just below zero
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of x, of its shape."""
+        wide = x.float()
+        below = (torch.expm1(torch.minimum(wide, self.eps)) - wide) * self.negative
+        curve = torch.where(wide > 0, self.positive * wide.square(), below)
+        return (curve + self.beta * wide).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class MLP:
     """Two linears with an activation between, which may be gated."""
 
-    up: Product  # with its activation
+    up: Product  # with its activation, if that has no parameters
     down: Gemm
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
+    activation: XIELU | None = None
 
     def __call__(
         self, x: torch.Tensor, step: Step | EncoderStep, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        return self.down(scaled(self.up(x), self.scalers, step.tasks), residual)
+        h = self.up(x)
+        h = h if self.activation is None else self.activation(h)
+        return self.down(scaled(h, self.scalers, step.tasks), residual)
 
 
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.

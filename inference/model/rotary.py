@@ -35,12 +35,14 @@ def position_shift(rotary: Rotary | None, tokens: int) -> int:
 class Angles:
     """Cosines and sines of a step's tokens, each (N, 1, R).
 
-    Of `interleaved` ones neighbouring pairs are rotated, else the halves.
+    Of `interleaved` ones neighbouring pairs are rotated, else the halves. `growth` is a factor of
+    queries (N, 1, 1), None for none.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+    growth: torch.Tensor | None = None
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (N, H, D) with the first R dimensions of each head rotated."""
@@ -65,6 +67,7 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
         self._frequencies = frequencies.to(device)  # (R/2,), of LongRoPE (2, R/2): short and long
         self._interleaved = interleaved
         self._dtype = dtype
+        self._scaling = rotary.scaling
 
     def __call__(self, positions: torch.Tensor) -> Angles:
         """Return the angles at `positions` (N,)."""
@@ -79,7 +82,12 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
             angles = torch.cat((angles, angles), dim=1)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         cos, sin = (each.unsqueeze(1).to(self._dtype) for each in (cos, sin))
-        return Angles(cos, sin, self._interleaved)
+        growth = None
+        if "llama_4_scaling_beta" in self._scaling:
+            passed = (positions % _LONG) // self._scaling["original_max_position_embeddings"]
+            growth = 1 + self._scaling["llama_4_scaling_beta"] * torch.log1p(passed)
+            growth = growth.view(-1, 1, 1).to(self._dtype)
+        return Angles(cos, sin, self._interleaved, growth)
 
 
 # The angles of a step's tokens by each of a model's tables.
@@ -92,8 +100,10 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
     The angles are (R/2,), or of LongRoPE (2, R/2).
     """
     exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32) / rotary.dims
-    frequencies = 1.0 / rotary.base**exponents
-    scaling = rotary.scaling
+    scaling, base = rotary.scaling, rotary.base
+    if "alpha" in scaling:
+        base *= scaling["alpha"] ** (rotary.dims / (rotary.dims - 2))
+    frequencies = 1.0 / base**exponents
     if rotary.kind == "linear":
         return frequencies / scaling["factor"], 1.0
     if rotary.kind == "llama3":

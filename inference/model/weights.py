@@ -187,9 +187,6 @@ class LayerLoader(Generic[ArchitectureT]):
         self._in_fp8 = gemm.fp8 and group is not None and group % FP8_GROUP == 0
         self.gemm = replace(gemm, fp8=gemm.fp8 and not group)
         self._head_gemm = replace(gemm, fp8=gemm.fp8 and group is None)
-        self.activation = gemm_activation(
-            architecture.activation, exact_gelu=architecture.exact_gelu
-        )
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
 
     def local(self, number: int, num_layer: int) -> int:
@@ -234,13 +231,14 @@ class LayerLoader(Generic[ArchitectureT]):
 
         With `rounds` another product alone takes the result.
         """
+        choice, weights = self.architecture, self.weights
+        activation = gemm_activation(choice.activation, exact_gelu=choice.exact_gelu)
         if linear is None:
-            return self.column(gate, activation=self.activation, rounds=rounds)
-        weights = self.weights
+            return self.column(gate, activation=activation, rounds=rounds)
         return make_gated_gemm(
             (self._matrix(gate), self._matrix(linear)),
             (weights.optional(f"{gate}.bias"), weights.optional(f"{linear}.bias")),
-            activation=self.activation,
+            activation=activation,
             rounds=rounds,
             options=self.gemm,
         )

@@ -24,7 +24,13 @@ GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "relu2", "silu"]
 
 
 def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> GemmActivation:
-    """Return the form of an architecture's activation that a product can apply."""
+    """Return the form of an architecture's activation that a product can apply.
+
+    Raises:
+        ValueError: It has parameters of its own.
+    """
+    if activation == "xielu":
+        raise ValueError("activation xielu: only dense decoders have its parameters")
     if activation == "gelu":
         return "gelu_erf" if exact_gelu else "gelu_tanh"
     return activation

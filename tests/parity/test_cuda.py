@@ -96,6 +96,21 @@ MODELS: dict[str, tuple[ModelFamily, Any]] = {
         ),
     ),
     "glm4": (DENSE, DenseConfig(**DENSE_SIZES, has_output_norms=True, rotary_interleaved=True)),
+    "hunyuan": (
+        DENSE,
+        DenseConfig(**DENSE_SIZES, query_key_norm="head", query_key_norm_rotated=True),
+    ),
+    "apertus": (DENSE, DenseConfig(**DENSE_SIZES, activation_type="xielu")),
+    "ministral3": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES,
+            rotary_scaling_type="yarn",
+            rotary_factor=2.0,
+            rotary_original_max_position_embeddings=4,
+            rotary_llama_4_scaling_beta=0.5,
+        ),
+    ),
     "granite": (
         DENSE,
         DenseConfig(**DENSE_SIZES, residual_scale=0.4, logit_scale=0.3, rotary_layers=(0, 1)),

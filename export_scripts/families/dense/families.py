@@ -25,9 +25,10 @@ from export_scripts.families.mapping.names import (
     named_sources,
     whole_names,
 )
+from export_scripts.families.mapping.rotary import rotary_parameters
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import HeadScales, Sources
+from export_scripts.families.mapping.sources import Copy, HeadScales, Scalar, Sources
 from export_scripts.files.json_content import Fields, Table
 
 _BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
@@ -247,6 +248,50 @@ def _read_cohere2(settings: Settings, values: Table) -> Fields:
         settings.note("sliding_window = null: no layer would rotate")
     return {}
 
+
+def _parameter(settings: Settings, given: Table, name: str) -> Fields:
+    """Return one more of the parameters of rotary positions."""
+    inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
+    return {f"rotary_{name}": inner.number(name)}
+
+
+def _alpha(settings: Settings, values: Table) -> Fields:
+    """Return the alpha of a HunYuan, of which dynamic scaling makes a fixed base.
+
+    transformers, modeling_hunyuan_v1_dense.py, compute_ntk_alpha_rope_parameters
+    """
+    given = rotary_parameters(settings.source)
+    if values.get("rotary_scaling_type") != "dynamic" or not given.get("alpha"):
+        return {}
+    if values["size_per_head"] < 4:
+        settings.note(f"alpha with heads of {values['size_per_head']}: expected at least 4")
+    return _parameter(settings, given, "alpha")
+
+
+_MINISTRAL3_ROTARY = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _growth(settings: Settings, values: Table) -> Fields:
+    """Return the factor by which a Ministral 3's queries grow, of its rotary parameters."""
+    given = rotary_parameters(settings.source) or _MINISTRAL3_ROTARY
+    if values.get("rotary_original_max_position_embeddings") is None:
+        settings.note(
+            f"rotary positions {given!r:.200}: expected yarn, llama3 or longrope, as queries grow "
+            "with its original_max_position_embeddings"
+        )
+        return {}
+    return _parameter(settings, given, "llama_4_scaling_beta")
+
+
+_XIELU = {"alpha_p": Copy, "alpha_n": Copy, "beta": Scalar, "eps": Scalar}
 
 _FALCON_LAYER = "transformer.h.{layer}."
 _FALCON_TWO_NORMS = whole_names(
@@ -732,6 +777,66 @@ _DECODERS = (
         ),
         bos=0,
         eos=2,
+    ),
+    # Queries and keys are normalised after their rotation.
+    DenseDecoder(
+        model_type="hunyuan_v1_dense",
+        model="HunYuanDenseV1ForCausalLM",
+        title="HunYuan dense",
+        keys=(*LLAMA_KEYS, "attention_bias"),
+        fixed={"query_key_norm": "head", "query_key_norm_rotated": True},
+        names={
+            **LLAMA_NAMES,
+            "attention.query_norm": "self_attn.query_layernorm",
+            "attention.key_norm": "self_attn.key_layernorm",
+        },
+        read=_alpha,
+        bos=1,
+        eos=2,
+    ),
+    # An activation with parameters.
+    DenseDecoder(
+        model_type="apertus",
+        model="ApertusForCausalLM",
+        title="Apertus",
+        keys=(*SIZES, "rms_norm_eps", "attention_bias"),
+        fixed={"query_key_norm": "head", "activation_type": "xielu"},
+        names={
+            **LLAMA_NAMES,
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+            "mlp.dense_h_to_4h": "mlp.up_proj",
+            "mlp.dense_h_to_4h_2": "",
+        },
+        sources=lambda *_: {
+            f"{LAYER}mlp.xielu.{name}": kind(f"{LAYER}mlp.act_fn.{name}")
+            for name, kind in _XIELU.items()
+        },
+        written=lambda _: {"hidden_act": "xielu"},
+        is_gated=False,
+        bos=1,
+        eos=2,
+        rotary_base=12e6,
+        rotary_usual={
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+    # Queries grow with their position.
+    DenseDecoder(
+        model_type="ministral3",
+        model="Ministral3ForCausalLM",
+        title="Ministral 3",
+        window=Window(),
+        head_dim=128,
+        read=_growth,
+        bos=1,
+        eos=2,
+        rotary_usual=_MINISTRAL3_ROTARY,
     ),
 )
 

@@ -123,6 +123,7 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_local_key: str = "rope_local_base_freq"  # its spelling before transformers 5
     # The library's default of partial_rotary_factor; None where it always rotates whole heads.
     rotary_fraction: float | None = None
+    rotary_usual: Table | None = None  # the library's default of all parameters, if not plain
     # Keys of rope_scaling, where transformers 4 refuses others and calls its kind `type`.
     scaling_keys: tuple[str, ...] = ()
     window: Window | None = None  # None: no layer has one
@@ -142,7 +143,7 @@ class DenseDecoder(HuggingFaceDecoder):
             if self.head_dim or settings.source.get("head_dim") is not None
             else settings.divide(hidden, heads, "hidden_size by num_attention_heads")
         )
-        activation = values["activation_type"].lower()
+        activation = values.get("activation_type", "").lower()
         return {
             "hidden_size": hidden,
             "size_per_head": size,
@@ -161,6 +162,7 @@ class DenseDecoder(HuggingFaceDecoder):
             base=self.rotary_base,
             local_base=self.rotary_local_base,
             local_key=self.rotary_local_key,
+            usual=self.rotary_usual,
         )
 
     def written_derived(self, config: DenseConfig) -> Fields:
@@ -184,7 +186,7 @@ class DenseDecoder(HuggingFaceDecoder):
     def _scaling(self, config: DenseConfig) -> Fields:
         kind = config.rotary_scaling_type
         if kind is None:
-            return {"rope_scaling": None}
+            return {"rope_scaling": {"rope_type": "default"} if self.rotary_usual else None}
         whole = {"rope_type": kind, **config.rotary_scaling}
         original = whole.get("original_max_position_embeddings")
         # transformers 4 looks there alone for LongRoPE's.

@@ -29,6 +29,7 @@ _CHOICES = {
 _POSITIVE = (
     "layernorm_eps", "attention_scale", "attention_softcap", "logit_softcap", "logit_scale",
     "embedding_scale", "residual_scale", "rotary_base", "rotary_local_base",
+    "rotary_llama_4_scaling_beta", "rotary_alpha",
 )  # fmt: skip
 # Parameters that a folder must have as well.
 _LENGTH = ("original_max_position_embeddings",)
@@ -37,6 +38,7 @@ _COMPUTED = {"llama3": _LENGTH, "yarn": _LENGTH, "longrope": (*_LENGTH, "attenti
 _SCALING = (
     "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "truncate", "short_factor", "long_factor",
+    "llama_4_scaling_beta", "alpha",
 )  # fmt: skip
 
 
@@ -61,6 +63,7 @@ class DenseConfig(DecoderConfig):
     has_output_norms: bool = _trait(False)
     # Norm of each head, with scales for one or for all of them, or of all heads together.
     query_key_norm: str | None = None
+    query_key_norm_rotated: bool = _trait(False)
     residual: str = _trait("sequential")  # sequential, parallel, parallel_shared
     activation_type: str = "gated-silu"
     exact_gelu: bool = False  # gelu is by erf, not tanh
@@ -97,6 +100,8 @@ class DenseConfig(DecoderConfig):
     rotary_truncate: bool | None = None
     rotary_short_factor: tuple[float, ...] | None = None
     rotary_long_factor: tuple[float, ...] | None = None
+    rotary_llama_4_scaling_beta: float | None = None
+    rotary_alpha: float | None = None
 
     def problems(self) -> list[str]:
         """Return traits that no runtime computes: unknown choices, numbers that do not fit."""

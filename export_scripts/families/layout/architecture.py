@@ -12,8 +12,8 @@ from export_scripts.files.json_content import Table
 
 Norm = Literal["layernorm", "rmsnorm"]
 # gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.
-# relu2 is squared ReLU.
-Activation = Literal["gelu", "relu", "relu2", "silu"]
+# relu2 is squared ReLU; xielu has parameters of each layer, and no gate.
+Activation = Literal["gelu", "relu", "relu2", "silu", "xielu"]
 
 _KINDS: tuple[Activation, ...] = ("gelu", "relu", "relu2", "silu")
 _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
@@ -22,6 +22,7 @@ _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "geglu": ("gelu", True),
     "reglu": ("relu", True),
     "siglu": ("silu", True),
+    "xielu": ("xielu", False),
 }
 
 
@@ -54,7 +55,9 @@ class Rotary:
     """Rotary position embedding of a decoder, of `dims` dimensions of each head.
 
     `kind` is one of ROTARY_SCALINGS, `scaling` its parameters; longrope's include its
-    attention_factor, and those with an original length that too.
+    attention_factor, and those with an original length that too. With llama_4_scaling_beta queries
+    grow by the multiples of that length that their position has passed; dynamic with alpha has
+    another base, and a fixed one.
     """
 
     dims: int
@@ -94,6 +97,7 @@ class DecoderArchitecture(_Layers):
     # Norm of queries and keys before rotary: over each head, with one head's scales or those of
     # all, or over all heads together (RMSNorm alone).
     query_key_norm: Literal["head", "heads", "all"] | None = None
+    query_key_norm_rotated: bool = False  # after it instead
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
     residual_from_norm: bool = False  # the residual adds the normalised input, not the input
     # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.

@@ -125,7 +125,7 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     names = [
         name for name, (ours, exact) in ALL_ACTIVATIONS.items() if (ours.lower(), exact) == wanted
     ]
-    return usual if usual in names else names[0]
+    return usual if usual in names else next(iter(names), activation)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,28 +20,10 @@ from export_scripts.files.json_content import Table
 _FOLDER = Path(__file__).parent
 # Values that state nothing, in any of the libraries.
 _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
-# Parameters of rotary positions: transformers 4.57 and 5.24, modeling_rope_utils.py. `finetuned`,
-# of the first folders with YaRN, says how the weights came about.
+# Parameters of rotary positions, which the table lists as rope_parameters: transformers 4.57 and
+# 5.24, modeling_rope_utils.py. `finetuned`, of the first folders with YaRN, says how the weights
+# came about.
 _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
-_ROTARY = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "short_factor",
-    "long_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "finetuned",
-}
 
 
 @dataclass(frozen=True)
@@ -94,12 +76,15 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     """
     table, kind = huggingface_table(), facts.config["model_type"]
     others = {name: KnownSetting("none", ()) for settings in table.values() for name in settings}
+    known = {**table["*"], **table[kind]}
     rotary = {name: facts.config.get(name) for name in _ROTARY_TABLES}
     unknown = {
-        name: value for name, value in _dotted(rotary) if name.rpartition(".")[2] not in _ROTARY
+        name: value
+        for name, value in _dotted(rotary)
+        if f"rope_parameters.{name.rpartition('.')[2]}" not in known
     }
     return {
-        **obstacles(facts.config, {**others, **table["*"], **table[kind]}, {"read", "none"}),
+        **obstacles(facts.config, {**others, **known}, {"read", "none"}),
         **obstacles(unknown, {}, set()),
     }
 

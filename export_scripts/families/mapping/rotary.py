@@ -6,6 +6,7 @@ since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from export_scripts.families.layout.architecture import ROTARY_SCALINGS
 from export_scripts.families.mapping.settings import Settings
@@ -26,16 +27,23 @@ def rotary_fields(
     base: float = FT_BASE,
     local_base: float | None = None,
     local_key: str = "",
+    usual: Table | None = None,
 ) -> Fields:
     """Return the rotary keys of config.ini; problems are noted in `settings`.
 
     Where the configuration names none, `fraction` of a head is rotated (None: the library always
     rotates whole heads) with `base`, and in layers with a sliding window with `local_base`, in a
-    family where that is another.
+    family where that may be another, whose older spelling is `local_key`. `usual` are the library's
+    parameters where these are not plain.
     """
     source = settings.source
     # With both, transformers 4 reads the second only and 5 prefers it.
-    given = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    given = rotary_parameters(source) or usual or {}
+    if given is usual and "rope_scaling" in source:
+        settings.note(
+            "rope_scaling = null without rope_parameters: transformers 4 takes it for plain rotary "
+            f"positions, and 5 for {usual}; state rope_parameters"
+        )
     if not isinstance(given, Mapping):
         settings.note(f"rotary scaling {given!r} is not a table of parameters")
         given = {}
@@ -85,6 +93,11 @@ def rotary_fields(
         if kind is None
         else {**fields, **scaling_fields(kind, _scaling(kind, inner, settings))}
     )
+
+
+def rotary_parameters(source: Table) -> Any:
+    """Return the parameters of rotary positions that a configuration states, in either spelling."""
+    return source.get("rope_scaling") or source.get("rope_parameters")
 
 
 def _either(settings: Settings, inner: Settings, name: str, older: str, default: float) -> float:

@@ -126,6 +126,19 @@ class Copy(TensorSource):
         return [(self.key, view)]
 
 
+@dataclass(frozen=True)
+class Scalar(Copy):
+    """A number that the source stores as a tensor without axes."""
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return it as a vector of one entry."""
+        return Parts(0, (get(self.key)[0].reshape(1),))
+
+    def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
+        """Return it as it is stored."""
+        return [(self.key, View(shape, (0,), ()))]
+
+
 class Nesting(NamedTuple):
     """The nested axes of the rows of a tensor, in a source and in the layout.
 
@@ -410,6 +423,8 @@ class Constant(TensorSource):
 
 def taken(parts: Parts, view: View) -> Parts:
     """Return the source's tensor, of parts of the FT one; its C order is the source's."""
+    if math.prod(view.shape) == 1:
+        return parts
     parts, groups = _split(parts, view.sizes)
     order = [axis for name in view.order for axis in groups[name]]
     left_out = [axis for name, group in enumerate(groups) for axis in group if axis not in order]
