@@ -48,9 +48,18 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
 
 
 def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
-    """Return the comparison of a folder, by default the one that the conversion makes."""
+    """Return the comparison of a folder, by default the one that the conversion makes.
+
+    Raises:
+        ValueError: The conversion makes an adapter, which is not a whole model.
+    """
     options, request = config.certify, conversion_request(config, exports=False)
     own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
+    if config.convert.is_adapter and options.folder is None:
+        raise ValueError(
+            "certify compares whole models, and convert.format=peft makes an adapter: leave certify"
+            " out of stages, or set certify.folder to a folder with the adapter merged."
+        )
     return CertifyStage(
         job,
         options=options,

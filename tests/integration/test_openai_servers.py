@@ -256,6 +256,42 @@ def test_vllm_serves_an_adapter_by_name(tmp_path: Path) -> None:
     finally:
         run.send_signal(signal.SIGINT)
         text = finish(run)
-    assert run.returncode == 0, text
+    assert run.returncode in (0, 130), text  # interrupted, maybe before it has seen the end
     (path,) = results.glob("**/evaluate/report.json")
-    assert json.loads(path.read_text())["tasks"]
+    (task,) = json.loads(path.read_text())["tasks"]
+    assert "lambada_token_perplexity" in {metric["name"] for metric in task["metrics"]}
+
+
+@needs_vllm
+@pytest.mark.timeout(1200)
+def test_fp8_is_judged_against_its_source(tmp_path: Path) -> None:
+    sizes = SIZES | {"vocab_size": write_tokenizer(tmp_path / "model")}
+    source = write_model("llama", tmp_path / "model", **(sizes | {"max_position_embeddings": 512}))
+    run = start(
+        "action=upgrade",
+        "stages=[convert,deploy,evaluate]",
+        f"base_results_dir={tmp_path}/results",
+        "export.run.model_train_name=tiny",
+        "export.run.model_type=llama",
+        f"export.model.checkpoint_path={source}",
+        "export.model.tensor_model_parallel_size=1",
+        "export.model.weight_data_type=bf16",
+        "export.triton_deployment.data_type=bf16",
+        "convert.format=huggingface",
+        "upgrade.rows={source:{},fp8:{convert.fp8:channel}}",
+        f"upgrade.output_dir={tmp_path}/upgrade",
+        "evaluate.protocol=openai",
+        "evaluate.tasks=[lambada]",
+        "evaluate.limit=8",
+        "evaluate.latency.shapes=[8+4]",
+        "evaluate.latency.requests=2",
+        f"evaluate.lambada.data_path={ROOT}/examples/passages.jsonl",
+        *VLLM_WORDS,
+        environment=OFFLINE,
+    )
+    text = finish(run, timeout_s=1200)
+    verdict = json.loads((tmp_path / "upgrade" / "upgrade.json").read_text())
+    # A random model's eight passages may breach a bound, or not suffice for one.
+    assert verdict["exit_status"] == run.returncode in (0, 3, 5), text
+    folder = next((tmp_path / "upgrade" / "fp8").glob("**/huggingface/config.json"))
+    assert json.loads(folder.read_text())["quantization_config"]["ignore"]

@@ -299,6 +299,11 @@ def test_what_serves_no_adapter_is_refused(
     assert [problem for problem in made.problems if named in problem]
 
 
+def test_an_adapter_is_not_certified(tmp_path: Path) -> None:
+    made = plan(tmp_path, *LORA, "stages=[convert,certify]")
+    assert [text for text in made.problems if text.startswith("certify compares whole models")]
+
+
 def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
     made = plan(tmp_path, "evaluate.gate.lambada_last_word.mni=0.5")
     assert any("there is no such bound (did you mean min?)" in text for text in made.problems)

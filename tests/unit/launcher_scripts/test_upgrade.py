@@ -91,6 +91,15 @@ def test_sections_of_a_row_may_be_nested(tmp_path: Path) -> None:
     assert (config.deploy.engine, config.deploy.vllm) == ("vllm", {"quantization": "fp8"})
 
 
+def test_a_row_may_be_the_same_model_in_fp8(tmp_path: Path) -> None:
+    rows = "++upgrade.rows={source:{},fp8:{convert.fp8:block}}"
+    words = [*SAMPLE, "convert.format=huggingface", rows, f"base_results_dir={tmp_path}"]
+    config = config_of(*words[3:])
+    assert not [each for each in problems_of_upgrade(config) if "upgrade.rows" in each]
+    found = [compose_config(row.overrides) for row in combinations_of_rows(config, words)]
+    assert [cast(Any, each.config).convert.fp8 for each in found] == [None, "block"]
+
+
 def test_each_row_has_its_keys_and_a_folder(tmp_path: Path) -> None:
     rows = f"upgrade.rows={{now:{{}},next:{{{TP}:4,deploy.command:[a b,'c={{port}}']}}}}"
     words = [*SAMPLE, f"++{rows}", f"base_results_dir={tmp_path}"]
