@@ -20,6 +20,8 @@ _MOST_RANKS = 10_000
 # Keys that identify a file.
 _EMBEDDING = "word_embeddings.weight"
 _LAYER = "attention.query_key_value.weight"
+# bigscience-workshop/Megatron-DeepSpeed, as BLOOM was trained.
+_LAYER_OF_MEGATRON = "self_attention.query_key_value.weight"
 
 RankFiles = dict[int, Path]
 
@@ -55,6 +57,13 @@ def open_eleuther(path: Path) -> CheckpointReader:
     numbers: list[int] = []
     for number, ranks in files.items():
         contents = [read_torch_table(ranks[rank], "a table of tensors") for rank in range(count)]
+        if _LAYER_OF_MEGATRON in contents[0]:
+            raise CheckpointMismatchError(
+                f"{ranks[0]} is a layer of Megatron-DeepSpeed's GPT or BLOOM "
+                f"({_LAYER_OF_MEGATRON}), not of GPT-NeoX: convert_bloom_original_checkpoint_"
+                "to_pytorch.py of transformers' repository (src/transformers/models/bloom) makes a "
+                "Hugging Face folder of a BLOOM, which is converted"
+            )
         if _LAYER in contents[0]:
             part = f"layers.{len(numbers)}."
             numbers.append(number)

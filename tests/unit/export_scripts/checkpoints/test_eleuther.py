@@ -123,3 +123,10 @@ def test_configuration_that_is_not_a_table_is_refused(
     refused = pytest.raises(CheckpointMismatchError, match=f"{path} {reason}")
     with refused if reason else contextlib.nullcontext():
         open_eleuther(tmp_path)
+
+
+def test_layers_of_bloom_are_named(tmp_path: Path) -> None:
+    layer = {"self_attention.query_key_value.weight": torch.ones(6, 2)}
+    torch.save(layer, tmp_path / "layer_03-model_00-model_states.pt")
+    with pytest.raises(CheckpointMismatchError, match="GPT or BLOOM"):
+        open_eleuther(tmp_path)
