@@ -116,16 +116,16 @@ def _chosen(
     source: ConversionPlan,
 ) -> tuple[SourceMapping, Fields, tuple[WrittenTensor, ...]]:
     """Return the first configuration that holds, after its mapping and before its tensors."""
-    tried: list[tuple[str, list[str]]] = []
+    tried: list[tuple[bool, str, list[str]]] = []
     is_tied = has_tied_head(source)
     for mapping, config, is_own in _configurations(source, is_tied):
-        tensors, reasons = _tried(source, mapping, config, is_tied, is_own=is_own)
+        tensors, reasons, is_read = _tried(source, mapping, config, is_tied, is_own=is_own)
         if not reasons:
             return mapping, config, tensors
         if not is_own:
-            tried.append((config["model_type"], reasons))
-    # The nearest one's; the others differ in as much.
-    kind, reasons = min(tried, key=lambda each: len(each[1]))
+            tried.append((not is_read, config["model_type"], reasons))
+    # The nearest one's; the others differ in as much, or in what no setting says.
+    _, kind, reasons = min(tried, key=lambda each: (each[0], len(each[2])))
     path, has_shards = source.facts.reader.path, source.mapping.family.has_shards
     remedy = ": convert it to shards, which express it" if has_shards else ""
     raise CheckpointMismatchError(
@@ -220,8 +220,8 @@ def has_tied_head(source: ConversionPlan) -> bool:
 
 def _tried(
     source: ConversionPlan, mapping: SourceMapping, config: Fields, is_tied: bool, *, is_own: bool
-) -> tuple[tuple[WrittenTensor, ...], list[str]]:
-    """Return the tensors of a configuration, and where it reads back as another model.
+) -> tuple[tuple[WrittenTensor, ...], list[str], bool]:
+    """Return a configuration's tensors, where it is another model, and whether it can be read.
 
     The source's own has to read back as the same in every field.
     """
@@ -244,7 +244,7 @@ def _tried(
         both = source.config, back
         mine, theirs = (vars(c) if is_own else dataclasses.asdict(c.architecture()) for c in both)
     except CheckpointMismatchError as error:
-        return tensors, [*error.problems, *reasons]
+        return tensors, [*error.problems, *reasons], False
     reasons += [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
         for name, value in mine.items()
@@ -255,7 +255,7 @@ def _tried(
     if not reasons:
         _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
         reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
-    return tensors, reasons
+    return tensors, reasons, True
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -293,8 +293,9 @@ def written_views(
                 reasons.append(f"{key} would also stand for {tensor.name}, whose values differ")
             pieces.setdefault(view.place, (item, view))
     tensors = (
-        WrittenTensor(key, tuple(pieces[place] for place in sorted(pieces)))
+        WrittenTensor(key, tuple(parts), parts[0][0].tensor.dtype)
         for key, pieces in written.items()
+        for parts in [[pieces[place] for place in sorted(pieces)]]
     )
     return tuple(tensors), reasons, tuple(homeless)
 
@@ -347,9 +348,13 @@ def _shards(
 
 
 def weights_file(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFile:
-    """Return a file: 8 bytes with the length of a JSON table, the table, the tensors."""
+    """Return a file: 8 bytes with the length of a JSON table, the table, the tensors.
+
+    The widest types come first: readers need each value at a multiple of its size.
+    """
     table: Fields = {"__metadata__": {"format": "pt"}}
     end = 0
+    tensors = sorted(tensors, key=lambda tensor: -item_size(tensor.data_type or kind))
     for tensor in tensors:
         own = tensor.data_type or kind
         begin, end = end, end + math.prod(tensor.shape) * item_size(own)

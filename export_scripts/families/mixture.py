@@ -1,13 +1,14 @@
-"""Mixtures of experts in the style of Mixtral and Qwen3-MoE, which pass through to other engines.
+"""Mixtures of experts, which pass through to other engines.
 
-The decoder of `families.dense` with a router and experts in place of each MLP. Neither our engine
-nor FasterTransformer serves them: they are written as Hugging Face folders alone.
+The decoder of `families.dense` with a router and experts in place of each MLP, or of some; with
+attention of its own kind or DeepSeek's multi-latent attention. Neither our engine nor
+FasterTransformer serves them: they are written as Hugging Face folders alone.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from export_scripts.families.dense import core
 from export_scripts.families.dense.huggingface import (
@@ -16,7 +17,7 @@ from export_scripts.families.dense.huggingface import (
     DenseDecoder,
     Window,
 )
-from export_scripts.families.dense.layout import DENSE, DenseConfig
+from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     assumed_tokens_warning,
@@ -24,52 +25,270 @@ from export_scripts.families.gpt.megatron import (
     core_traits,
     is_core,
 )
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.known_settings import megatron_obstacles
+from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.families.mapping.names import Names, whole_names
+from export_scripts.families.mapping.rotary import scaling_fields, yarn_growth
+from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Sources
+from export_scripts.families.mapping.sources import Constant, Sources
+from export_scripts.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
+_SHARED = "mlp.shared."
+_CORRECTION = "mlp.router.correction"
+_MATRICES = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig(DenseConfig):
-    """A mixture; `inter_size` is the width of one expert."""
+class _Experts:
+    """Choices of a mixture beyond those of a decoder, in its config and its architecture.
 
-    SECTION: ClassVar[str] = "mixture"
-    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer", "expert": "expert_num"}
+    Sizes of multi-latent attention have Hugging Face's names; without it they are None.
+    """
 
     expert_num: int
     experts_per_token: int
-    # The weights of a token's experts sum to 1; else they are parts of the softmax over all.
+    # The weights of a token's experts sum to 1; else they are parts of the scores of all.
     normalized_routing: bool = True
+    router_scores: str = "softmax"  # over all experts, or sigmoid
+    has_router_correction: bool = False  # added to scores to choose experts, not to weigh them
+    routed_scale: float = 1.0  # on the weights of a token's experts
+    # Experts come from the `group_topk` best of so many groups. The score of a group is the sum of
+    # its best experts', `group_score` in number.
+    group_num: int = 1
+    group_topk: int = 1
+    group_score: int = 0
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts
+    dense_inter_size: int = 0  # width of that MLP
+    shared_inter_size: int = 0  # width of the expert that reads every token; 0: there is none
+    has_shared_gate: bool = False  # whether its output is weighed by a sigmoid
+    q_lora_rank: int | None = None  # None: queries are not compressed
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None  # dimensions of a head that are not rotated
+    v_head_dim: int | None = None
+    latent_eps: float | None = None  # of the norms of compressed queries, keys and values
+    mscale: float | None = None  # of YaRN
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureArchitecture(DecoderArchitecture, _Experts):
+    """A decoder with experts, which no engine here computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(DenseConfig, _Experts):
+    """A mixture; `inter_size` is the width of one expert.
+
+    With multi-latent attention `size_per_head` is the number of dimensions that are rotated.
+    """
+
+    SECTION: ClassVar[str] = "mixture"
+    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer", "expert": "expert_num"}
+    ARCHITECTURE: ClassVar[type[DecoderArchitecture]] = MixtureArchitecture
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(number not in self.dense_layers for number in range(self.num_layer))
+
+    @property
+    def first_dense(self) -> int:
+        """Layers without experts before the first that has them."""
+        return (*self.expert_layers, True).index(True)
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.query_key_norm is not None
+
+    @property
+    def shared_expert_num(self) -> int:
+        """Shared experts of the width of the others, if the width is a multiple of theirs."""
+        return self.shared_inter_size // self.inter_size
+
+    @property
+    def attention_width(self) -> int:
+        """Width of the values of all heads together."""
+        return self.head_num * (self.v_head_dim or self.size_per_head)
+
+    @property
+    def query_width(self) -> int:
+        """Width of all heads of multi-latent attention."""
+        return self.head_num * ((self.qk_nope_head_dim or 0) + self.size_per_head)
+
+    @property
+    def kv_down_width(self) -> int:
+        """Width of compressed keys and values, and of the rotated part that all heads share."""
+        return (self.kv_lora_rank or 0) + self.size_per_head
+
+    @property
+    def kv_up_width(self) -> int:
+        """Width of the keys' other part and the values of all heads."""
+        return self.head_num * ((self.qk_nope_head_dim or 0) + (self.v_head_dim or 0))
+
+    @property
+    def rotary_scaling(self) -> Fields:
+        """Parameters of rotary scaling, under Hugging Face's names."""
+        scaling = super().rotary_scaling
+        if self.kv_lora_rank and scaling:
+            del scaling["attention_factor"]
+            scaling |= {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        return scaling
 
 
 MIXTURE = ModelFamily(
     name="mixture",
     model_type="Mixture",
     config=MixtureConfig,
-    layout=(
-        *(spec for spec in DENSE.layout if ".mlp." not in spec.name),
-        *layout_table("mixture"),
-    ),
+    layout=layout_table("mixture"),
     ft_backend=False,
     has_shards=False,
 )
 
 
-_KEYS = tuple(name for name in LLAMA_KEYS if name != "intermediate_size")
-
-
-def _names(mlp: str, *matrices: str) -> Names:
-    ours = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
-    experts = {
-        EXPERT + name: f"{mlp}.experts.{{expert}}.{theirs}"
-        for name, theirs in zip(ours, matrices, strict=True)
+def _names(
+    mlp: str, matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), shared: str = ""
+) -> Names:
+    """Return a layer's modules; `shared` is the shared expert."""
+    own = dict(zip(_MATRICES, matrices, strict=True))
+    return {
+        **LLAMA_NAMES,
+        "dense_layernorm": "post_attention_layernorm",
+        "mlp.router": f"{mlp}.gate",
+        _CORRECTION: f"{mlp}.gate.e_score_correction_",
+        **{EXPERT + ours: f"{mlp}.experts.{{expert}}.{theirs}" for ours, theirs in own.items()},
+        **{_SHARED + ours: f"{mlp}.{shared}.{theirs}" for ours, theirs in own.items()},
+        f"{_SHARED}gate": f"{mlp}.{shared}_gate",
+        "attention.whole_query": "self_attn.q_proj",
+        "attention.query_down": "self_attn.q_a_proj",
+        "attention.query_down_norm": "self_attn.q_a_layernorm",
+        "attention.query_up": "self_attn.q_b_proj",
+        "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+        "attention.key_value_down_norm": "self_attn.kv_a_layernorm",
+        "attention.key_value_up": "self_attn.kv_b_proj",
     }
-    return {**LLAMA_NAMES, "mlp.router": f"{mlp}.gate", **experts}
 
+
+def _dense(settings: Settings, layers: tuple[int, ...]) -> Fields:
+    width = settings.integer("intermediate_size") if layers else 0
+    return {"dense_layers": layers, "dense_inter_size": width}
+
+
+def _qwen_layers(settings: Settings, values: Table) -> Fields:
+    """Return the layers without experts: those listed, and all but every so many-th."""
+    listed: Any = settings.source.get("mlp_only_layers") or []
+    every = settings.integer("decoder_sparse_step", default=1)
+    numbers = range(values["num_layer"])
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        settings.note(f"mlp_only_layers = {listed!r:.100}: expected a list of numbers of layers")
+        listed = []
+    return _dense(settings, tuple(n for n in numbers if n in listed or (n + 1) % every))
+
+
+def _qwen_written(config: MixtureConfig) -> Fields:
+    return {
+        # That of layers without experts, if there are any.
+        "intermediate_size": config.dense_inter_size or config.inter_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+    }
+
+
+def _deepseek_layers(settings: Settings, values: Fields) -> Fields:
+    """Return the first layers without experts, and the shared expert."""
+    first, shared = values.pop("first_dense"), values.pop("shared_expert_num")
+    if not shared:
+        settings.note("n_shared_experts = 0: expected at least 1")
+    layers = range(min(first, values["num_layer"]))
+    width = shared * values["inter_size"]
+    return {**_dense(settings, tuple(layers)), "shared_inter_size": width}
+
+
+def _sigmoid_groups(settings: Settings, values: Fields) -> Fields:
+    is_grouped = values["group_num"] > 1
+    return {
+        **_deepseek_layers(settings, values),
+        **({"group_score": 2} if is_grouped else {"group_topk": 1}),
+    }
+
+
+def _softmax_groups(settings: Settings, values: Fields) -> Fields:
+    """Return groups of which the best expert counts, if a method says that there are any."""
+    method = settings.source.get("topk_method") or "greedy"
+    if method not in (known := ("greedy", "group_limited_greedy")):
+        settings.note(f"topk_method = {method!r:.100}: known: {', '.join(known)}")
+    groups = {"group_num": 1, "group_topk": 1}
+    if method != "greedy":
+        groups = {
+            "group_num": settings.integer("n_group"),
+            "group_topk": settings.integer("topk_group"),
+            "group_score": 1,
+        }
+    return {**_deepseek_layers(settings, values), **groups}
+
+
+def _deepseek_written(config: MixtureConfig) -> Fields:
+    return {
+        "intermediate_size": config.dense_inter_size or config.inter_size,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _v2_written(config: MixtureConfig) -> Fields:
+    is_grouped = config.group_num > 1
+    return {
+        **_deepseek_written(config),
+        "norm_topk_prob": False,
+        "topk_method": "group_limited_greedy" if is_grouped else "greedy",
+        **({"n_group": config.group_num, "topk_group": config.group_topk} if is_grouped else {}),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LatentDecoder(DenseDecoder):
+    """A mixture with multi-latent attention."""
+
+    head_dim: int | None = 64
+    head_dim_key: str = "qk_rope_head_dim"
+
+    def derived(self, settings: Settings, values: Fields) -> Fields:
+        """Return also the parameters of YaRN that scale sine and cosine, and scores."""
+        out = {**super().derived(settings, values), "latent_eps": 1e-6}
+        if values["kv_head_num"] != values["head_num"]:
+            settings.note(
+                f"num_key_value_heads = {values['kv_head_num']}: expected as many as heads"
+            )
+        kind = out.get("rotary_scaling_type")
+        if kind is None:
+            return out
+        source = settings.source
+        given = source.get("rope_scaling") or source.get("rope_parameters") or {}
+        both = given.get("mscale"), given.get("mscale_all_dim")
+        if kind != "yarn" or given.get("attention_factor") is not None:
+            settings.note(f"rotary scaling {given!r:.300}: expected yarn without attention_factor")
+        elif not all(both) and (both[1] or both[0] not in (None, 1)):
+            settings.note(
+                f"mscale = {both[0]!r:.100} and mscale_all_dim = {both[1]!r:.100}: transformers "
+                "takes both or neither, and vLLM each of them"
+            )
+        mscale, all_dim = both if all(both) else (1.0, 0.0)
+        return {**out, "mscale": mscale, "mscale_all_dim": all_dim}
+
+
+_KEYS = tuple(name for name in LLAMA_KEYS if name != "intermediate_size")
+_MOE_KEYS = (*_KEYS, "moe_intermediate_size", "num_experts_per_tok")
+_DEEPSEEK_KEYS = (
+    *_MOE_KEYS, "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+    "routed_scaling_factor",
+)  # fmt: skip
+_LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+_GROUP_KEYS = ("n_group", "topk_group", "norm_topk_prob")
+_SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
 
 _DECODERS = (
     DenseDecoder(
@@ -78,7 +297,7 @@ _DECODERS = (
         title="Mixtral",
         family=MIXTURE,
         keys=(*_KEYS, "intermediate_size", "num_local_experts", "num_experts_per_tok"),
-        names=_names("block_sparse_moe", "w1", "w3", "w2"),
+        names=_names("block_sparse_moe", ("w1", "w3", "w2")),
         window=Window(),
         rotary_base=1e6,
         bos=1,
@@ -90,22 +309,75 @@ _DECODERS = (
         model="Qwen3MoeForCausalLM",
         title="Qwen3-MoE",
         family=MIXTURE,
+        keys=(*_MOE_KEYS, "num_experts", "attention_bias", "norm_topk_prob"),
+        fixed={"query_key_norm": "head"},
+        names=_names("mlp"),
+        window=Window(has_switch=True),
+        read=_qwen_layers,
+        written=_qwen_written,
+        warnings=lambda *_: [],
+    ),
+    DenseDecoder(
+        model_type="qwen2_moe",
+        model="Qwen2MoeForCausalLM",
+        title="Qwen2-MoE",
+        family=MIXTURE,
         keys=(
-            *_KEYS,
-            "moe_intermediate_size",
+            *_MOE_KEYS,
             "num_experts",
-            "num_experts_per_tok",
-            "attention_bias",
+            "shared_expert_intermediate_size",
+            "qkv_bias",
             "norm_topk_prob",
         ),
-        fixed={"query_key_norm": "head"},
-        names=_names("mlp", "gate_proj", "up_proj", "down_proj"),
-        window=Window(has_switch=True),
-        written=lambda config: {
-            "intermediate_size": config.inter_size,  # of layers without experts: there is none
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+        fixed={"has_shared_gate": True},
+        names=_names("mlp", shared="shared_expert"),
+        read=_qwen_layers,
+        written=_qwen_written,
+        warnings=lambda *_: [],
+    ),
+    DenseDecoder(
+        model_type="glm4_moe",
+        model="Glm4MoeForCausalLM",
+        title="GLM-4.5",
+        family=MIXTURE,
+        keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, "attention_bias", "use_qk_norm"),
+        fixed={
+            **_SIGMOID,
+            "has_attention_dense_bias": False,
+            "query_key_norm": lambda values: "head" if values.pop("has_head_norms") else None,
         },
+        names=_names("mlp", shared="shared_experts"),
+        rotary_fraction=0.5,
+        read=_sigmoid_groups,
+        written=_deepseek_written,
+        warnings=lambda *_: [],
+    ),
+    _LatentDecoder(
+        model_type="deepseek_v3",
+        model="DeepseekV3ForCausalLM",
+        title="DeepSeek-V3",
+        family=MIXTURE,
+        keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, *_LATENT_KEYS),
+        fixed=_SIGMOID,
+        names=_names("mlp", shared="shared_experts"),
+        bos=0,
+        eos=1,
+        read=_sigmoid_groups,
+        written=_deepseek_written,
+        warnings=lambda *_: [],
+    ),
+    _LatentDecoder(
+        model_type="deepseek_v2",
+        model="DeepseekV2ForCausalLM",
+        title="DeepSeek-V2",
+        family=MIXTURE,
+        keys=(*_DEEPSEEK_KEYS, *_LATENT_KEYS),
+        fixed={"normalized_routing": False},
+        names=_names("mlp", shared="shared_experts"),
+        bos=1,
+        eos=2,
+        read=_softmax_groups,
+        written=_v2_written,
         warnings=lambda *_: [],
     ),
 )
@@ -113,54 +385,204 @@ _DECODERS = (
 MIXTURE_HUGGINGFACE = tuple(decoder.mapping() for decoder in _DECODERS)
 
 _CORE_EXPERT = "mlp.experts.local_experts.{expert}."
+_CORE_SHARED = "mlp.shared_experts."
+_BALANCING = (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def _core_reasons(facts: Facts) -> list[str]:
     traits = core_traits(facts)
     source = traits.source
-    reasons = []
     balancing = source.get("moe_router_load_balancing_type")
-    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
-        reasons.append("moe_router_load_balancing_type = sinkhorn: it decides the routing too")
-    layers = source.get("moe_layer_freq")
-    if layers not in (None, 1) and set(layers if isinstance(layers, list) else [layers]) != {1}:
-        reasons.append(f"moe_layer_freq = {layers}: some layers have no experts")
+    reasons = [
+        f"moe_router_load_balancing_type = {kind!s:.100}: it decides the routing too"
+        for kind in (balancing if isinstance(balancing, list) else [balancing])
+        if kind not in _BALANCING
+    ]
     if traits.bias:
         reasons.append("add_bias_linear = true: experts with biases")
+    if traits.query_groups != traits.head_num and source.get("multi_latent_attention"):
+        reasons.append(
+            f"num_query_groups = {traits.query_groups} with multi_latent_attention: expected none"
+        )
     return core.core_reasons(facts, is_mixture=True) + reasons
 
 
-def _core_config(facts: Facts) -> MixtureConfig:
-    traits = core_traits(facts)
-    source = traits.source
-    dense, settings = vars(core.core_config(facts)), traits.settings
-    inter_size = settings.integer("moe_ffn_hidden_size", default=traits.inter_size)
-    per_token = settings.integer("moe_router_topk", default=2)
-    settings.finish()
-    return MixtureConfig(
-        **dense | {"model_name": "mixture", "inter_size": inter_size, "has_mlp_bias": False},
-        expert_num=traits.expert_num,
-        experts_per_token=per_token,
-        normalized_routing=not source.get("moe_router_pre_softmax"),
+def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
+    """Return the layers without experts: by a list, or all but every so many-th from the first."""
+    stated, count = traits.source.get("moe_layer_freq", 1), traits.num_layer
+    if type(stated) is int and stated > 0:
+        return tuple(number for number in range(count) if number % stated)
+    if isinstance(stated, list) and len(stated) == count and set(stated) <= {0, 1}:
+        return tuple(number for number, has_experts in enumerate(stated) if not has_experts)
+    traits.settings.note(
+        f"moe_layer_freq = {stated!r:.100}: expected a number, or 0 or 1 for each layer"
     )
+    return ()
 
 
-def _core_weights(facts: Facts, _: MixtureConfig) -> Sources:
-    # Not fused, as the router reads its output too; megatron-core's own layers still name it so.
-    norm = "pre_mlp_layernorm"
-    if not facts.has(f"{CORE_LAYER}{norm}.weight".format(layer=0)):
-        norm = "mlp.linear_fc1.layer_norm_"
+def _core_routing(traits: MegatronTraits) -> Fields:
+    """Return how experts are chosen and weighed.
+
+    megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
+    """
+    settings, source = traits.settings, traits.source
+    per_token = settings.integer("moe_router_topk", default=2)
+    scores = source.get("moe_router_score_function") or "softmax"
+    if scores not in ("softmax", "sigmoid"):
+        settings.note(f"moe_router_score_function = {scores!r:.100}: known: softmax, sigmoid")
+    is_softmax = scores == "softmax"
+    groups: Fields = {}
+    if source.get("moe_router_group_topk"):
+        best = settings.integer("moe_router_group_topk")
+        number = settings.integer("moe_router_num_groups")
+        groups = {"group_num": number, "group_topk": best, "group_score": per_token // best}
+    return {
+        "experts_per_token": per_token,
+        "normalized_routing": not source.get("moe_router_pre_softmax")
+        if is_softmax
+        else per_token > 1,
+        "router_scores": scores,
+        "has_router_correction": not is_softmax,
+        "routed_scale": core.number(settings, "moe_router_topk_scaling_factor") or 1.0,
+        **(groups if groups.get("group_num", 1) > 1 else {}),
+    }
+
+
+def _core_latent(traits: MegatronTraits) -> Fields:
+    """Return the sizes of multi-latent attention, and its rotary positions.
+
+    Defaults of YaRN's parameters are not the same in all releases.
+    megatron/core/transformer/multi_latent_attention.py
+    """
+    settings, source = traits.settings, traits.source
+    if not source.get("multi_latent_attention"):
+        return {}
+    kind = source.get("rope_type") or "yarn"
+    rope = settings.integer("qk_pos_emb_head_dim")
+    has_rank = source.get("q_lora_rank") is not None
+    factor = settings.number("rotary_scaling_factor")
+    for name in ("mscale", "mscale_all_dim"):
+        settings.value(name)
+    mscale, all_dim = (core.number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    scaling: Fields = dict.fromkeys(_LINEAR)
+    if kind == "yarn":
+        original = "original_max_position_embeddings"
+        if source.get(original) is None:  # before megatron-core 0.13
+            original = "max_position_embeddings"
+        if (mscale == 0) != (all_dim == 0) and (mscale, all_dim) != (1, 0):
+            settings.note(
+                f"mscale = {mscale:g}, mscale_all_dim = {all_dim:g}: transformers takes both, or "
+                "1 and 0"
+            )
+        scaling = scaling_fields(
+            "yarn",
+            {
+                "factor": factor,
+                "original_max_position_embeddings": settings.integer(original),
+                "beta_fast": settings.number("beta_fast", default=32.0),
+                "beta_slow": settings.number("beta_slow", default=1.0),
+                "attention_factor": yarn_growth(factor, mscale) / yarn_growth(factor, all_dim),
+                "truncate": True,
+            },
+        ) | {"mscale": mscale, "mscale_all_dim": all_dim}
+    elif kind != "rope":
+        settings.note(f"rope_type = {kind!r:.100}: known: rope, yarn")
+    elif yarn_growth(factor, all_dim) != 1:
+        settings.note(
+            f"mscale_all_dim = {all_dim:g} with rope_type = rope: scores are scaled without YaRN, "
+            "which no model in transformers does"
+        )
+    fraction = traits.rotary_fraction if kind == "rope" else 1.0
+    return {
+        **scaling,
+        "size_per_head": rope,
+        "rotary_embedding": int(rope * min(fraction, 1.0)),
+        "rotary_base": traits.rotary_base,
+        "query_key_norm": None,
+        "q_lora_rank": settings.integer("q_lora_rank") if has_rank else None,
+        "kv_lora_rank": settings.integer("kv_lora_rank"),
+        "qk_nope_head_dim": settings.integer("qk_head_dim"),
+        "v_head_dim": settings.integer("v_head_dim"),
+        "latent_eps": traits.layernorm_eps,
+    }
+
+
+# Fields of rotary scaling that plain attention's settings may have set.
+_LINEAR = ("rotary_scaling_type", "rotary_factor")
+
+
+def _core_config(facts: Facts) -> MixtureConfig:
+    def own(traits: MegatronTraits) -> Fields:
+        settings = traits.settings
+        dense = _core_dense_layers(traits)
+        size = "moe_shared_expert_intermediate_size"
+        shared = settings.integer(size, default=0, least=0)
+        first = next((n for n in range(traits.num_layer) if n not in dense), 0)
+        gate = f"{CORE_LAYER}{_CORE_SHARED}gate_weight".format(layer=first)
+        return {
+            "model_name": "mixture",
+            "has_mlp_bias": False,
+            "inter_size": settings.integer("moe_ffn_hidden_size", default=traits.inter_size),
+            "expert_num": traits.expert_num,
+            "dense_layers": dense,
+            "dense_inter_size": traits.inter_size if dense else 0,
+            "shared_inter_size": shared,
+            "has_shared_gate": bool(shared and traits.source.get("moe_shared_expert_gate"))
+            or facts.has(gate),
+            **_core_routing(traits),
+            **_core_latent(traits),
+        }
+
+    return core.core_config(facts, MixtureConfig, own)
+
+
+def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
+    # A norm is fused with what alone reads its output: not that of experts, which the router reads
+    # too. megatron-core's own layers have once named it so nevertheless.
+    def norm(layer: int) -> str:
+        fused, apart = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm"
+        is_apart = facts.has(f"{CORE_LAYER}{apart}.weight".format(layer=layer))
+        return apart if is_apart else fused
+
     names = core_names(facts) | whole_names(
         CORE_LAYER,
         {
-            "post_attention_layernorm": norm,
+            "post_attention_layernorm": norm(config.first_dense % config.num_layer),
+            "dense_layernorm": norm((*config.dense_layers, 0)[0]),
             "mlp.router": "mlp.router",
+            _CORRECTION: "mlp.router.expert_",
             EXPERT + "dense_h_to_4h": _CORE_EXPERT + "linear_fc1",
             EXPERT + "dense_h_to_4h_2": _CORE_EXPERT + "linear_fc1",
             EXPERT + "dense_4h_to_h": _CORE_EXPERT + "linear_fc2",
+            _SHARED + "dense_h_to_4h": _CORE_SHARED + "linear_fc1",
+            _SHARED + "dense_h_to_4h_2": _CORE_SHARED + "linear_fc1",
+            _SHARED + "dense_4h_to_h": _CORE_SHARED + "linear_fc2",
+            f"{_SHARED}gate": f"{_CORE_SHARED}gate_",
+            **_core_latent_names(facts),
         },
     )
-    return core.core_sources(facts, names, MIXTURE.layout)
+    table = core.core_sources(facts, names, MIXTURE.layout)
+    if not facts.config.get("moe_router_enable_expert_bias"):
+        table[f"{LAYER}{_CORRECTION}.bias"] = Constant(("expert_num",))
+    return table
+
+
+def _core_latent_names(facts: Facts) -> dict[str, str]:
+    """Return the modules of multi-latent attention, whose norms may be fused with what follows."""
+    names = {
+        "attention.whole_query": "self_attention.linear_q_proj",
+        "attention.query_down": "self_attention.linear_q_down_proj",
+        "attention.query_up": "self_attention.linear_q_up_proj",
+        "attention.key_value_down": "self_attention.linear_kv_down_proj",
+        "attention.key_value_up": "self_attention.linear_kv_up_proj",
+    }
+    for part, norm in (("query", "q"), ("key_value", "kv")):
+        fused = f"{names[f'attention.{part}_up']}.layer_norm_"
+        is_fused = facts.has(f"{CORE_LAYER}{fused}weight".format(layer=0))
+        names[f"attention.{part}_down_norm"] = (
+            fused if is_fused else f"self_attention.{norm}_layernorm"
+        )
+    return names
 
 
 def _core_warnings(facts: Facts, config: MixtureConfig) -> list[str]:

@@ -5,7 +5,7 @@ NeMo and Megatron-LM save the same tensors and differ in their configuration onl
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED, chosen_layers
@@ -19,6 +19,7 @@ from export_scripts.families.gpt.megatron import (
     core_traits,
     is_core,
 )
+from export_scripts.families.layout.config import ConfigT
 from export_scripts.families.layout.spec import Layout
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
@@ -74,8 +75,14 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     return reasons + missing_sizes(traits) + unknown_model(facts)
 
 
-def core_config(facts: Facts) -> DenseConfig:
-    """Return the config of a megatron-core checkpoint with rotary positions.
+def core_config(
+    facts: Facts,
+    kind: Callable[..., ConfigT],
+    own: Callable[[MegatronTraits], Fields] = lambda _: {},
+) -> ConfigT:
+    """Return the config of a kind of a megatron-core checkpoint with rotary positions.
+
+    `own` are fields that the kind has more, or otherwise.
 
     Raises:
         CheckpointMismatchError: Settings are malformed; all are listed.
@@ -87,30 +94,29 @@ def core_config(facts: Facts) -> DenseConfig:
     rotary_layers = _layers(traits, "no_rope_freq")
     if rotary_layers == () and not settings.problems:
         settings.note("no_rope_freq: it leaves no layer with rotary positions")
-    return settings.built(
-        DenseConfig,
-        facts,
+    fields = {
         **common_fields(facts, traits),
         **core_embedding(facts),
         **{field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()},
         **_core_windows(traits),
         **_core_rotary(traits),
-        rotary_interleaved=bool(traits.source.get("rotary_interleaved")),
-        rotary_layers=rotary_layers,
+        "rotary_interleaved": bool(traits.source.get("rotary_interleaved")),
+        "rotary_layers": rotary_layers,
         **_scales(traits, math.sqrt(traits.hidden) if is_scaled else 1.0),
-        attention_softcap=_number(settings, "attn_logit_softcapping"),
-        logit_softcap=_number(settings, "final_logit_softcapping"),
-        model_name="llama",
-        kv_head_num=traits.query_groups,
-        hidden_size=traits.hidden,
-        norm_type=traits.normalization.removesuffix("1p"),
-        norm_one_plus=_keeps_one_plus(traits),
-        query_key_norm="head" if traits.source.get("qk_layernorm") else None,
-        activation_type=GATED[traits.activation] if traits.gated else traits.activation,
-    )
+        "attention_softcap": number(settings, "attn_logit_softcapping"),
+        "logit_softcap": number(settings, "final_logit_softcapping"),
+        "model_name": "llama",
+        "kv_head_num": traits.query_groups,
+        "hidden_size": traits.hidden,
+        "norm_type": traits.normalization.removesuffix("1p"),
+        "norm_one_plus": _keeps_one_plus(traits),
+        "query_key_norm": "head" if traits.source.get("qk_layernorm") else None,
+        "activation_type": GATED[traits.activation] if traits.gated else traits.activation,
+    }
+    return settings.built(kind, facts, **{**fields, **own(traits)})
 
 
-def _number(settings: Settings, *names: str) -> float | None:
+def number(settings: Settings, *names: str) -> float | None:
     """Return the number of the first key that is set; None where null, 0 or false switch it off."""
     name = next((each for each in names if settings.source.get(each)), None)
     return None if name is None else settings.number(name)
@@ -140,8 +146,8 @@ def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
     Of muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
     """
     settings = traits.settings
-    width = _number(settings, "query_pre_attn_scalar")
-    scale = _number(settings, "softmax_scale")
+    width = number(settings, "query_pre_attn_scalar")
+    scale = number(settings, "softmax_scale")
     if width is None and _is_gemma(traits) and scale:
         width = round(scale**-2)  # of which the scale was computed
     if width is not None:
@@ -237,7 +243,7 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
         scaled = scaling_fields(
-            "linear", {"factor": _number(settings, "rope_scaling_factor") or 1.0}
+            "linear", {"factor": number(settings, "rope_scaling_factor") or 1.0}
         )
     elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         if source.get("rope_scaling") and source.get("rope_scaling_factor") is None:
@@ -246,7 +252,7 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
                 "Megatron Bridge's classes and 8 in others: state the one it was trained with"
             )
         scaling = {
-            name: type(usual)(_number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
+            name: type(usual)(number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
         }
         scaled = scaling_fields("llama3", scaling)
     if scaled is not None and factor != 1:
@@ -276,7 +282,7 @@ DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         title=gpt.title.replace("GPT", "Llama-style decoder"),
         family=DENSE,
         matches=lambda facts: is_core(facts) and core_traits(facts).position == "rope",
-        config=core_config,
+        config=lambda facts: core_config(facts, DenseConfig),
         weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,
         obstacles=lambda facts: megatron_obstacles(core_traits(facts).source, "dense"),

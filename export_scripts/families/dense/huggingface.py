@@ -116,6 +116,7 @@ class DenseDecoder(HuggingFaceDecoder):
     layer: str = LAYER
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
+    head_dim_key: str = "head_dim"
     is_gated: bool = True  # whether the MLP is
     # The library's default of rope_theta; None: no dimensions are rotated.
     rotary_base: float | None = FT_BASE
@@ -139,8 +140,8 @@ class DenseDecoder(HuggingFaceDecoder):
         values.setdefault("inter_size", 4 * hidden)
         settings.divide(heads, values["kv_head_num"], "num_attention_heads by num_key_value_heads")
         size = (
-            settings.integer("head_dim", default=self.head_dim)
-            if self.head_dim or settings.source.get("head_dim") is not None
+            settings.integer(self.head_dim_key, default=self.head_dim)
+            if self.head_dim or settings.source.get(self.head_dim_key) is not None
             else settings.divide(hidden, heads, "hidden_size by num_attention_heads")
         )
         activation = values.get("activation_type", "").lower()
@@ -174,11 +175,12 @@ class DenseDecoder(HuggingFaceDecoder):
         if self.rotary_base is None:
             return window
         fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
+        is_whole = fraction == 1 and self.rotary_fraction in (None, 1)
         return {
-            "head_dim": config.size_per_head,
+            self.head_dim_key: config.size_per_head,
             self.rotary_local_key: config.rotary_local_base,
             "rope_theta": config.rotary_base,
-            **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
+            **({} if is_whole else {"partial_rotary_factor": fraction}),
             **self._scaling(config),
             **window,
         }

@@ -51,6 +51,7 @@ class DenseConfig(DecoderConfig):
     """config.ini [llama], named after the first of these models; no loader but ours reads it."""
 
     SECTION: ClassVar[str] = "llama"
+    ARCHITECTURE: ClassVar[type[DecoderArchitecture]] = DecoderArchitecture
 
     kv_head_num: int  # of the model; see stored_kv_head_num
     hidden_size: int
@@ -206,7 +207,7 @@ class DenseConfig(DecoderConfig):
             "none": True,
         }
         return self.built(
-            DecoderArchitecture,
+            self.ARCHITECTURE,
             kv_head_num=self.stored_kv_head_num,
             position=next(kind for kind, is_it in positions.items() if is_it),
             rotary=rotary,

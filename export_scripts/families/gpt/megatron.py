@@ -304,8 +304,9 @@ def core_names(facts: Facts) -> Fields:
 
 def is_core(facts: Facts) -> bool:
     """Return whether a checkpoint has megatron-core's names."""
-    return facts.has(CORE_WTE) and facts.has(
-        CORE_LAYER.format(layer=0) + "self_attention.linear_qkv.weight"
+    attention = f"{CORE_LAYER.format(layer=0)}self_attention.linear_"
+    return facts.has(CORE_WTE) and any(
+        facts.has(f"{attention}{part}.weight") for part in ("qkv", "kv_down_proj")
     )
 
 

@@ -20,7 +20,7 @@ from export_scripts.files.json_content import Table
 from export_scripts.numeric.dtypes import Shape, item_size
 
 # Config fields or properties, which must all be true (with "not " before a name: false), or have
-# the value after "=".
+# the value after "="; a tuple has an entry for each layer.
 When = tuple[str, ...]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -80,11 +80,14 @@ class WeightSpec:
 
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
         """Yield (index, tensor) for every tensor of a model that this record describes."""
-        if not all(_holds(config, condition) for condition in self.when):
+        held = [_held(config, condition) for condition in self.when]
+        if False in held:
             return
         names = _PLACEHOLDER.findall(self.name)
         for values in itertools.product(*(config.index_values(name) for name in names)):
             index: Index = dict(zip(names, values, strict=True))
+            if not all(each is True or each[index["layer"]] for each in held):
+                continue
             shape = tuple(config.dim(size, index) for size in self.shape)
             name = self.name.format(**index)
             yield index, FTTensor(name, shape, self.split, self.dtype, self.optional)
@@ -107,10 +110,13 @@ def _stored(tensor: FTTensor, config: FTConfig) -> tuple[FTTensor, ...]:
     )
 
 
-def _holds(config: FTConfig, condition: str) -> bool:
+def _held(config: FTConfig, condition: str) -> Any:
+    """Return whether a condition holds, or in which layers it does."""
     name, _, value = condition.removeprefix("not ").partition("=")
-    found = getattr(config, name)
-    return bool(found == value if value else found) is not condition.startswith("not ")
+    found, is_wanted = getattr(config, name), not condition.startswith("not ")
+    if isinstance(found, tuple):
+        return tuple(bool(each) is is_wanted for each in found)
+    return bool(found == value if value else found) is is_wanted
 
 
 Layout = tuple[WeightSpec, ...]

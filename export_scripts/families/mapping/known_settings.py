@@ -37,6 +37,7 @@ class KnownSetting:
         dense: computed with in decoders with rotary positions, elsewhere not expressible
         t5: computed with in T5, elsewhere not expressible
         experts: computed with in mixtures, without effect elsewhere
+        mixture: computed with in mixtures, elsewhere not expressible
         experts-off: not expressible in mixtures, without effect elsewhere
     """
 
@@ -110,7 +111,7 @@ def megatron_obstacles(
 
     `layout` is the use of the settings that it alone computes with: dense, t5, or neither.
     """
-    free = {"read", "none", layout, "experts"} | (set() if has_experts else {"experts-off"})
+    free = {"read", "none", layout, "experts", "mixture" if has_experts else "experts-off"}
     return obstacles(source, library_table("megatron"), free)
 
 

@@ -215,7 +215,8 @@ KNOWN_MODELS = {
                "GPTModelProvider", "GPTProvider", "Gemma2ModelProvider", "Gemma3ModelProvider",
                "GemmaModelProvider", "HybridModelConfig", "HybridModelProvider",
                "Llama2ModelProvider", "Llama3ModelProvider", "Llama31ModelProvider",
-               "Llama32ModelProvider", "LlamaModelProvider", "MambaModelProvider",
+               "Llama32ModelProvider", "LlamaModelProvider", "MLAModelProvider",
+               "MambaModelProvider",
                "MistralModelProvider", "MistralSmall3ModelProvider", "MixtralModelProvider",
                "Nemotron3ModelProvider", "Nemotron4ModelProvider", "NemotronModelProvider",
                "Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen3ModelProvider",
@@ -225,7 +226,7 @@ KNOWN_MODELS = {
 _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 # The functions of Megatron Bridge that build megatron-core's own layers.
-_KNOWN_LAYERS = ("default_layer_spec", "get_gpt_layer_local_spec",
+_KNOWN_LAYERS = ("default_layer_spec", "get_gpt_decoder_block_spec", "get_gpt_layer_local_spec",
                  "get_gpt_layer_with_transformer_engine_spec", "local_layer_spec",
                  "modelopt_transformer_layer_spec", "transformer_engine_full_layer_spec",
                  "transformer_engine_layer_spec")  # fmt: skip

@@ -26,7 +26,7 @@ QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
 # Modules whose rows are the vocabulary, which training ranks share; with others that are stored
 # as sources have them.
 _VOCABULARY = ("model.wte", "model.lm_head")
-_AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router")
+_AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router", LAYER + "mlp.shared.gate")
 
 
 def fused_layer(attention: str = "attention") -> dict[str, str]:

@@ -199,10 +199,12 @@ def _attention_factor(given: Settings) -> float:
     if given.source.get("attention_factor") is not None:
         return given.number("attention_factor")
     factor = given.number("factor")
-
-    def growth(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if given.source.get("mscale") and given.source.get("mscale_all_dim"):
-        return growth(given.number("mscale")) / growth(given.number("mscale_all_dim"))
-    return growth(1.0)
+        scales = (given.number(name) for name in ("mscale", "mscale_all_dim"))
+        return yarn_growth(factor, next(scales)) / yarn_growth(factor, next(scales))
+    return yarn_growth(factor, 1.0)
+
+
+def yarn_growth(factor: float, weight: float) -> float:
+    """Return by how much YaRN scales sine and cosine, or scores, for a factor of the length."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

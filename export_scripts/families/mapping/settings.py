@@ -94,6 +94,10 @@ class Settings:
             return 1
         return value
 
+    def natural(self, *names: str, default: Any = REQUIRED) -> int:
+        """Return an integer of at least 0."""
+        return self.integer(*names, default=default, least=0)
+
     def number(self, *names: str, default: Any = REQUIRED) -> float:
         """Return a number greater than 0, or 1.0 after noting a problem."""
         value = self.value(*names, default=default)
@@ -105,10 +109,12 @@ class Settings:
         return float(value)
 
     def optional(self, name: str, *, default: float | None = None) -> float | None:
-        """Return a number greater than 0, or None where null switches it off."""
-        return (
-            None if self.source.get(name, default) is None else self.number(name, default=default)
-        )
+        """Return a number greater than 0, as it is stated, or None where null switches it off."""
+        stated = self.source.get(name, default)
+        if stated is None:
+            return None
+        number = self.number(name, default=default)
+        return stated if stated == number else number
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a list of numbers greater than 0."""

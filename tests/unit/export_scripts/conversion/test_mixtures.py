@@ -136,11 +136,18 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"moe_shared_expert_intermediate_size": 12}, "moe_shared_expert_intermediate_size = 12"),
-        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function = 'sigmoid'"),
-        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor = 2.5"),
+        (
+            {"moe_shared_expert_intermediate_size": 12},
+            "shared_experts.linear_fc1.weight is missing",
+        ),
+        ({"moe_router_score_function": "sqrtsoftplus"}, "known: softmax, sigmoid"),
+        ({"moe_router_score_function": "sigmoid"}, "router_scores is sigmoid in the model"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "routed_scale is 2.5 in the model"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "it decides the routing too"),
-        ({"moe_layer_freq": [0, 1]}, "some layers have no experts"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "decides the routing too"),
+        ({"moe_layer_freq": [0, 1]}, "layers.0.mlp.linear_fc1.weight is missing"),
+        ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq = [0, 1, 1]"),
+        ({"multi_latent_attention": True, "num_query_groups": 4}, "has no mscale_all_dim"),
         ({"moe_router_pre_softmax": True}, "normalized_routing is False in the model"),
         ({"add_bias_linear": True}, "experts with biases"),
         ({"normalization": "LayerNorm"}, "known: rmsnorm"),

@@ -37,7 +37,7 @@ def test_every_setting_of_the_installed_megatron_core_is_known() -> None:
     changed = {
         name: values
         for name, values in found.items()
-        if table[name].use in ("off", "dense", "t5", "experts-off")
+        if table[name].use in ("off", "dense", "t5", "experts-off", "mixture")
         and not any(each in table[name].values for each in (None, *values))
     }
     assert not changed, "a default of the library would be refused"
@@ -56,7 +56,7 @@ def test_every_setting_of_the_installed_transformers_is_known() -> None:
 def test_each_setting_has_a_use() -> None:
     core = list(library_table("megatron").values())
     uses = {known.use for known in core}
-    assert uses == {"read", "none", "off", "dense", "t5", "experts", "experts-off"}
+    assert uses == {"read", "none", "off", "dense", "t5", "experts", "experts-off", "mixture"}
     theirs = [known for settings in huggingface_table().values() for known in settings.values()]
     assert {known.use for known in theirs} == {"read", "none", "off"}
     assert all(
@@ -71,9 +71,12 @@ def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
     stated = {"model_type", *(name for row in rows for name in row.names.split())}
     if kind == "cohere":  # releases have another one
         stated.add("rope_parameters")
-    if whole["bos_token_id"] is whole["eos_token_id"] is None:  # there is no default
-        whole |= {"bos_token_id": 1}
-        stated.add("bos_token_id")
+    missing = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+    without_default: dict[str, int] = dict(missing.get(kind, {}))
+    if whole["bos_token_id"] is whole["eos_token_id"] is None:
+        without_default["bos_token_id"] = 1
+    whole |= without_default
+    stated |= without_default.keys()
     bare = {name: value for name, value in whole.items() if name in stated}
     assert len(bare) < len(whole)
     configs = []

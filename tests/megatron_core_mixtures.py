@@ -1,0 +1,253 @@
+"""Mixtures of experts saved by megatron-core itself, by gloo processes on the CPU, with logits.
+
+Run as a program with a plan, in the interpreter of any release of megatron-core from 0.16 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORLD_SIZE = 2
+DEADLINE_S = 300
+VOCABULARY = 56
+LENGTH = 40
+
+SIZES: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 56,
+    "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False,
+    "layernorm_epsilon": 1e-6, "num_moe_experts": 8, "moe_ffn_hidden_size": 20,
+    "moe_router_topk": 3, "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_layer_freq": [0, 1, 1, 1],
+}  # fmt: skip
+_GROUPED = {"num_query_groups": 2, "kv_channels": 8}
+_LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8, "v_head_dim": 10, "qk_layernorm": True, "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "apply_rope_fusion": False,
+}  # fmt: skip
+_SIGMOID = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5,
+}  # fmt: skip
+_GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+
+# model type of transformers -> settings of TransformerConfig
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {**_GROUPED, "qk_layernorm": True},
+    "qwen2_moe": {
+        **_GROUPED, "add_qkv_bias": True, "moe_shared_expert_intermediate_size": 28,
+        "moe_shared_expert_gate": True, "moe_router_pre_softmax": True, "moe_layer_freq": 2,
+    },
+    "glm4_moe": {
+        **_GROUPED, **_SIGMOID, "add_qkv_bias": True, "qk_layernorm": True,
+        "moe_shared_expert_intermediate_size": 20, "rotary_percent": 0.5,
+    },
+    "deepseek_v3": {
+        **_LATENT, **_SIGMOID, **_GROUPS, "moe_shared_expert_intermediate_size": 40,
+    },
+    "deepseek_v2": {
+        **_LATENT, **_GROUPS, "moe_shared_expert_intermediate_size": 40,
+        "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5,
+    },
+}  # fmt: skip
+# Arguments of GPTModel, which Megatron-LM and Bridge state among the settings.
+_OF_MODEL = ("rotary_percent", "rotary_base")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One checkpoint to save.
+
+    Attributes:
+        folder: Where it goes.
+        model: One of MODELS.
+        changes: Of its settings.
+        whole: The folder of the same model as one rank has saved it; without, the weights are
+            random, and logits are saved as `logits.pt`.
+        sizes: Parallel sizes of `initialize_model_parallel`.
+    """
+
+    folder: str
+    model: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    whole: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def save_all(saves: Sequence[Mixture], work_dir: Path) -> None:
+    """Save checkpoints in processes of their own, which end when all is saved."""
+    plan = work_dir / "plan.json"
+    plan.write_text(json.dumps([asdict(save) for save in saves]))
+    done = subprocess.run(
+        [sys.executable, __file__, str(plan)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+class PlainAttention(torch.nn.Module):
+    """Attention with values of another width than keys, which megatron-core has on GPUs alone."""
+
+    def __init__(self, *, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> torch.Tensor:
+        scores = torch.einsum("sbhd,tbhd->bhst", q, k) * self.scale
+        weights = scores.masked_fill(mask, -10000.0).softmax(-1)
+        return torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2)
+
+
+def _model(save: Mixture, settings: Mapping[str, Any]) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    of_model = {key: settings[key] for key in _OF_MODEL if key in settings}
+    is_latent = settings.get("multi_latent_attention")
+    of_config = {key: value for key, value in settings.items() if is_latent or key not in _OF_MODEL}
+    ranks = {key: size for key, size in save.sizes.items() if not key.startswith("expert_tensor")}
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
+        activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="allgather",
+        **of_config,
+        **ranks,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs if is_latent else ():
+        layer.submodules.self_attention.submodules.core_attention = PlainAttention
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **of_model,
+    ).eval()
+
+
+def _args(settings: Mapping[str, Any]) -> argparse.Namespace:
+    """Return what Megatron-LM would have called the settings."""
+    renamed = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
+    args = {renamed.get(key, key): value for key, value in settings.items()}
+    args.pop("gated_linear_unit")
+    groups = settings.get("num_query_groups")
+    return argparse.Namespace(
+        **{**args, "num_query_groups": groups or 1},
+        group_query_attention=groups is not None,
+        swiglu=True,
+        max_position_embeddings=64,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+def _save(save: Mixture) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    settings = {**SIZES, **MODELS[save.model], **save.changes}
+    parallel_state.initialize_model_parallel(**save.sizes)
+    torch.manual_seed(1)
+    model = _model(save, settings)
+    state = model.sharded_state_dict()
+    if torch.distributed.get_rank() == 0:
+        Path(save.folder).mkdir(parents=True)
+    torch.distributed.barrier()
+    if save.whole:
+        state = dist_checkpointing.load({"model": state}, save.whole)["model"]
+        model.load_state_dict(state, strict=False)
+    else:
+        biases = [each for name, each in model.named_buffers() if name.endswith("expert_bias")]
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *biases):
+                tensor.add_(torch.randn_like(tensor) * 0.15)
+            places, tokens = torch.arange(LENGTH)[None], torch.arange(3, 3 + LENGTH)[None]
+            mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+            logits = model(tokens, places, mask)
+        torch.save(logits, Path(save.folder).with_suffix(".pt"))
+    state = {
+        "model": model.sharded_state_dict(), "args": _args(settings), "checkpoint_version": 3.0,
+        "iteration": 1,
+    }  # fmt: skip
+    dist_checkpointing.save(state, save.folder)
+    parallel_state.destroy_model_parallel()
+
+
+def _rank(plan: Path, rank: int) -> None:
+    from megatron.core import tensor_parallel
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{plan.parent}/rendezvous", rank=rank, world_size=WORLD_SIZE
+    )
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    for item in json.loads(plan.read_text()):
+        _save(Mixture(**item))
+    torch.distributed.destroy_process_group()
+
+
+def main() -> int:
+    """Fork the ranks, which do without CUDA."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_: self
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
+    from megatron.core.transformer import multi_latent_attention as latent
+    from megatron.core.transformer.moe import moe_utils
+
+    # Up to 0.16 these are missing without Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
+        if not isinstance(vars(latent)[name], type):
+            vars(latent)[name] = type(name, (), {})
+    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
+    fork = multiprocessing.get_context("fork")
+    target = functools.partial(_rank, Path(sys.argv[1]))
+    ranks = [fork.Process(target=target, args=(rank,)) for rank in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.start()
+    running = list(ranks)
+    while running and not any(rank.exitcode for rank in ranks):
+        multiprocessing.connection.wait([rank.sentinel for rank in running])
+        running = [rank for rank in running if rank.exitcode is None]
+    for rank in running:
+        rank.kill()
+    return max(rank.exitcode or 0 for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
