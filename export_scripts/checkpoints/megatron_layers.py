@@ -42,7 +42,8 @@ _LETTERS = {
 }
 # A block's layers, of which one may lack, and the kinds of layers that a decoder has.
 _BLOCK = re.compile(r"\*?[-E]|\*")
-_DECODERS = ({"*", "-"}, {"*", "E"})
+# Where MLPs and experts both stand, what a block without either lacks is not known.
+_DECODER = re.compile(r"[*-]+|[*E]+|(\*?[-E])+")
 _HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
 _HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
 _PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
@@ -134,7 +135,9 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
         for name in _SHARED_PATTERNS
     }
     settings |= {"num_layers": len(blocks), "moe_layer_freq": None, "is_hybrid_model": None}
-    if "E" not in layers:
+    if "E" in layers:
+        settings["moe_layer_freq"] = [int("E" in block[0]) for block in blocks]
+    else:
         settings |= {"num_moe_experts": None, "num_experts": None}
     numbers = {place: n for n, block in enumerate(blocks) for place in range(*block.span())}
     tensors = {_block_name(name, numbers): pieces for name, pieces in reader.tensors.items()}
@@ -161,14 +164,14 @@ def _last_name(path: Any) -> str:
 def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     """Return the letters of the decoder's layers, without stages and multi-token prediction."""
     layers = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) else ""
-    if set(layers) in _DECODERS:
+    if _DECODER.fullmatch(layers) and "*" in layers and set(layers) != {"*"}:
         return layers
     kinds = ", ".join(
         f"{letter} is {_LETTERS.get(letter, 'unknown')}" for letter in dict.fromkeys(layers)
     )
     raise CheckpointMismatchError(
         f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
-        "and MLPs (-), or attention and experts (E). Megatron Bridge writes other models as "
+        "and MLPs (-) or experts (E), and where both stand, one in each block. Megatron Bridge writes other models as "
         "Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which deploy.engine=vllm serves"
     )
 

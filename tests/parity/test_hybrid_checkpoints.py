@@ -19,8 +19,10 @@ from tests.folder_answers import answered
 from tests.megatron_hybrid_checkpoints import IDS, OTHERS, Hybrid, save_all
 from tests.rank_threads import logits_of
 
+BLOCKS = {"-**--*": 5, "*-*E-*E": 4}  # of patterns in which not every block has attention
 TOLERANCE = 1e-5  # of the largest logit
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+MIXED = {**EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 20}
 
 # Name -> pattern, name of the same model by one rank, and what is given to Hybrid.
 SAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -39,6 +41,8 @@ NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
         "*|-*-*|-*|-", "even", {"tp_size": 2, "pp_size": 2, "vp_size": 2, "classic": True},
     ),
     "experts": ("*E*E", "", {"settings": EXPERTS}),
+    "mixed": ("*-*E-*E", "", {"settings": MIXED}),
+    "mixed_tp2": ("*-*E-*E", "mixed", {"settings": MIXED, "tp_size": 2}),
     "experts_tp2": ("*E*E", "experts", {"settings": EXPERTS, "tp_size": 2, "pp_size": 2}),
 }  # fmt: skip
 
@@ -69,5 +73,5 @@ def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path: Pat
         worst = np.abs(found - expected).max() / np.abs(expected).max()
         assert worst < TOLERANCE, (name, worst)
         notes = " ".join(describe(tmp_path / name)["notes"])
-        assert f"HybridModel, {5 if pattern[0] == '-' else pattern.count('*')} blocks" in notes
+        assert f"HybridModel, {BLOCKS.get(pattern, pattern.count('*'))} blocks" in notes
         assert pattern in notes

@@ -186,7 +186,7 @@ def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state: Tensors, tmp_path
         ({"hybrid_layer_pattern": "M-*-*-*-"}, "M is Mamba"),
         ({"hybrid_layer_pattern": "*-G-*-*-"}, "G is a gated delta network"),
         ({"hybrid_layer_pattern": "+-+-+-+-"}, "+ is multi-latent attention"),
-        ({"hybrid_layer_pattern": "*-*-*-*E"}, "E is experts"),
+        ({"hybrid_layer_pattern": "*-*-*E**"}, "E is experts"),
         ({"hybrid_layer_pattern": "*"}, "hybrid_layer_pattern = '*'"),
         ({"hybrid_layer_pattern": "--------"}, "hybrid_layer_pattern = '--------'"),
         ({"hybrid_layer_pattern": "*-*-*-*"}, "num_layers = 8"),
