@@ -171,8 +171,9 @@ def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     )
     raise CheckpointMismatchError(
         f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
-        "and MLPs (-) or experts (E), and where both stand, one in each block. Megatron Bridge writes other models as "
-        "Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which deploy.engine=vllm serves"
+        "and MLPs (-) or experts (E), and where both stand, one in each block. Megatron Bridge "
+        "writes other models as Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which "
+        "deploy.engine=vllm serves"
     )
 
 

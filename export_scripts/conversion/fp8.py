@@ -33,7 +33,9 @@ _BLOCK = (128, 128)
 # kernels of FP8 take 16 values at once.
 _UNITS = {"block": 128, "channel": 16, "tensor": 16}
 _NEW = "in FP8: "
-_WEIGHT, _ROUTER = ".weight", "mlp.router"
+_WEIGHT = ".weight"
+# Matrices that servers keep wide: of routers, and of the gate of a shared expert.
+_WIDE = (".mlp.router.", ".mlp.shared.gate.")
 # transformers' class of a family of decoders, and the one whose matrices are not nn.Linear.
 _DECODER, _CONV1D = "ForCausalLM", "gpt2"
 
@@ -158,10 +160,10 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
 
 
 def _is_of_layer(tensor: WrittenTensor) -> bool:
-    """Return whether a tensor is a matrix of a layer, other than that of a router."""
+    """Return whether a tensor is a matrix of a layer that servers take in FP8."""
     item = tensor.items[0]
     is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
-    return is_matrix and bool(item.index) and not item.tensor.name.endswith(_ROUTER)
+    return is_matrix and bool(item.index) and not any(each in item.tensor.name for each in _WIDE)
 
 
 def _joined(tensor: WrittenTensor) -> tuple[str, int]:

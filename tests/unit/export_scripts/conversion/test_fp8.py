@@ -141,6 +141,14 @@ def test_files_of_any_size_hold_values_with_their_scales(tmp_path: Path) -> None
     assert expert.dtype == torch.float8_e4m3fn
 
 
+def test_a_router_stays_wide_whatever_its_size(tmp_path: Path) -> None:
+    base = write_model("qwen3-moe", tmp_path / "base", num_experts=16, hidden_size=128)
+    folder = convert(request(base, tmp_path / "out", "channel")).ft_dir
+    tensors = load_file(folder / WEIGHTS_NAME)
+    assert tensors["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+
+
 def test_matrices_of_odd_sizes_stay_wide_with_those_they_are_joined_with(tmp_path: Path) -> None:
     sizes = SIZES | {"num_key_value_heads": 1}  # 64 rows of keys, 64 of values
     base = write_model("llama", tmp_path / "base", **sizes)
