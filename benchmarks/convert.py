@@ -29,6 +29,7 @@ from inference.server.processes import descendants
 _SAMPLE_S = 0.01
 _VOCAB, _POSITIONS = 51200, 2048
 _HUGGING_FACE = ("--output-format", "huggingface")
+_TORCH_DIST = ("--output-format", "torch_dist")
 
 
 def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path]:
@@ -104,6 +105,7 @@ def commands(
         "cp -r and sync": copy_command(source, target),
         f"slipway, {workers} workers": our_command(source, target, workers, *ranks),
         "slipway, shards to Hugging Face": our_command(shards, target, workers, *_HUGGING_FACE),
+        "slipway, Hugging Face to torch_dist": our_command(source, target, workers, *_TORCH_DIST),
     }
     for processes in args.peer_processes if args.peer_path else ():
         script = args.peer_path / "examples/pytorch/gpt/utils/huggingface_gpt_convert.py"

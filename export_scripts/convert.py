@@ -57,12 +57,13 @@ def convert_parser() -> argparse.ArgumentParser:
         "of the Hugging Face hub", type=Path, required=True, metavar="PATH")  # fmt: skip
     add("checkpoint_name", "of several checkpoints in that folder, the one of this name or pattern "
         "(default: the last)", metavar="NAME")  # fmt: skip
-    add("output_dir", "folder in which <N>-gpu, huggingface or peft is made",
+    add("output_dir", "folder in which <N>-gpu, huggingface, peft or torch_dist is made",
         type=Path, required=True, metavar="DIR")  # fmt: skip
     add("tp_size", "tensor-parallel ranks of inference (default: 1)", default=1, **count)
     add("output_format", "shards for this engine and FasterTransformer's backend in <N>-gpu "
-        "(default), a folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM, or "
-        "peft, the adapter of --lora apart from its model, for these",
+        "(default), a folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM, "
+        "peft, the adapter of --lora apart from its model, for these, or a checkpoint torch_dist "
+        "from which Megatron-LM trains on",
         choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0])  # fmt: skip
     add("weight_data_type", "type on disk", required=True, choices=WEIGHT_DATA_TYPES)
     add("processes", f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)",

@@ -49,7 +49,13 @@ def leaving_table() -> list[Fields]:
                 "targets": [
                     re.split(r" \(|, or ", mapping.title.removeprefix("Hugging Face "))[0]
                     for mapping in mappings
-                    if mapping.written is not None
+                    if mapping.written is not None and mapping.format == "huggingface"
+                ],
+                "megatron": [
+                    name
+                    for mapping in mappings
+                    if mapping.written is not None and mapping.format == "megatron"
+                    for name in ("GPTModel", "HybridModel")
                 ],
             }
         )
@@ -57,7 +63,12 @@ def leaving_table() -> list[Fields]:
 
 
 Columns = Sequence[tuple[str, str]]
-_LEAVING: Columns = (("family", "family"), ("from", "formats"), ("to Hugging Face", "targets"))
+_LEAVING: Columns = (
+    ("family", "family"),
+    ("from", "formats"),
+    ("to Hugging Face", "targets"),
+    ("to torch_dist", "megatron"),
+)
 _COLUMNS: Columns = (
     ("source", "source"),
     ("format", "format"),

@@ -20,12 +20,12 @@ from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
-_COMMON_NAME = "common.pt"
+COMMON_NAME = "common.pt"
 # Newer versions of megatron-core keep the contents of common.pt here.
-_COMMON_KEY = "common_state/shard_0_1"
+COMMON_KEY = "common_state/shard_0_1"
 # Megatron-LM's state, which torch saves one by one with fsdp_dtensor and torch_dcp.
 _COMMON_OBJECTS = ("args", "checkpoint_version")
-_BACKEND = "torch_dist"
+BACKEND = "torch_dist"
 
 # Names that are not the model's. The optimizer repeats the names after its own prefix.
 _TRAINING = re.compile(
@@ -67,9 +67,9 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
     index = read_index(container)
     common = _common(index)
     if not isinstance(common, Mapping):
-        raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
+        raise CheckpointMismatchError(f"{where}: {COMMON_NAME} does not hold a checkpoint")
     tensors = _with_joined_halves(_layers(model_tensors(index), where))
-    own = {METADATA_NAME, INDEX_NAME, _COMMON_NAME} & container.members.keys()
+    own = {METADATA_NAME, INDEX_NAME, COMMON_NAME} & container.members.keys()
     files = {container.members[name].path for name in own}
     files |= {values.path for tensor in tensors.values() for values in tensor.stored}
     return CheckpointReader(
@@ -113,19 +113,19 @@ def _is_of_model(name: str) -> bool:
 
 def states_settings(container: Container) -> bool:
     """Return whether a distributed checkpoint holds Megatron-LM's arguments."""
-    if _COMMON_NAME in container.members:
+    if COMMON_NAME in container.members:
         return True
-    return not {_COMMON_KEY, *_COMMON_OBJECTS}.isdisjoint(read_index(container).objects)
+    return not {COMMON_KEY, *_COMMON_OBJECTS}.isdisjoint(read_index(container).objects)
 
 
 def _common(index: ShardedIndex) -> Any:
     """Return what a checkpoint holds other than tensors."""
     container = index.container
-    found = index.object(_COMMON_KEY)
+    found = index.object(COMMON_KEY)
     if found is not None:
         return found[0] if isinstance(found, list) and len(found) == 1 else found
-    if _COMMON_NAME in container.members or METADATA_NAME in container.members:
-        region = container.needed(_COMMON_NAME, "the description of what was saved")
+    if COMMON_NAME in container.members or METADATA_NAME in container.members:
+        region = container.needed(COMMON_NAME, "the description of what was saved")
         return read_torch_file(region)
     return {name: value for name in _COMMON_OBJECTS if (value := index.object(name)) is not None}
 
@@ -135,7 +135,7 @@ def _check_backend(container: Container) -> None:
     if METADATA_NAME not in container.members:
         return  # torch has saved it alone
     backend = json_file(container.members[METADATA_NAME]).get("sharded_backend")
-    if backend == _BACKEND:
+    if backend == BACKEND:
         return
     advice = (
         "; megatron-core before 0.16 loads it, and Megatron-LM of that time saves it again with "
@@ -145,7 +145,7 @@ def _check_backend(container: Container) -> None:
     )
     raise CheckpointMismatchError(
         f"{container.path}: {container.folder}{METADATA_NAME}: sharded_backend = {backend!r}; "
-        f"expected {_BACKEND}{advice}"
+        f"expected {BACKEND}{advice}"
     )
 
 

@@ -21,11 +21,13 @@ from export_scripts.checkpoints.partitioned import (
     ranks_by_place,
 )
 from export_scripts.checkpoints.pt_archive import read_torch_table
+from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.json_content import Fields, Table
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 LATEST_NAME = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # without a number of iterations
 # Patterns of the files of tokenizers -> their names in the FT folder.
 _VOCABULARIES = {
     "*vocab.json": "vocab.json",
@@ -113,7 +115,7 @@ def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
         return path, ()
     text = read_small(latest).decode(errors="replace").strip()
     is_number = re.fullmatch(r"[0-9]{1,18}", text) is not None
-    name = text if text == "release" else f"iter_{int(text):07d}" if is_number else ""
+    name = text if text == RELEASE else f"iter_{int(text):07d}" if is_number else ""
     if not name or not (path / name).is_dir():
         raise CheckpointMismatchError(f"{latest} names {text[:100]!r}, which is not in {path}")
     return path / name, (f"took {name}, which {LATEST_NAME} names",)
@@ -151,8 +153,8 @@ def _model(tree: Mapping[Any, Any], root: Path) -> Mapping[Any, Any]:
 
 
 def _tokenizer_files(root: Path) -> dict[str, Region]:
-    """Return the vocabulary files next to the rank folders."""
-    return {
+    """Return the tokenizer's files next to the rank folders, in either library's names."""
+    return huggingface_files(folder_members(root)) | {
         name: Region(hits[0])
         for pattern, name in _VOCABULARIES.items()
         if len(hits := list(root.glob(pattern))) == 1

@@ -19,6 +19,7 @@ from export_scripts.sentencepiece_model import read_sentencepiece
 
 _MOST_ID = (1 << 32) - 1  # of the tokenizers library
 
+_GENERATION = "generation_config.json"
 _END_OF_TEXT = "<|endoftext|>"
 # NeMo's relative paths start from where its run was launched: look in the working directory, then
 # from the checkpoint's folder upwards.
@@ -85,9 +86,21 @@ class SpecialIds:
 def special_ids(files: Mapping[str, Region]) -> SpecialIds:
     """Return the special ids that tokenizer files state, by their names in the FT folder.
 
+    The generation's configuration states them where the tokenizer does not.
+
     Raises:
         CheckpointMismatchError: A tokenizer file cannot be read.
     """
+    found = _ids_of_tokenizer(files)
+    if found.eos is not None or _GENERATION not in files:
+        return found
+    stated = json_file(files[_GENERATION])
+    ids = (stated.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
+    firsts = (each[0] if isinstance(each, list) and each else each for each in ids)
+    return SpecialIds(*(each if type(each) is int and each >= 0 else None for each in firsts))
+
+
+def _ids_of_tokenizer(files: Mapping[str, Region]) -> SpecialIds:
     if "tokenizer.model" in files:
         return _sentencepiece_ids(files["tokenizer.model"])
     if "vocab.json" in files:

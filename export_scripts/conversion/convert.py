@@ -16,14 +16,21 @@ from export_scripts.checkpoints.base import fingerprint_files, json_file
 from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
+from export_scripts.checkpoints.megatron import is_megatron
 from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_folder
 from export_scripts.conversion.fp8 import in_fp8
 from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
 from export_scripts.conversion.lora import PEFT_CONFIG, peft_problems
 from export_scripts.conversion.peft import plan_peft
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
-from export_scripts.conversion.request import PEFT, ConversionRequest, request_problems
+from export_scripts.conversion.request import (
+    PEFT,
+    TORCH_DIST,
+    ConversionRequest,
+    request_problems,
+)
 from export_scripts.conversion.tokenizer import with_tokenizer
+from export_scripts.conversion.torch_dist import plan_torch_dist
 from export_scripts.errors import CheckpointMismatchError, listed, refuse, without_middle
 from export_scripts.files.disk import check_space
 from export_scripts.files.journal import Journal
@@ -136,8 +143,10 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
 
 def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> ConversionPlan:
     plan = plan_conversion(request, scratch_dir=scratch_dir)
-    if not request.is_huggingface:
+    if request.has_shards:
         return plan
+    if request.output_format == TORCH_DIST:
+        return plan_torch_dist(plan)
     if request.output_format == PEFT:
         return plan_peft(plan)
     folder = plan_huggingface(plan)
@@ -154,7 +163,8 @@ def _identity(request: ConversionRequest) -> str:
             for name, path in request.sources
         ],
         "tp_size": request.tp_size,
-        **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
+        **({} if request.has_shards else {"max_shard_bytes": request.max_shard_bytes}),
+        **({} if request.megatron_model == "gpt" else {"megatron_model": request.megatron_model}),
         "weight_data_type": request.weight_data_type,
         **({} if request.fp8 is None else {"fp8": request.fp8}),
         # Settings that may choose among several checkpoints, or several families, of one source.
@@ -237,7 +247,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
             "files": [str(path.absolute()) for path in reader.files],
             "fingerprint": _source_print(request.checkpoint_path, settings=request.model_config),
             # A Hugging Face folder that is made of shards has them again.
-            **({} if request.is_huggingface else {"settings": kept_settings(plan)}),
+            **({"settings": kept_settings(plan)} if request.has_shards else {}),
         },
         "lora": [
             {"path": str(path.absolute()), "fingerprint": _source_print(path)}
@@ -284,12 +294,13 @@ def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> 
 def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
     """Return every difference between a converted folder and its description.
 
-    Of an FT folder as `validate_directory`; of a Hugging Face folder: its names, shapes and sizes
-    against its configuration, and its files against its manifest; of an adapter: the latter, and
-    settings that would not be read.
+    Of an FT folder as `validate_directory`; of others: names, shapes and sizes against the
+    configuration, and files against the manifest; of an adapter: the latter, and settings that
+    would not be read.
     """
     settings = folder / PEFT_CONFIG
-    if not settings.is_file() and not (folder.is_dir() and is_huggingface(folder)):
+    is_known = folder.is_dir() and (is_huggingface(folder) or is_megatron(folder))
+    if not settings.is_file() and not is_known:
         return validate_directory(folder, checksums=checksums)
     problems = list(manifest_problems(folder, checksums=checksums).values())
     if settings.is_file():

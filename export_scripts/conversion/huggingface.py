@@ -10,7 +10,7 @@ import fnmatch
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from export_scripts.checkpoints.base import (
@@ -38,6 +38,7 @@ from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
+_TARGET = "Hugging Face"
 # safetensors' names of the types written.
 _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8": "F8_E4M3"}
 _HEADS = ("model.lm_head.weight", "lm_head.weight")
@@ -78,8 +79,7 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
     """
-    refuse(_tuning_reasons(source))
-    mapping, config, tensors = _chosen(source)
+    mapping, config, tensors = chosen_form(source, _TARGET, _configurations)
     tensors += carried_tensors(source, mapping)
     files, remarks = _other_files(source, mapping, config)
     plan = dataclasses.replace(source, extra_files=files, remarks=(*source.remarks, *remarks))
@@ -100,38 +100,50 @@ def with_weights(plan: ConversionPlan, tensors: Sequence[WrittenTensor]) -> Conv
     )
 
 
-def _tuning_reasons(source: ConversionPlan) -> list[str]:
-    """Return what was tuned on top of a model, which its folder cannot hold, and is not passed."""
+def _tuning_reasons(source: ConversionPlan, target: str) -> list[str]:
+    """Return what was tuned on top of a model, which a target cannot hold, and is not passed."""
     names = [f"prompt:{task.task_name}" for task in source.config.tasks]
     names += [f"ia3:{number}" for number in range(getattr(source.config, "ia3_num_tasks", 0))]
     return [
-        f"{source.facts.reader.path}: {name} has no place in a Hugging Face folder: serve it from "
+        f"{source.facts.reader.path}: {name} has no place in a {target} folder: serve it from "
         f"shards, or leave it out (--allow '{name}')"
         for name in names
         if not source.request.allows(name)
     ]
 
 
-def _chosen(
-    source: ConversionPlan,
+# Mappings with configurations to try, and whether each is the source's own.
+Candidates = Sequence[tuple[SourceMapping, Fields, bool]]
+
+
+def chosen_form(
+    source: ConversionPlan, target: str, candidates: Callable[[ConversionPlan, bool], Candidates]
 ) -> tuple[SourceMapping, Fields, tuple[WrittenTensor, ...]]:
-    """Return the first configuration that holds, after its mapping and before its tensors."""
+    """Return the first configuration that holds, after its mapping and before its tensors.
+
+    `candidates` are asked with whether the head is the embedding.
+
+    Raises:
+        CheckpointMismatchError: None holds; the reasons of the nearest are listed.
+    """
+    refuse(_tuning_reasons(source, target))
     tried: list[tuple[bool, str, list[str]]] = []
     is_tied = has_tied_head(source)
-    for mapping, config, is_own in _configurations(source, is_tied):
+    for mapping, config, is_own in candidates(source, is_tied):
         tensors, reasons, is_read = _tried(source, mapping, config, is_tied, is_own=is_own)
         if not reasons:
             return mapping, config, tensors
         if not is_own:
-            tried.append((not is_read, config["model_type"], reasons))
+            tried.append((not is_read, config.get("model_type", "decoder"), reasons))
     # The nearest one's; the others differ in as much, or in what no setting says.
     _, kind, reasons = min(tried, key=lambda each: (each[0], len(each[2])))
     path, has_shards = source.facts.reader.path, source.mapping.family.has_shards
-    remedy = ": convert it to shards, which express it" if has_shards else ""
+    is_last = target != _TARGET or not has_shards
+    remedy = "" if is_last else ": convert it to shards, which express it"
     raise CheckpointMismatchError(
         [
-            *(f"{path} as a Hugging Face {kind}: {reason}" for reason in reasons),
-            f"{path} has no equal in Hugging Face, of which {kind} is nearest{remedy}",
+            *(f"{path} as a {target} {kind}: {reason}" for reason in reasons),
+            f"{path} has no equal in {target}, of which {kind} is nearest{remedy}",
         ]
     )
 
@@ -140,15 +152,22 @@ def kept_settings(plan: ConversionPlan) -> Table:
     """Return the settings that a new folder has of its source's config.json, or of one before."""
     reader = plan.facts.reader
     own = reader.settings if isinstance(reader, FTFolder) else plan.facts.config
-    if isinstance(reader, FTFolder) or plan.mapping.written is not None:
+    if isinstance(reader, FTFolder) or reader.format == "huggingface":
         return {key: value for key, value in own.items() if key not in _NOT_KEPT}
     stated = next((own[name] for name in _POSITIONS if isinstance(own.get(name), int)), None)
     return {} if stated is None else {_LONGEST: stated}
 
 
-def _configurations(
-    source: ConversionPlan, is_tied: bool
-) -> list[tuple[SourceMapping, Fields, bool]]:
+def written_mappings(source: ConversionPlan, form: str) -> list[SourceMapping]:
+    """Return the mappings by which a source's family is written in a format."""
+    return [
+        mapping
+        for mapping in SOURCE_MAPPINGS
+        if mapping.family is source.mapping.family and mapping.written and mapping.format == form
+    ]
+
+
+def _configurations(source: ConversionPlan, is_tied: bool) -> Candidates:
     """Return every configuration to try, after its mapping and before whether it is the source's.
 
     The source's own comes first, as it is but for settings that it leaves open: releases of
@@ -159,9 +178,8 @@ def _configurations(
     reader, every = source.facts.reader, kept_settings(source)
     origin = reader.origin if isinstance(reader, FTFolder) else source.mapping.name
     found = []
-    for mapping in SOURCE_MAPPINGS:
-        if mapping.family is not source.mapping.family or mapping.written is None:
-            continue
+    for mapping in written_mappings(source, "huggingface"):
+        assert mapping.written
         for written in mapping.written(source.config, is_tied):
             whole = {
                 key: value
@@ -227,11 +245,13 @@ def _tried(
     """
     folder, kind = source.request.folder, source.config.weight_data_type
     # Weights are named as in a folder that states its configuration and holds no tensor.
-    empty = CheckpointReader("huggingface", folder, config, {}, ())
+    empty = CheckpointReader(mapping.format, folder, config, {}, (), is_distributed=True)
+    tokens = {name: str(getattr(source.config, name, 0)) for name in ("start_id", "end_id")}
     facts = Facts(
         empty,
         tp_size=1,
         weight_data_type=kind,
+        given=tokens if mapping.format != "huggingface" else {},
         prefix=mapping.prefix,
         tokenizer=source.facts.tokenizer,
     )
@@ -329,18 +349,26 @@ def copied_tensor(key: str, shape: Shape) -> WrittenTensor:
     return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), Copy(key), {}), same(shape)),))
 
 
-def _shards(
-    tensors: Sequence[WrittenTensor], kind: str, max_shard_bytes: int
-) -> tuple[WrittenFile, ...]:
+def grouped(
+    tensors: Sequence[WrittenTensor], kind: str, max_bytes: int
+) -> list[list[WrittenTensor]]:
+    """Return the tensors of each file; one that is larger than a file has its own."""
     groups: list[list[WrittenTensor]] = [[]]
     size = 0
     for tensor in tensors:
         own = math.prod(tensor.shape) * item_size(tensor.data_type or kind)
-        if groups[-1] and size + own > max_shard_bytes:
+        if groups[-1] and size + own > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
         size += own
+    return groups
+
+
+def _shards(
+    tensors: Sequence[WrittenTensor], kind: str, max_shard_bytes: int
+) -> tuple[WrittenFile, ...]:
+    groups = grouped(tensors, kind, max_shard_bytes)
     names = [WEIGHTS_NAME]
     if (count := len(groups)) > 1:
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]

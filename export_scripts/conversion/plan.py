@@ -113,14 +113,14 @@ def plan_conversion(
     extra_files |= generation_file(facts, config)
     try:
         config.architecture()
-        if not request.is_huggingface:
+        if request.has_shards:
             extra_files[CONFIG_NAME] = config_text(config).encode()
     except ValueError as error:
         problems += str(error).split("\n")
     problems += _tokenizer_problems(request, facts)
     refuse(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
-    shards = () if request.is_huggingface else tuple(_shards(item, config) for item in tensors)
+    shards = tuple(_shards(item, config) for item in tensors) if request.has_shards else ()
     return ConversionPlan(
         request=request,
         mapping=mapping,
@@ -287,17 +287,17 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
 def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:
     names, path = request.names, facts.reader.path
     problems = mapping.reasons(facts)
-    if isinstance(facts.reader, FTFolder) and not request.is_huggingface:
+    if isinstance(facts.reader, FTFolder) and request.has_shards:
         problems.append(
-            f"{path} is a folder of shards, which becomes a Hugging Face folder alone: convert its "
-            "checkpoint, or that folder, to other shards"
+            f"{path} is a folder of shards, which becomes no other shards: convert its checkpoint, "
+            "or the Hugging Face folder that is made of it"
         )
     if isinstance(facts.reader, FTFolder) and request.lora_checkpoints:
         problems.append(
             f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
             "Face folder first, and merge the adapters into that"
         )
-    if not (mapping.family.has_shards or request.is_huggingface):
+    if request.has_shards and not mapping.family.has_shards:
         problems.append(
             f"{path} is a mixture of experts, which has no folder of shards: write it as a Hugging "
             f"Face folder ({names['output_format']}=huggingface) and serve that with vLLM "
@@ -306,7 +306,7 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
     if request.keep_fp8:
         why = {
             "they are merged into wider ones": bool(request.lora_checkpoints),
-            "a Hugging Face folder is written with wider ones": request.is_huggingface,
+            "only shards are written with them": not request.has_shards,
             "the checkpoint has none, or of several forms": not facts.reader.fp8,
             f"{mapping.family.name} folders hold none": "fp8_group_size"
             not in get_type_hints(mapping.family.config),

@@ -16,10 +16,10 @@ from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.suggest import did_you_mean
 from export_scripts.values import option
 
-# Formats of a result: shards for this engine and FT's backend, a folder for all others, or the
-# adapter alone for these.
-PEFT = "peft"
-OUTPUT_FORMATS = ("fastertransformer", "huggingface", PEFT)
+# Formats of a result: shards for this engine and FT's backend, a folder for all others, the adapter
+# alone for these, and a checkpoint from which Megatron-LM trains on.
+PEFT, TORCH_DIST, HYBRID = "peft", "torch_dist", "hybrid"
+OUTPUT_FORMATS = ("fastertransformer", "huggingface", PEFT, TORCH_DIST)
 
 # Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +33,8 @@ class ConversionOptions:
     """Options of a conversion, of its command and of the configuration's section `convert`."""
 
     max_shard_bytes: int = option(
-        "most bytes of a file of a Hugging Face folder; by default 5 GB, as transformers cuts it",
+        "most bytes of a file of a Hugging Face folder or a torch_dist checkpoint; by default "
+        "5 GB, as transformers cuts it",
         5_000_000_000,
         within=(1, 1 << 50),
     )
@@ -42,6 +43,12 @@ class ConversionOptions:
         "(channel) or matrix (tensor)",
         None,
         choices=("block", "channel", "tensor"),
+    )
+    megatron_model: str = option(
+        "megatron-core's model for which a torch_dist checkpoint is written: GPTModel (gpt) or "
+        "HybridModel (hybrid)",
+        "gpt",
+        choices=("gpt", HYBRID),
     )
     prompt_checkpoints: tuple[Path, ...] = option("prompt-learning archives to add", (), path=True)
     ia3_checkpoints: tuple[Path, ...] = option("IA3 archives to add, one task each", (), path=True)
@@ -117,14 +124,19 @@ class ConversionRequest(ConversionOptions):
     @property
     def is_huggingface(self) -> bool:
         """True if a Hugging Face folder is to be written, or an adapter of one."""
-        return self.output_format != OUTPUT_FORMATS[0]
+        return self.output_format in ("huggingface", PEFT)
+
+    @property
+    def has_shards(self) -> bool:
+        """True if shards are to be written, which alone are of ranks."""
+        return self.output_format == OUTPUT_FORMATS[0]
 
     @property
     def folder(self) -> Path:
         """The folder to write."""
-        if self.is_huggingface:
-            return self.output_dir / self.output_format
-        return ft_directory(self.output_dir, self.tp_size)
+        if self.has_shards:
+            return ft_directory(self.output_dir, self.tp_size)
+        return self.output_dir / self.output_format
 
     @property
     def sources(self) -> list[tuple[str, Path]]:
@@ -185,10 +197,14 @@ def request_problems(request: ConversionRequest) -> list[str]:
             f"{did_you_mean(request.output_format, OUTPUT_FORMATS)}; use "
             + ", ".join(OUTPUT_FORMATS)
         )
-    elif request.is_huggingface and request.tp_size != 1:
+    elif not request.has_shards and request.tp_size != 1:
         problems.append(
-            f"{names['tp_size']}={request.tp_size}: a Hugging Face folder has no ranks; leave this "
-            "out"
+            f"{names['tp_size']}={request.tp_size}: a {request.output_format} folder has no ranks; "
+            "leave this out"
+        )
+    if request.megatron_model == HYBRID and request.output_format != TORCH_DIST:
+        problems.append(
+            f"{names['megatron_model']}={HYBRID} is for {names['output_format']}={TORCH_DIST}"
         )
     if request.fp8 is not None and request.output_format != "huggingface":
         problems.append(

@@ -96,27 +96,27 @@ _WORKSPACE = Workspace()
 
 
 def file_chunks(
-    pieces: Iterable[tuple[Parts, Window, str]],
+    pieces: Iterable[bytes | tuple[Parts, Window, str]],
     size_bytes: int,
-    header: bytes = b"",
     look: Callable[[Bytes, str], None] = lambda *_: None,
 ) -> Iterator[memoryview]:
     """Yield the contents of a file in whole blocks, and the rest.
 
-    After the header come the pieces: a tensor, the window to take of it, and its type. `look` is
-    called with the bytes and the type of each before they are yielded. A chunk of a file of
-    LARGE_BYTES or more is valid until the next but one is requested.
+    A piece is a tensor, the window to take of it, and its type; or bytes as they are. `look` is
+    called with the bytes and the type of each tensor's before they are yielded. A chunk of a file
+    of LARGE_BYTES or more is valid until the next but one is requested.
     """
     space = _WORKSPACE
     is_large = size_bytes >= LARGE_BYTES
     buffer = space.next_chunk(space.chunk_bytes) if is_large else np.empty(size_bytes, np.uint8)
-    buffer, filled = space.with_room(buffer, 0, len(header)), len(header)
-    buffer[:filled] = memoryview(header)
-    for parts, window, data_type in pieces:
+    filled = 0
+    for piece in pieces:
+        parts, window, data_type = (piece, [(0, 1)], "fp32") if isinstance(piece, bytes) else piece
+        del piece
         dtype = DTYPES[data_type]
         (first, end), *others = window
         shape = [high - low for low, high in others]
-        row = math.prod(shape) * dtype.itemsize
+        row = len(parts) if isinstance(parts, bytes) else math.prod(shape) * dtype.itemsize
         while first < end:
             if filled + row > len(buffer):
                 whole = filled // BLOCK_BYTES * BLOCK_BYTES
@@ -128,9 +128,12 @@ def file_chunks(
                 buffer = space.with_room(buffer, filled, row)
             rows = min(end - first, (len(buffer) - filled) // row)
             raw = buffer[filled : filled + rows * row]
-            taken = [(first, first + rows), *others]
-            gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
-            look(raw, data_type)
+            if isinstance(parts, bytes):
+                raw[:] = memoryview(parts)
+            else:
+                taken = [(first, first + rows), *others]
+                gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
+                look(raw, data_type)
             first += rows
             filled += rows * row
         del parts

@@ -13,6 +13,7 @@ from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Parts, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
+from export_scripts.files.torch_archive import Archive
 from export_scripts.numeric.dtypes import Shape
 
 _REMEDY = (
@@ -69,6 +70,7 @@ class WrittenTensor:
     key: str
     pieces: tuple[tuple[TensorPlan, View | None], ...]
     data_type: str | None = None  # None for that of its file
+    archive: Archive | None = None  # around the tensor, if it has one to itself
 
     @property
     def shape(self) -> Shape:
@@ -85,7 +87,7 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file to write: a header, then its tensors without gaps."""
+    """One file to write: a header, then its tensors, or their archives, without gaps."""
 
     name: str
     tensors: tuple[WrittenTensor, ...]

@@ -24,6 +24,7 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
+from export_scripts.files.checksum import crc32
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric import widening
 from export_scripts.numeric.arrays import to_float32
@@ -99,6 +100,7 @@ class _Group:
     # Tensors of the family, with the parts that were made of their sources.
     _built: dict[TensorPlan, Parts] = field(default_factory=dict)
     _is_finite: bool = True  # whether all values written of the present tensor are
+    _checksum: int = 0  # of these values
 
     def place(self) -> tuple[str, int]:
         """Return the file and offset at which the first tensor begins in the source."""
@@ -170,15 +172,18 @@ class _Group:
         self._keep(())
 
     def _write(self, file: WrittenFile) -> None:
+        has_archives = file.tensors[0].archive is not None
+
         def look(raw: Bytes, kind: str) -> None:
             self._is_finite = self._is_finite and is_finite(raw, kind)
+            if has_archives:
+                self._checksum = crc32(raw, self._checksum)
 
         facts = {} if file.header else {"tensor": file.tensors[0].key}
-        pieces = self._pieces(file)
-        chunks = file_chunks(pieces, file.size_bytes, file.header, look)
+        chunks = file_chunks(self._pieces(file), file.size_bytes, look)
         self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
-    def _pieces(self, file: WrittenFile) -> Iterator[tuple[Parts, Window, str]]:
+    def _pieces(self, file: WrittenFile) -> Iterator[bytes | tuple[Parts, Window, str]]:
         """Yield what follows each other in a file.
 
         What a tensor is made of is kept for the next one or the next file, if that has the same.
@@ -188,9 +193,13 @@ class _Group:
                 is not finite: no later run may take the file for a complete one.
         """
         problems: list[str] = []
+        if file.header:
+            yield file.header
         for tensor in file.tensors:
             self._keep(tensor.items)
-            self._is_finite = True
+            self._is_finite, self._checksum = True, 0
+            if tensor.archive:
+                yield tensor.archive.parts()[0]
             for item in tensor.items:
                 if item not in self._built:
                     problems += self._damage(item)
@@ -205,6 +214,8 @@ class _Group:
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, file.type_of(tensor)
                 del parts
+            if tensor.archive:
+                yield tensor.archive.parts(self._checksum)[1]
             problems += self._value_problems(tensor, file.type_of(tensor))
         refuse(problems)
 

@@ -536,12 +536,26 @@ def _core_config(facts: Facts) -> MixtureConfig:
     return core.core_config(facts, MixtureConfig, own)
 
 
+def _core_args(config: MixtureConfig, is_tied: bool) -> list[Fields]:
+    return [
+        {
+            **args,
+            "num_experts": config.expert_num,
+            "moe_ffn_hidden_size": config.inter_size,
+            "moe_router_topk": config.experts_per_token,
+            "moe_router_pre_softmax": not config.normalized_routing,
+        }
+        for args in core.dense_args(config, is_tied)
+    ]
+
+
 def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
     # A norm is fused with what alone reads its output: not that of experts, which the router reads
     # too. megatron-core's own layers have once named it so nevertheless.
     def norm(layer: int) -> str:
         fused, apart = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm"
         is_apart = facts.has(f"{CORE_LAYER}{apart}.weight".format(layer=layer))
+        is_apart = is_apart or not facts.reader.tensors  # a checkpoint to write
         return apart if is_apart else fused
 
     names = core_names(facts) | whole_names(
@@ -609,6 +623,7 @@ MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         ),
         ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
         warnings=_core_warnings,
+        written=_core_args if dense.written else None,
     )
     for dense in core.DENSE_CORE_MAPPINGS
 )

@@ -113,7 +113,7 @@ def _other_class(pair: Pair) -> Iterator[Remark]:
         each["architectures"]
         for is_tied in (False, True)
         for each in mapping.written(pair.config, is_tied)
-        if each["model_type"] == stated.get("model_type")
+        if each.get("model_type") == stated.get("model_type", "")
     ]
     found = stated.get(_ARCHITECTURES)
     if usual and found is not None and found not in usual:

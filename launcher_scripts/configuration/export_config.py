@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from export_scripts.conversion.hub import cached_model
-from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionRequest
+from export_scripts.conversion.request import OUTPUT_FORMATS, TORCH_DIST, ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from export_scripts.values import shown
@@ -24,11 +24,12 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
     deployment = config.export.triton_deployment
     own = dict(vars(config.convert))
     output_format, given = own.pop("format"), own.pop("given")
-    has_ranks = output_format == OUTPUT_FORMATS[0]
-    if exports and not has_ranks:
+    has_shards = output_format == OUTPUT_FORMATS[0]
+    if exports and not has_shards:
         raise ValueError(
-            f"convert.format={output_format} makes a folder for other engines, which a repository "
-            "cannot hold: run stages=[convert] alone, or leave convert.format=fastertransformer"
+            f"convert.format={output_format} makes a folder for other engines or trainers, which a "
+            "repository cannot hold: run stages=[convert] alone, or leave "
+            f"convert.format={OUTPUT_FORMATS[0]}"
         )
     return ConversionRequest(
         **own,
@@ -37,9 +38,9 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         checkpoint_path=cached_model(Path(model.checkpoint_path)),
         checkpoint_name=model.checkpoint_name,
         output_dir=Path(deployment.triton_model_dir) / "1",
-        # The ranks are the server's; a Hugging Face folder has none.
-        tp_size=model.tensor_model_parallel_size if has_ranks else 1,
-        pp_size=deployment.pipeline_model_parallel_size if has_ranks else 1,
+        # The ranks are the server's; other folders than shards have none.
+        tp_size=model.tensor_model_parallel_size if has_shards else 1,
+        pp_size=deployment.pipeline_model_parallel_size if has_shards else 1,
         weight_data_type=model.weight_data_type,
         processes=model.processes,
         model_type=config.export.run.model_type,
@@ -51,9 +52,15 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
     """Return the comparison of a folder, by default the one that the conversion makes.
 
     Raises:
-        ValueError: The conversion makes an adapter, which is not a whole model.
+        ValueError: The conversion makes an adapter, which is not a whole model, or a checkpoint
+            of Megatron-LM, which is not compared.
     """
     options, request = config.certify, conversion_request(config, exports=False)
+    if options.folder is None and request.output_format == TORCH_DIST:
+        raise ValueError(
+            "the stage certify compares shards and Hugging Face folders, not the checkpoint of "
+            f"convert.format={TORCH_DIST}: run stages=[convert] alone, or name a certify.folder"
+        )
     own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
     if config.convert.is_adapter and options.folder is None:
         raise ValueError(

@@ -44,6 +44,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
     ),
     "export_scripts.families.dense": (
+        "export_scripts.errors",
         "export_scripts.families.gpt",
         "export_scripts.families.layout",
         "export_scripts.families.mapping",

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from export_scripts.errors import refuse
 from export_scripts.families.dense.huggingface import GATED, chosen_layers
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     GPT_CORE_MAPPINGS,
     common_fields,
+    core_args,
     core_embedding,
     core_names,
     core_traits,
@@ -28,7 +30,7 @@ from export_scripts.families.mapping.megatron_traits import (
     unknown_model,
 )
 from export_scripts.families.mapping.names import completed, named_sources
-from export_scripts.families.mapping.rotary import scaling_fields
+from export_scripts.families.mapping.rotary import rotary_fraction, scaling_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Sources
@@ -169,6 +171,58 @@ def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
     }
 
 
+def dense_args(config: DenseConfig, _: bool) -> list[Fields]:
+    """Return Megatron-LM's arguments for a dense decoder, as they may be; `core_config` decides.
+
+    Raises:
+        CheckpointMismatchError: Its models lack a trait that only tensors show.
+    """
+    biases = config.has_qkv_bias, config.has_attention_dense_bias, config.has_mlp_bias
+    problems = []
+    if any(biases[1:]) and not all(biases):
+        problems.append(
+            "its biases are neither in all matrices (add_bias_linear) nor in queries, keys and "
+            "values alone (add_qkv_bias)"
+        )
+    if config.has_output_norms:
+        problems.append("its norms of what attention and MLP add are Megatron Bridge's alone")
+    refuse(problems)
+    kind, scaling = config.rotary_scaling_type, config.rotary_scaling
+    return [
+        {
+            **core_args(config),
+            "position_embedding_type": "rope",
+            "use_rotary_position_embeddings": True,
+            "rotary_base": int(config.rotary_base),
+            "rotary_percent": rotary_fraction(config.rotary_embedding, config.size_per_head),
+            "use_rope_scaling": kind == "llama3",
+            "rope_scaling_factor": scaling.get("factor", 8.0),
+            "rotary_seq_len_interpolation_factor": (
+                int(scaling["factor"]) if kind == "linear" else None
+            ),
+            "normalization": "RMSNorm" if config.norm_type == "rmsnorm" else "LayerNorm",
+            "apply_layernorm_1p": config.norm_one_plus,
+            "qk_layernorm": config.query_key_norm == "head",
+            "group_query_attention": config.kv_head_num != config.head_num,
+            "num_query_groups": config.kv_head_num,
+            "add_bias_linear": all(biases),
+            "add_qkv_bias": biases[0],
+            "window_size": config.sliding_window and (config.sliding_window - 1, 0),
+            "window_attn_skip_freq": _flags(config, config.sliding_layers),
+            "no_rope_freq": _flags(config, config.rotary_layers, without=True),
+        }
+    ]
+
+
+def _flags(
+    config: DenseConfig, layers: tuple[int, ...] | None, *, without: bool = False
+) -> list[int] | None:
+    """Return for each layer whether it is among some, or `without`; None where all are."""
+    if layers is None:
+        return None
+    return [int((number in layers) is not without) for number in range(config.num_layer)]
+
+
 def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[int, ...] | None:
     """Return the layers that a pattern does not skip; None: all.
 
@@ -287,6 +341,7 @@ DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         unsupported=core_reasons,
         obstacles=lambda facts: megatron_obstacles(core_traits(facts).source, "dense"),
         accepts=(),
+        written=dense_args if gpt.written else None,
     )
     for gpt in GPT_CORE_MAPPINGS
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
+from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
@@ -281,7 +282,9 @@ def core_names(facts: Facts) -> Fields:
     Transformer Engine's fused modules keep `layer_norm_weight` and `layer_norm_bias` inside.
     """
     qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
-    fused = facts.has(f"{CORE_LAYER}{qkv}.layer_norm_weight".format(layer=0))
+    # A checkpoint to write, which has no tensors yet, has those of Transformer Engine.
+    norm = f"{CORE_LAYER}{qkv}.layer_norm_weight".format(layer=0)
+    fused = not facts.reader.tensors or facts.has(norm)
     names = {
         "model.wte": "model.embedding.word_embeddings",
         "model.wpe": "model.embedding.position_embeddings",
@@ -319,6 +322,33 @@ def core_traits(facts: Facts) -> MegatronTraits:
     return MegatronTraits(facts.reader.format, config)
 
 
+def core_args(config: Any) -> Fields:
+    """Return Megatron-LM's arguments for what the configs of all its decoders have.
+
+    NVIDIA/Megatron-LM, megatron/training/arguments.py. Biases are everywhere.
+    """
+    activation, gated = activation_choice(config.activation_type)
+    return {
+        "num_layers": config.num_layer,
+        "hidden_size": config.hidden,
+        "ffn_hidden_size": config.inter_size,
+        "num_attention_heads": config.head_num,
+        "kv_channels": config.size_per_head,
+        "max_position_embeddings": config.max_pos_seq_len,
+        "seq_length": config.max_pos_seq_len,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": config.layernorm_eps,
+        "add_bias_linear": True,
+        "swiglu": gated,
+        "squared_relu": activation == "relu2",
+        "bias_gelu_fusion": activation == "gelu" and not config.exact_gelu,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "padded_vocab_size": config.vocab_size,
+        "make_vocab_size_divisible_by": 128,
+    }
+
+
 def core_embedding(facts: Facts) -> Fields:
     """Return the vocabulary, and whether the head is its embedding.
 
@@ -348,6 +378,7 @@ GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         prefix="model.",
         accepts=("prompt",),
         warnings=assumed_tokens_warning,
+        written=((lambda config, _: [core_args(config)]) if source_format == "megatron" else None),
     )
     for source_format, title in (
         ("nemo", "NeMo GPT in megatron-core layout"),

@@ -292,13 +292,13 @@ def test_values_that_fp16_lacks_leave_no_folder(tmp_path: Path) -> None:
 
 def test_shards_of_shards_are_refused(tmp_path: Path) -> None:
     shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
-    with pytest.raises(ValueError, match="is a folder of shards, which becomes a Hugging Face"):
+    with pytest.raises(ValueError, match="is a folder of shards, which becomes no other"):
         written(shards, tmp_path / "again", tp_size=2)
 
 
 def test_a_hugging_face_folder_has_no_ranks(tmp_path: Path) -> None:
     source = write_model("gpt2", tmp_path / "original")
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size=2: a Hugging Face folder"):
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size=2: a huggingface folder"):
         way_out(source, tmp_path, tp_size=2)
 
 

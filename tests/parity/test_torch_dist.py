@@ -1,0 +1,59 @@
+"""torch_dist checkpoints of Hugging Face models give their logits in megatron-core's own models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.megatron_core_models import Load, load_all
+from tests.tiny_transformers import write_model
+
+# Relative to the largest logit; fp32 on both sides, in another order of summation.
+TOLERANCE = 1e-5
+IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23]
+# The vocabulary of 53 is padded for two ranks.
+CASES = [
+    ("llama", "gpt"), ("llama", "hybrid"), ("llama-tied", "hybrid"), ("gpt2", "gpt"),
+    ("gpt2", "hybrid"), ("qwen2", "gpt"), ("qwen3", "gpt"), ("smollm3", "hybrid"),
+    ("mistral", "gpt"), ("qwen2-some-windows", "hybrid"), ("mixtral", "gpt"),
+    ("mixtral", "hybrid"), ("qwen3-moe", "gpt"),
+]  # fmt: skip
+# Tensor-parallel ranks and pipeline stages.
+RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+WORLD_SIZE = 4
+# Those of other releases of megatron-core, separated by colons.
+PYTHONS = [sys.executable, *filter(None, os.environ.get("SLIPWAY_MEGATRON_CORE", "").split(":"))]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_megatron_core_computes_what_transformers_does(python: str, tmp_path: Path) -> None:
+    loads: list[Load] = []
+    expected: list[torch.Tensor] = []
+    for number, (name, form) in enumerate(CASES):
+        changes = {"attention_bias": False} if name == "smollm3" else {}
+        source = write_model(name, tmp_path / f"{name}-{form}", **changes)
+        request = ConversionRequest(
+            source, tmp_path / f"out{number}", 1, "fp32", output_format="torch_dist",
+            megatron_model=form,
+        )  # fmt: skip
+        folder = convert(request).ft_dir / "release"
+        ranks = RANKS if number < 2 else [RANKS[1 + number % 3]]
+        for tp_size, pp_size in ranks:
+            logits = str(tmp_path / f"{name}-{form}-{tp_size}-{pp_size}.pt")
+            loads.append(Load(str(folder), logits, IDS, tp_size, pp_size))
+        model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+        with torch.no_grad():
+            expected += [model(torch.tensor([IDS])).logits[0]] * len(ranks)
+    load_all(loads, tmp_path, WORLD_SIZE, python=python)
+    found = [torch.load(load.logits) for load in loads]
+    errors = {
+        Path(load.logits).stem: float((one - other).abs().max() / other.abs().max())
+        for load, one, other in zip(loads, found, expected, strict=True)
+    }
+    assert max(errors.values()) < TOLERANCE, errors
