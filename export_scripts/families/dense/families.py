@@ -830,7 +830,7 @@ _DECODERS = (
     DenseDecoder(
         model_type="ministral3",
         model="Ministral3ForCausalLM",
-        title="Ministral 3",
+        title="Ministral 3 text",
         window=Window(),
         head_dim=128,
         read=_growth,
