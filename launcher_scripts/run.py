@@ -164,8 +164,8 @@ class Run:
     def advance(self, *, shows: bool = False) -> int | None:
         """Start the next job once the one before it has ended, or serves.
 
-        Return the exit status once the last has ended, or one has failed and the others are
-        stopped; None before. `shows` has the progress of the one that runs shown.
+        Return the exit status once the last has ended, or one has failed; None before. Servers go
+        on. `shows` has the progress of the one that runs shown.
 
         Raises:
             SubmissionError: a job was refused.
@@ -184,7 +184,6 @@ class Run:
             self._since = time.monotonic()
             if status != EXIT_OK:
                 self._explain_failures()
-                self.stop_all()
                 return status
         return EXIT_OK
 
@@ -192,6 +191,7 @@ class Run:
         while (status := self.advance(shows=True)) is None:
             time.sleep(_POLL_S)
         if status != EXIT_OK:
+            self.stop_all()
             return status
         servers = [handle for handle in self.handles.values() if handle.job.is_server]
         keeps_serving = self.config.deploy.keep

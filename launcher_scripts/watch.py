@@ -8,6 +8,7 @@ from pathlib import Path
 
 from export_scripts.files.lock import folder_lock
 from export_scripts.files.replace import replace_file
+from export_scripts.values import shown
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.system.launch_environment import visible_gpus
@@ -16,10 +17,12 @@ from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.base import Room, SubmissionError
+from launcher_scripts.pipeline import read_stages
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import (
     TrainedCheckpoint,
@@ -40,7 +43,8 @@ from launcher_scripts.watch_state import (
 from stages import record
 from stages.base import Stage, fingerprint
 from stages.deploy import DeployStage
-from stages.deploy_config import DeployConfig
+from stages.deploy_config import DeployConfig, problems_of_exchange
+from stages.endpoint import STOP_NAME
 from stages.evaluate import REPORT_NAME, EvaluateStage
 
 # Where several servers may share a node, each takes ports of its own.
@@ -83,6 +87,7 @@ class Watch:
         self._found: dict[int, TrainedCheckpoint] = {}
         self._unknown: set[Path] = set()  # that were named
         self._runs: dict[int, Run] = {}  # of this machine, by step
+        self._servers: dict[int, Run] = {}  # of them those of which only the server goes on
         self._room: Room | None = None  # that was too little for the last that waited
 
     def problems(self) -> Iterator[str]:
@@ -95,6 +100,23 @@ class Watch:
                 f"action=watch does not start jobs on cluster_type={self.config.cluster_type}; "
                 "use local or bcm."
             )
+        if self.options.exchange:
+            yield from self._problems_of_exchange()
+
+    def _problems_of_exchange(self) -> Iterator[str]:
+        stages, _ = read_stages(self.config.stages)
+        if not {"deploy", "evaluate"} <= set(stages):
+            yield (
+                f"watch.exchange=true keeps servers, and stages={shown(self.config.stages)} has "
+                "none that others ask: it needs deploy and evaluate."
+            )
+        if self.config.export.triton_deployment.interactive:
+            yield (
+                "export.triton_deployment.interactive=true: watch.exchange=true would end "
+                "sessions; leave one of them out."
+            )
+        with contextlib.suppress(ValueError):  # which each pipeline reports
+            yield from problems_of_exchange(server_config(self.config))
 
     def run(self) -> int:
         """Watch until the last step, a quiet period or Ctrl-C; return the exit status.
@@ -136,6 +158,7 @@ class Watch:
                         self._follow_one(each)
                 while (chosen := self._next()) is not None and self._start(chosen):
                     pass
+                self._end_idle_servers()
                 self.state.keep_the_best()
                 has_ended = self._has_ended()
                 if is_look or has_ended:
@@ -227,6 +250,7 @@ class Watch:
             f"export.run.results_dir={hydra_text(str(results))}",
         ]
         overrides += self._gate_overrides(results)
+        overrides += self._server_overrides(each)
         if each.name is not None:
             overrides.append(f"export.model.checkpoint_name={hydra_text(each.name)}")
         composition = self.compose(overrides)
@@ -238,6 +262,11 @@ class Watch:
             return True
         if not self._has_room(run):
             return False
+        if self.options.exchange and {*run.jobs} <= {"deploy"}:  # its evaluation has ended before
+            self._judge(each, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
+            return True
+        if each.server is not None:
+            self.state.held.setdefault(each.server, []).append(each.step)
         each.state = RUNNING
         each.attempts += 1
         each.jobs = list(run.jobs)
@@ -260,7 +289,8 @@ class Watch:
                 self.console.say(f"a pipeline has {len(run.jobs)} jobs, and waits: {room}")
             self._room = room
             return False
-        taken = [gpu for other in self._runs.values() for gpu in _gpus_of(other)]
+        others = [*self._runs.values(), *self._servers.values()]
+        taken = [gpu for other in others if not other.has_ended() for gpu in _gpus_of(other)]
         for stage in (job.stage for job in run.jobs.values()):
             for key, server in _servers_of(stage):
                 if not server.local_gpus:
@@ -303,8 +333,51 @@ class Watch:
             run.stop_all(_STOPPING)
             each = self.state.watched[step]
             each.state, each.attempts = WAITING, each.attempts - 1
+        for run in self._servers.values():
+            run.stop_all()
         if self._runs:
             self.state.write()
+
+    def _server_overrides(self, each: Watched) -> list[str]:
+        """Return the overrides by which a pipeline asks a server that is there, or keeps one."""
+        if not self.options.exchange:
+            return []
+        free = self._free_servers()
+        each.server = free[0] if free else each.step
+        if not free:
+            return ["deploy.keep=true"]
+        others = ",".join(name for name in self.config.stages if name != "deploy")
+        place = hydra_text(str(self.state.results_of(each.server) / "deploy"))
+        return [f"stages=[{others}]", f"evaluate.shared_server={place}"]
+
+    def _free_servers(self) -> list[int]:
+        """Return the steps whose servers go on, and which no pipeline asks.
+
+        What those that have ended had mapped may be deleted from now on.
+        """
+        busy = {each.server for each in self.state.watched.values() if each.state == RUNNING}
+        self.state.held = {
+            step: held
+            for step, held in self.state.held.items()
+            if step in busy or self._serves(step)
+        }
+        return [step for step in self.state.held if step not in busy]
+
+    def _serves(self, step: int) -> bool:
+        """Return whether the server of a step's pipeline has begun or will, and has not ended."""
+        found = read_job(self.state.results_of(step), "deploy")
+        return found is not None and not found.is_final
+
+    def _end_idle_servers(self) -> None:
+        """End the servers that no checkpoint asks, once none waits for one."""
+        if any(each.state == WAITING for each in self.state.watched.values()):
+            return
+        for step in self._free_servers():
+            if (run := self._servers.pop(step, None)) is not None:
+                run.stop_all()
+            else:
+                (self.state.results_of(step) / "deploy" / STOP_NAME).touch()
+        self._free_servers()
 
     def _continue(self, each: Watched) -> None:
         """Take up a pipeline of an earlier watch, unless its jobs have ended with that.
@@ -313,7 +386,8 @@ class Watch:
         """
         folder = self.state.results_of(each.step)
         jobs = jobs_in(folder, passes_damage=True)
-        found = [next((one for one in jobs if one.stage == name), None) for name in each.jobs]
+        names = [n for n in each.jobs if n != "deploy" or each.server is None]
+        found = [next((one for one in jobs if one.stage == name), None) for name in names]
         submitted = [one for one in found if one is not None and one.job_id]
         if self.config.cluster_type == "local":
             ended = [one for one in submitted if one.state in (record.COMPLETED, record.FAILED)]
@@ -327,20 +401,23 @@ class Watch:
 
     def _follow_one(self, each: Watched) -> None:
         """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
-        from inference.evaluation.record import read_report
-
         if (run := self._runs.get(each.step)) is not None:
             try:
                 if run.advance() is None:
                     return
             except SubmissionError as error:
                 self.console.say(f"a job was refused: {error}")
-            run.stop_all()
             del self._runs[each.step]
+            if self.options.exchange and "deploy" in run.jobs and self._serves(each.step):
+                self._servers[each.step] = run
+            else:
+                run.stop_all()
             each.jobs = list(run.handles)  # what follows a failure was not started
             self.console.say(run.summary())
         folder = self.state.results_of(each.step)
-        records = {name: read_job(folder, name) for name in each.jobs}
+        # A server that others ask, too, may go on.
+        names = [n for n in each.jobs if n != "deploy" or each.server is None]
+        records = {name: read_job(folder, name) for name in names}
         if not all(found is not None and found.is_final for found in records.values()):
             return
         last = records.get("evaluate") or list(records.values())[-1]
@@ -351,13 +428,28 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
             self._ended(each, causes[0] if causes else "its jobs have failed")
             return
-        if (report := Path(each.report)).is_file():
+        self._judge(each, Path(each.report), breaches)
+
+    def _judge(self, each: Watched, report: Path, breaches: str) -> None:
+        """Take over the figures of a checkpoint."""
+        from inference.evaluation.record import read_report
+
+        each.report = str(report)
+        if report.is_file():
             each.metrics = {metric.name: metric for metric in read_report(report).metrics}
+        held = self.state.held.get(each.server or 0, [])
+        if each.step in held:  # its server has those before it no more
+            del held[: held.index(each.step)]
         self.state.judge(each, is_sound=not breaches)
         self._end(each, EVALUATED, breaches)
 
     def _ended(self, each: Watched, problem: str) -> None:
-        """Note the failure of a pipeline; start it again a bounded number of times."""
+        """Note the failure of a pipeline; start it again a bounded number of times.
+
+        The end of a server that another pipeline has started costs this one no attempt.
+        """
+        if each.server not in (None, each.step) and not self._serves(int(each.server or 0)):
+            each.attempts -= 1
         if not all(path.exists() for path in each.checkpoint.files()):
             self._end(each, GONE, "it was deleted while it was read")
         elif each.attempts > self.options.retries:
@@ -377,7 +469,7 @@ class Watch:
 
     def _has_ended(self) -> bool:
         """Return whether the last step was evaluated, or nothing has happened for long enough."""
-        if any(not each.is_final for each in self.state.watched.values()):
+        if self.state.held or any(not each.is_final for each in self.state.watched.values()):
             return False
         last = self.options.until_step
         if last is not None and any(step >= last for step in self.state.watched):

@@ -42,6 +42,7 @@ class Watched:
         jobs: stages that were submitted.
         metrics: those of its report, by name.
         verdict: the comparison with the best checkpoint before it.
+        server: the step whose deploy job serves it, with `watch.exchange`.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Watched:
     metrics: dict[str, Metric] = field(default_factory=dict)
     report: str = ""
     verdict: str = ""
+    server: int | None = None
 
     @property
     def is_final(self) -> bool:
@@ -76,6 +78,7 @@ class _Saved:
     run: str
     best: int | None
     watched: list[Watched]
+    held: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,7 +89,8 @@ class WatchState:
     better of two is the better by the first figure in which they differ: of `watch.metric` alone
     where it is set, else of those in `gated`, which have bounds, then of perplexities, which see
     more of a model than shares of right answers, then of the rest.
-    `repository` is where a pipeline makes its repository, within the folder of its results.
+    `repository` is where a pipeline makes its repository, within the folder of its results. `held`
+    has for the step of each server those whose weights it may have mapped.
     """
 
     options: WatchSection
@@ -95,6 +99,7 @@ class WatchState:
     gated: Sequence[str] = ()
     watched: dict[int, Watched] = field(default_factory=dict)
     best: int | None = None
+    held: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -126,6 +131,7 @@ class WatchState:
         if found is None:
             return
         self.watched, self.best = {each.step: each for each in found.watched}, found.best
+        self.held = found.held
         if found.run != str(self.run):
             raise ValueError(
                 f"watch.output_dir={self.folder} holds the watch of {found.run}, not of "
@@ -134,7 +140,7 @@ class WatchState:
 
     def write(self) -> None:
         """Replace the state in the folder."""
-        saved = _Saved(str(self.run), self.best, self.in_order)
+        saved = _Saved(str(self.run), self.best, self.in_order, self.held)
         write_json(self.folder / STATE_NAME, asdict(saved))
 
     def judge(self, each: Watched, *, is_sound: bool) -> None:
@@ -175,8 +181,9 @@ class WatchState:
             key=lambda each: _rank(each, names),
         )
         kept = ranked[-self.options.keep :] if self.options.keep else []
+        held = {step for steps in self.held.values() for step in steps}
         for each in ended:
-            if each not in kept:
+            if each not in kept and each.step not in held:
                 shutil.rmtree(self._made(each.step), ignore_errors=True)
 
     def _made(self, step: int) -> Path:

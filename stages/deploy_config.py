@@ -313,6 +313,23 @@ def is_store_url(text: str | None) -> bool:
     return text is not None and text.startswith("s3://")
 
 
+def problems_of_exchange(config: DeployConfig) -> list[str]:
+    """Return why the weights of a server cannot be exchanged while it runs."""
+    remedy = "start a server for each checkpoint (watch.exchange=false)"
+    found = {
+        f"deploy.engine={config.engine}": config.engine != PYTORCH,
+        f"deploy.server={config.server}": config.engine == PYTORCH and config.server == PYTRITON,
+        f"deploy.server={TRITONSERVER}": config.hosts == TRITONSERVER,
+        "deploy.repository=s3://...": config.store is not None,
+        f"a model over {config.nodes} nodes": config.nodes > 1,
+    }
+    return [
+        f"{what}: weights are exchanged in this project's own server on one node; {remedy}."
+        for what, is_so in found.items()
+        if is_so
+    ]
+
+
 _OWN_SERVERS = (SLIPWAY, TRITONSERVER, AUTO)
 # Servers of a repository, whose clients a process of ours answers.
 _FRONTS = (*_OWN_SERVERS, FASTERTRANSFORMER, PYTRITON)

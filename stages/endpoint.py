@@ -10,7 +10,8 @@ from stages.record import locked
 ENDPOINT_NAME = "endpoint.json"
 # Appears next to the address when the server is no longer needed.
 STOP_NAME = "stop_requested"
-# Appears there when a server of the repository as it is now should take over.
+# Appears there when a server of the repository as it is now should take over. It may hold the path
+# of another repository, whose weights are to go into the server that is there.
 RELOAD_NAME = "reload_requested"
 
 

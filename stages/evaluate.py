@@ -11,6 +11,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from export_scripts.files.lock import folder_lock
+from export_scripts.files.replace import replace_file
+from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from export_scripts.values import shown
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
@@ -20,8 +23,8 @@ from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops, unreachable_data
 from inference.evaluation.task import EvaluationError
 from stages.base import Stage, StageError, Summary, as_json
-from stages.deploy_config import DeployConfig, check_deploy
-from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
+from stages.deploy_config import DeployConfig, check_deploy, problems_of_exchange
+from stages.endpoint import RELOAD_NAME, STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
 from stages.record import RECORD_NAME, now, read_record
 from stages.serving import serving
@@ -32,7 +35,10 @@ if TYPE_CHECKING:
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
 # Options that do not change the report.
-_NOT_IDENTITY = ("url", "openai_url", "name", "time_limit", "cpus_per_task", "mem_gb")
+_NOT_IDENTITY = (
+    *("url", "openai_url", "name", "time_limit", "cpus_per_task", "mem_gb"),
+    "shared_server",
+)
 _EARLIER_STAGES = ("convert", "export", "deploy")
 _POLL_S = 0.5
 _NEEDS_OPENAI = (
@@ -79,6 +85,13 @@ class EvaluateStage(Stage):
         """Return the problems of tasks, data, bounds and of the server to be started."""
         options, server = self.options, self.options.server
         problems = [*check_evaluation(options), *_without_effect(options)]
+        if options.shared_server is not None:
+            if server is not None:
+                problems.append(
+                    "evaluate.shared_server is given this run's weights, and evaluate.server="
+                    f"{server} serves its own; set one of them to null."
+                )
+            problems += problems_of_exchange(self.deploy)
         if server is None:
             is_followed = self.endpoint_path is not None
             speaks_openai = self.deploy.openai.enabled or self.deploy.is_other_engine
@@ -214,11 +227,83 @@ class EvaluateStage(Stage):
         """Yield the gRPC or HTTP address of a ready server, its OpenAI URL, and its start."""
         if self.options.server is not None:
             yield self.options.server, self.options.openai_url, now()
+        elif self.options.shared_server is not None and self.endpoint_path is not None:
+            with self._shared(self.endpoint_path, progress) as endpoint:
+                yield self._addresses(endpoint)
         elif self.endpoint_path is not None:
             yield self._addresses(self._published(self.endpoint_path, progress))
         else:
             with serving(self.deploy, self.job.folder, progress) as (_, endpoint):
                 yield self._addresses(endpoint)
+
+    @property
+    def _checkpoint(self) -> str:
+        """The weights of this run, as a server names them."""
+        if found := checkpoint_hash(self.deploy.weights_dir):
+            return found
+        raise NotEvaluatedError(
+            f"{self.deploy.weights_dir} has no manifest, by which a server could tell its weights"
+        )
+
+    @contextmanager
+    def _shared(self, path: Path, progress: Progress) -> Iterator[ServerEndpoint]:
+        """Yield the server of another run, which serves the weights of this one, and no others.
+
+        Raises:
+            NotEvaluatedError: It does not, or has not all the time; there is no report then.
+        """
+        busy = f"evaluate.shared_server={path.parent} is in use: another evaluation asks it"
+        try:
+            with folder_lock(path.with_name(".in_use.lock"), busy):
+                endpoint = self._exchanged(path, progress)
+                self._check_served(endpoint)
+                try:
+                    yield endpoint
+                except StageError as error:  # of the gate, whose report is complete
+                    if not isinstance(error, NotEvaluatedError):
+                        self._check_served(endpoint)
+                    raise
+                self._check_served(endpoint)
+        except ValueError as error:  # of the lock
+            raise NotEvaluatedError(str(error)) from error
+
+    def _exchanged(self, path: Path, progress: Progress) -> ServerEndpoint:
+        """Have a server load the weights of this run, and wait until it has."""
+        wanted, asked = self._checkpoint, None
+        deadline = time.monotonic() + self.deploy.ready_timeout_s
+        while (endpoint := self._published(path, progress)).served.get("checkpoint") != wanted:
+            if asked != endpoint:  # again where another has begun to serve
+                replace_file(path.with_name(RELOAD_NAME), str(self.deploy.folder))
+                asked = endpoint
+                progress.update("exchanging the server's weights")
+            if time.monotonic() > deadline:
+                raise NotEvaluatedError(
+                    f"the server of {path} has not loaded {self.deploy.folder} within "
+                    f"deploy.ready_timeout_s={self.deploy.ready_timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        return endpoint
+
+    def _check_served(self, endpoint: ServerEndpoint) -> None:
+        """Ask a server which weights it serves; a report of others is deleted.
+
+        Raises:
+            NotEvaluatedError: They are not those of this run.
+        """
+        from inference.evaluation.report.files import FILE_NAMES
+        from inference.evaluation.run.served_model import served_checkpoint
+
+        try:
+            served = served_checkpoint(self.options, endpoint.at(endpoint.http))
+        except EvaluationError as error:
+            served = str(error)
+        if served != self._checkpoint:
+            for name in FILE_NAMES:
+                (self._output_dir / name).unlink(missing_ok=True)
+            raise NotEvaluatedError(
+                f"{endpoint} serves {served or 'unknown weights'}, and this run's are "
+                f"{self._checkpoint}"
+            )
 
     def _published(self, path: Path, progress: Progress) -> ServerEndpoint:
         """Wait for the address that the deploy job publishes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +12,7 @@ from export_scripts.files.replace import read_file
 from inference.server.log import ServerStartError, last_lines
 from inference.server.server import ModelServer
 from stages.base import StageError
-from stages.deploy_config import PYTORCH, DeployConfig
+from stages.deploy_config import PYTORCH, DeployConfig, problems_of_exchange
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
 from stages.job_process import cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
@@ -61,6 +61,7 @@ class Service:
     _is_published: bool = field(default=False, init=False)
     _serves: ServerEndpoint | None = field(default=None, init=False)
     _publish_at: float = field(default=0.0, init=False)  # next attempt; 0 without a failed one
+    _wanted: str = field(default="", init=False)  # a repository that was asked for by its path
 
     def run(self) -> str:
         """Serve until the end, and return why the service ended.
@@ -79,6 +80,8 @@ class Service:
                     raise  # it has never worked: waiting changes nothing
                 self._call_off()
                 reason, failure = "", cause_of(error, folder=self.folder)
+            if reason == _RELOAD:
+                continue  # with other weights, which did not go into the server that was there
             if not failure:
                 return reason
             if self._failures >= self.config.max_restarts or not self.config.may_start_again:
@@ -99,8 +102,9 @@ class Service:
             reason, failure = _STOPPED, ""
             with contextlib.suppress(KeyboardInterrupt):
                 try:
-                    while (outcome := self._watch(server)) == (_RELOAD, ""):
-                        self._reload(server)
+                    outcome = self._watch(server)
+                    while outcome == (_RELOAD, "") and self._reload(server):
+                        outcome = self._watch(server)
                     reason, failure = outcome
                 except _EndedError as ended:  # while a new server was loading
                     reason = str(ended)
@@ -160,22 +164,42 @@ class Service:
         with contextlib.suppress(OSError):  # without room for a lock, nothing was published
             endpoint.withdraw(self.folder / ENDPOINT_NAME)
 
-    def _reload(self, server: AnyServer) -> None:
-        """Have a server load its repository anew; it answers meanwhile, and if that fails."""
+    def _reload(self, server: AnyServer) -> bool:
+        """Have a server load its repository anew; it answers meanwhile, and if that fails.
+
+        Of a repository that was named, its weights go into the engine that is there. Return False
+        where that fails: the server has to be started again, with them.
+        """
+        wanted, self._wanted = self._wanted, ""
+        if wanted:
+            self.config = replace(self.config, folder=Path(wanted))
+            if problems := problems_of_exchange(self.config):
+                log_line(f"the server is started again: {problems[0]}")
+                return False
         if self.config.nodes > 1 or self.config.engine != PYTORCH:
             log_line(
                 "a server on several nodes, another engine's or NVIDIA's cannot be reloaded; "
                 "restart the stage"
             )
-            return
+            return True
         own = cast("ModelServer", server)
         self.progress.update("loading the new repository")
         try:
-            own.reload(timeout_s=self.config.ready_timeout_s, check=self._check_needed)
+            own.reload(
+                timeout_s=self.config.ready_timeout_s,
+                check=self._check_needed,
+                repository=wanted or None,
+                exchanges=bool(wanted),
+            )
             self._serves = endpoint_of(self.config, own, self.restarts)
             self._publish(self._serves)
         except (StageError, ValueError) as error:
-            log_line(f"not reloaded; the server goes on as it was: {error}")
+            kept = "the server is started again" if wanted else "the server goes on as it was"
+            log_line(f"not reloaded; {kept}: {error}")
+            return not wanted
+        if wanted:
+            log_line(f"serving the weights of {wanted}")
+        return True
 
     def _check_needed(self) -> None:
         """Raise if a server that is still loading should end."""
@@ -202,8 +226,10 @@ class Service:
                 if ended == _HANDED_OVER:
                     self._serve_the_last(cast("ModelServer", server))
                 return ended, ""
-            with contextlib.suppress(OSError):  # usually there is none; another job may take it
-                (self.folder / RELOAD_NAME).unlink()
+            with contextlib.suppress(OSError, ValueError):  # usually there is none
+                wanted = self.folder / RELOAD_NAME
+                self._wanted = read_file(wanted).decode().strip()
+                wanted.unlink()  # another job may have taken it
                 return _RELOAD, ""
             if 0 < self._publish_at <= time.monotonic() and self._serves is not None:
                 self._publish(self._serves)

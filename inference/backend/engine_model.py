@@ -101,6 +101,7 @@ class EngineModel(TritonModel):
     engine_class: ClassVar[str]
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase[Any]
+    former: EngineModel | None = None  # whose engine this one takes over, if their models agree
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
         """Start the engine, and before it the other ranks of this node.
@@ -120,7 +121,7 @@ class EngineModel(TritonModel):
             host.warn(f"parameter {key} has no effect in this engine")
         self._check_weights()
         self._take_place(arguments.instance)
-        self.engine = self._started_engine()
+        self.engine = self._taken_engine() or self._started_engine()
         keep_loaded()
         self.metrics = ModelMetrics(
             host.metric_family,
@@ -164,6 +165,28 @@ class EngineModel(TritonModel):
                 f"model_type={own_type}, but {folder} holds a {family.model_type} model; export it "
                 "again."
             )
+
+    def _taken_engine(self) -> EngineBase[Any] | None:
+        """Return the former model's engine with the weights of this one, None without.
+
+        One whose settings or sizes are others is stopped. Raises EngineFailedError.
+        """
+        former, self.former = self.former, None
+        if former is None:
+            return None
+        former.release()
+        folder = self.settings.checkpoint_path
+        if type(former) is type(self) and (
+            replace(former.settings, checkpoint_path=folder) == self.settings
+        ):
+            try:
+                former.engine.exchange(folder)
+            except ValueError as error:
+                self.host.warn(f"{error}: a new engine is started")
+            else:
+                return former.engine
+        former.engine.stop()
+        return None
 
     def _started_engine(self) -> EngineBase[Any]:
         placement, options = self.settings.placement, self.settings.engine
@@ -255,9 +278,13 @@ class EngineModel(TritonModel):
 
     def close(self) -> None:
         """Stop the engine."""
+        self.release()
+        self.engine.stop()
+
+    def release(self) -> None:
+        """Leave the engine to another model."""
         self._stopping.set()
         self.metrics.stop()
-        self.engine.stop()
         self._watcher.join()
 
     def _watch(self) -> None:

@@ -41,6 +41,7 @@ _HEARTBEAT_S = 1.0  # between pings of idle ranks
 _WATCH_S = 0.1
 _LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
 _STOPPED = "the engine was stopped"
+_EXCHANGING = "weights are being exchanged; send the request again later"
 
 
 # A step that the ranks run, and the time of its start.
@@ -120,6 +121,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self._stopping = False
         self._failure: str | None = "the engine is not started"
         self._ready = threading.Event()
+        self._next_dir: str | None = None  # whose weights take the place of the present ones
         self._ranks: RankGroup | None = None
         self.scheduler: StepScheduler[RequestT] | None = None  # while ranks run
         self._last_finished = 0.0
@@ -133,6 +135,9 @@ class EngineBase(ABC, Generic[RequestT]):
     @abstractmethod
     def _fit(self, settings: RankSettings) -> RankSettings:
         """Return the settings with what requests need; raise ValueError if that does not fit."""
+
+    def _read_limits(self, folder: str) -> None:
+        """Take the limits of requests from what a folder says."""
 
     @abstractmethod
     def _warm_up(self) -> tuple[StepPlan, torch.Tensor | None]:
@@ -167,6 +172,31 @@ class EngineBase(ABC, Generic[RequestT]):
         if self._settings.layout.world_size > 1:
             self._watcher.start()
         logger.info("ready: %s", self.description)
+
+    def exchange(self, ft_dir: Path) -> None:
+        """Answer with the weights of another folder from now on, once all requests have ended.
+
+        Nothing that the former ones have computed is used any more. Requests that come meanwhile
+        are refused.
+
+        Raises:
+            ValueError: The folder's config.ini is not that of the present one; the engine goes on
+                as it was.
+            EngineFailedError: Some rank could not load; the engine cannot be used any more.
+        """
+        if read_config(ft_dir) != (self.family, self.config):
+            raise ValueError(
+                f"{ft_dir} holds another model than {self._settings.ft_dir}, by its config.ini"
+            )
+        with self._wake:
+            if self._failure is not None:
+                raise EngineFailedError(self._failure)
+            self._ready.clear()
+            self._next_dir = str(ft_dir)
+            self._wake.notify_all()
+        self._ready.wait()  # as at the start
+        if self._failure is not None:
+            raise EngineFailedError(self._failure)
 
     def stop(self) -> None:
         """Fail the requests in flight, end every rank, and give all memory back."""
@@ -245,12 +275,14 @@ class EngineBase(ABC, Generic[RequestT]):
         )
         try:
             ranks.start()
-            self.scheduler = self._make_scheduler()
-            ranks.run(*self._warm_up())
-            with self._wake:
-                self._failure = None
-            self._ready.set()
-            self._serve(ranks, self.scheduler)
+            self._serve_as_loaded(ranks)
+            while self._failure == _EXCHANGING:
+                folder = str(self._next_dir)
+                self.scheduler = None  # what it knows of the cache is not to be used again
+                ranks.exchange(folder)
+                self._settings = replace(self._settings, ft_dir=folder)
+                self._read_limits(folder)
+                self._serve_as_loaded(ranks)
             self._fail(self._failure or _STOPPED)
         except RankError as error:
             self._fail(str(error))
@@ -263,10 +295,23 @@ class EngineBase(ABC, Generic[RequestT]):
         ranks.end(grace_s=0)
         self._ranks = self.scheduler = None
 
+    def _serve_as_loaded(self, ranks: RankGroup) -> None:
+        """Serve until stopped, or until weights are to be exchanged; requests are refused then."""
+        self.scheduler = self._make_scheduler()
+        ranks.run(*self._warm_up())
+        with self._wake:
+            self._failure = self._next_dir = None
+        self._ready.set()
+        self._serve(ranks, self.scheduler)
+
     def _serve(self, ranks: RankGroup, scheduler: StepScheduler[RequestT]) -> None:
         under_way: _Launched[RequestT] | None = None
         while True:
             with self._wake:
+                has_work = bool(scheduler.requests or self._inbox or under_way)
+                if self._next_dir is not None and not (has_work or self._stopping or self._failure):
+                    self._failure = _EXCHANGING
+                    return
                 idle = not (scheduler.requests or self._inbox or self._stopping or under_way)
                 if idle:
                     idle = not self._wake.wait(_HEARTBEAT_S)

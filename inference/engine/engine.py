@@ -67,9 +67,7 @@ class Engine(EngineBase[RunningRequest]):
     def _fit(self, settings: RankSettings) -> RankSettings:
         self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
         self.description = self.capacity.describe()
-        self.limits: ModelLimits = model_limits(
-            self.config, self.architecture, Path(settings.ft_dir), self.options.end_ids
-        )
+        self._read_limits(settings.ft_dir)
         table_rows, table_size = _table_rows(self.config)
         vocab_size = self.architecture.vocab_size
         self._make_sequence = partial(make_sequence, vocab_size=vocab_size, table_rows=table_rows)
@@ -80,6 +78,11 @@ class Engine(EngineBase[RunningRequest]):
             max_len=self.capacity.max_len,
             block_tokens=self.capacity.block_tokens,
             blocks=self.capacity.blocks,
+        )
+
+    def _read_limits(self, folder: str) -> None:
+        self.limits: ModelLimits = model_limits(
+            self.config, self.architecture, Path(folder), self.options.end_ids
         )
 
     def _warm_up(self) -> tuple[StepPlan, None]:

@@ -209,6 +209,12 @@ class EvaluateSection:
         "its own",
         None,
     )
+    shared_server: str | None = option(
+        "folder of another run's deploy stage, whose server gets this run's weights in the place "
+        "of those it serves",
+        None,
+        path=True,
+    )
     protocol: str = option(
         "how to ask: grpc or http (Triton's), or openai", "grpc", choices=("grpc", "http", OPENAI)
     )

@@ -1,7 +1,7 @@
 """The link between a server and its owner; without an owner the server ends.
 
-The owner sends the settings as a record, and later the order RELOAD: to serve the repository as it
-is now in the place of what was loaded. The server sends objects of JSON, so that nothing can run in
+The owner sends the settings as a record, and later an order: to serve a repository as it is now in
+the place of what was loaded. The server sends objects of JSON, so that nothing can run in
 its owner: `says`, a line on the progress of the start; `models`, their names once they are ready;
 `failures`, why it cannot serve; `lost`, why it is about to end; `kept`, why the repository that was
 served is served on; `used`, the Unix time of the latest request of a client.
@@ -20,7 +20,6 @@ from typing import Any
 from inference.front.access import Access, OpenAIOptions
 
 LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
-RELOAD = "reload"
 _GRACE_S = 1.0
 
 
@@ -65,10 +64,24 @@ class HostSettings:
     canaries: CanaryTimes
 
 
+@dataclass(frozen=True)
+class Reload:
+    """An order of the owner: to serve a repository as it is now.
+
+    Attributes:
+        repository: as in `HostSettings`.
+        exchanges: its weights go into the engines that are there, after their last answers;
+            otherwise new ones are loaded next to them.
+    """
+
+    repository: str
+    exchanges: bool = False
+
+
 class OwnerLink:
     """The server's end of the connection; without its owner the process ends after a moment.
 
-    `reload` is set when the owner wants the repository read again, and cleared by the server.
+    `reload` is set when the owner has sent an `order`, and cleared by the server.
     SIGTERM and Ctrl-C set `stopped`: running requests may finish, however long they take; the
     sender of the signal sets the limit.
     """
@@ -78,6 +91,7 @@ class OwnerLink:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
         self.reload = asyncio.Event()
+        self.order: Reload | None = None
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
@@ -92,7 +106,7 @@ class OwnerLink:
 
     def _read(self) -> None:
         try:
-            self._connection.recv()
+            self.order = self._connection.recv()
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
             self._lost.set()

@@ -32,6 +32,12 @@ class Hosted:
         self.endpoint: Any = None
         self._probes: dict[str, dict[str, Array] | None] = {}
 
+    def take_over(self, former: Hosted) -> None:
+        """Let `load` put its weights into another's engines, where their models agree."""
+        assert isinstance(self.repository, Repository)
+        assert isinstance(former.repository, Repository)
+        self.repository.former = former.repository
+
     async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
         """Load every model, and send each a small request. Raises UnservedError."""
         await self.repository.load(mailbox, say)

@@ -46,6 +46,10 @@ _TRY_S = 120.0  # for the text models of a new repository to load
 _LEAVING = "the server is ending; send the request to another, or again later"
 _ENDED = "what serves the new repository ended while it loaded; the log says why"
 _STARTING = "the server is starting; send the request again later"
+_NOT_EXCHANGED = (
+    "weights are exchanged in this project's own server alone, and not of models whose sessions "
+    "would be lost"
+)
 
 
 def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
@@ -93,7 +97,7 @@ class _Host:
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._workers = Workers()
         try:
-            repository = self._repository()
+            repository = self._repository(settings.repository)
         except ValueError as error:
             return self._fail(error)
         self._context = FrontContext[Hosted](
@@ -158,7 +162,9 @@ class _Host:
         while True:
             await self._link.reload.wait()
             self._link.reload.clear()
-            await self._reload()
+            order = self._link.order
+            assert order is not None
+            await (self._exchange_weights if order.exchanges else self._reload)(order.repository)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work in a task; the event loop itself keeps none alive."""
@@ -180,12 +186,37 @@ class _Host:
 
         hosted.endpoint = await open_endpoint(self._context, hosted, self._settings.openai)
 
-    async def _reload(self) -> None:
-        """Serve the repository as it is now; requests under way end where they began.
+    async def _exchange_weights(self, source: str) -> None:
+        """Serve a repository with the engines of the present one, where their models agree.
+
+        Requests under way end before, and others are refused meanwhile. From then on a failure ends
+        the process.
+        """
+        try:
+            if self._settings.triton is not None or self._keeps_sessions():
+                raise ValueError(_NOT_EXCHANGED)
+            new = Hosted(self._repository(source))
+        except ValueError as error:
+            self._link.tell(kept=str(error))
+            return
+        if self._canaries is not None:
+            await self._canaries.close()
+            self._canaries = None
+        new.take_over(await self._context.exchange(new))
+        try:
+            await self._load(new)
+        except Exception as error:  # whatever it was, nothing is served any more
+            self._leave(f"the weights of {source} could not be loaded: {error}")
+            return
+        await self._watch(new)
+        self._link.tell(models=[*new.models])
+
+    async def _reload(self, source: str) -> None:
+        """Serve a repository as it is now; requests under way end where they began.
 
         What its files hold is read in a process of its own before this one reads it.
         """
-        if (new := await self._reloaded()) is None:
+        if (new := await self._reloaded(source)) is None:
             return
         self._keep(self._exchange(new))
         await asyncio.sleep(0)  # it has begun: requests go to the new one
@@ -195,16 +226,16 @@ class _Host:
     async def _exchange(self, new: Hosted) -> None:
         await (await self._context.exchange(new)).close()
 
-    async def _reloaded(self) -> Hosted | None:
-        """Return the repository as it is now, None where it cannot be served."""
+    async def _reloaded(self, source: str) -> Hosted | None:
+        """Return a repository as it is now, None where it cannot be served."""
         new: Hosted | None = None
         trial = Workers(1, work_s=_TRY_S)
         try:
-            if any(each.keeps_sessions for each in self._context.current.models.values()):
+            if self._keeps_sessions():
                 raise ValueError("its sessions would be lost; restart the stage")
             if self._settings.triton is None:
-                await trial.run(try_texts, Path(self._settings.repository), size_bytes=0)
-            new = Hosted(self._repository())
+                await trial.run(try_texts, Path(source), size_bytes=0)
+            new = Hosted(self._repository(source))
             await self._load(new)
         except Exception as error:  # whatever it was, the one that is there goes on
             self._link.tell(kept=str(error) or _ENDED)
@@ -215,8 +246,11 @@ class _Host:
             trial.close()
         return new
 
-    def _repository(self) -> Repository | TritonRepository:
-        source, triton = self._settings.repository, self._settings.triton
+    def _keeps_sessions(self) -> bool:
+        return any(each.keeps_sessions for each in self._context.current.models.values())
+
+    def _repository(self, source: str) -> Repository | TritonRepository:
+        triton = self._settings.triton
         if triton is None:
             return Repository(Path(source), leave=self._leave, workers=self._workers)
         return TritonRepository(source, triton, leave=self._leave)
@@ -247,6 +281,8 @@ class _Host:
 
     async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
         with self._context.use() as hosted:
+            if hosted.endpoint is None:  # while weights are exchanged
+                raise web.HTTPServiceUnavailable(text=_STARTING, headers={"Retry-After": "1"})
             response: web.StreamResponse = await hosted.endpoint.answer(request)
         return response
 

@@ -37,7 +37,6 @@ from inference.host.models import (
     HostedEnsemble,
     HostedInstances,
     HostedModel,
-    engines_of,
 )
 from inference.host.statistics import MetricRegistry
 
@@ -79,7 +78,10 @@ class Repository:
     Attributes:
         configs: the configuration of each, and the version that is served.
         registry: the metrics that the models declare.
+        former: the one whose engines this one takes over where their models agree; it is given up.
     """
+
+    former: Repository | None = None
 
     def __init__(self, folder: Path, *, leave: Callable[[str], None], workers: Workers) -> None:
         """Read what a folder of models says; `leave` is called once one of them has failed.
@@ -93,7 +95,9 @@ class Repository:
         self.models: dict[str, HostedModel] = {}
         self._leave, self._workers = leave, workers
         self._loaded_ns = time.time_ns()
-        self._threads: list[ThreadPoolExecutor] = []
+        # By the instance of a model. The end of a thread is that of the processes it has started.
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._engines: dict[str, EngineModel] = {}
         self.configs: dict[str, tuple[Any, str]] = {}
         if not folder.is_dir():
             raise UnservedError([f"{folder} is not a folder"])
@@ -121,6 +125,8 @@ class Repository:
         simple.sort(key=lambda name: not _is_engine(self.folder / name, self.configs[name][0]))
         with ThreadPoolExecutor(max(len(simple), 1), thread_name_prefix="load") as pool:
             loading = {name: pool.submit(self._loaded, name, mailbox, say) for name in simple}
+        if self.former is not None:
+            self.former._close()
         for name, future in loading.items():
             if (error := future.exception()) is None:
                 self.models[name] = future.result()
@@ -148,9 +154,9 @@ class Repository:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        for each in engines_of(self.models):
+        for each in self._engines.values():
             each.close()
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.shutdown()
 
     def _problem_of(self, path: Path) -> str:
@@ -202,11 +208,18 @@ class Repository:
             model = _kind(self.folder / name, config)
             if isinstance(model, TensorModel):
                 model.apart = partial(self._apart, self.texts_place(name))
-            # A thread of its own, which may be confined to some cores. The kernel ends the
-            # processes that it starts when it ends.
-            thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}_{number}")
-            self._threads.append(thread)
+            key = f"{name}_{number}"
+            thread = None
+            if self.former is not None:
+                thread = self.former._threads.pop(key, None)
+                if isinstance(model, EngineModel):
+                    model.former = self.former._engines.pop(key, None)
+            # A thread of its own, which may be confined to some cores.
+            thread = thread or ThreadPoolExecutor(1, thread_name_prefix=key)
+            self._threads[key] = thread
             thread.submit(model.load, own, host).result()
+            if isinstance(model, EngineModel):
+                self._engines[key] = model
             instances.append(model)
         say(f"loaded {name}")
         return HostedInstances(config, version, instances)

@@ -31,6 +31,7 @@ from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.keyed_store import KeyedStore
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
+from inference.system.process_memory import give_back_memory
 
 StepT = TypeVar("StepT", Step, RaggedRows)
 
@@ -140,6 +141,20 @@ class RankBase(ABC):
             address=store.address if isinstance(store, KeyedStore) else "127.0.0.1",
         )
         return self._groups
+
+    def exchange(self, settings: RankSettings) -> None:
+        """Load other weights of the same shapes in the place of these; the cache is empty then.
+
+        All ranks do so at the same time, and `prepare` afterwards. Their connections stay.
+
+        Raises as the start does; the rank cannot be used then.
+        """
+        groups = self._groups
+        vars(self).clear()  # weights, cache and graphs, before the new ones need their memory
+        give_back_memory()
+        torch.cuda.empty_cache()
+        type(self).__init__(self, settings)
+        self._groups = groups
 
     def ping(self) -> None:
         """Return once every rank has answered."""

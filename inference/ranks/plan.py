@@ -17,10 +17,17 @@ from inference.model.step import Segment
 
 
 class Command(str, enum.Enum):
-    """A message to the ranks that is not a plan."""
+    """A message to the ranks that holds nothing else."""
 
     PING = "ping"  # answer: rank 0 checks that every rank is alive
     STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A message to the ranks: the folder whose weights take the place of those that are loaded."""
+
+    ft_dir: str
 
 
 @dataclass(frozen=True)
@@ -93,20 +100,24 @@ _encode = json.JSONEncoder(
 ).encode
 
 
-def pack_message(message: StepPlan | Command) -> bytes:
+def pack_message(message: StepPlan | Exchange | Command) -> bytes:
     """Return a message to the ranks as `unpack_message` reads it."""
     if isinstance(message, Command):
         return _encode(message).encode()
+    if isinstance(message, Exchange):
+        return _encode(vars(message)).encode()
     segments = [(s.slot, s.start, s.count, s.shift) for s in message.segments]
     rows = [(row.count, row.slots, row.task) for row in message.encoder_rows]
     return _encode({**vars(message), "segments": segments, "encoder_rows": rows}).encode()
 
 
-def unpack_message(packed: bytes) -> StepPlan | Command:
+def unpack_message(packed: bytes) -> StepPlan | Exchange | Command:
     """Return the message that `pack_message` wrote."""
     fields: Any = json.loads(packed)
     if isinstance(fields, str):
         return Command(fields)
+    if "ft_dir" in fields:
+        return Exchange(**fields)
     fields["segments"] = tuple(Segment(*each) for each in fields["segments"])
     fields["moves"] = tuple(map(tuple, fields["moves"]))
     fields["encoder_rows"] = tuple(EncoderRow(*each) for each in fields["encoder_rows"])

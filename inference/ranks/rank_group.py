@@ -1,6 +1,7 @@
 """All ranks of an engine: rank 0, the other processes, and their connections."""
 
 import logging
+from dataclasses import replace
 from time import monotonic, perf_counter, sleep
 
 import torch
@@ -8,15 +9,17 @@ import torch
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.node_ranks import NodeRanks
-from inference.ranks.plan import Command, StepPlan, pack_message
+from inference.ranks.plan import Command, Exchange, StepPlan, pack_message
 from inference.ranks.rendezvous import Rendezvous, device_problems
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import Milestone, failure_of, give_go, make_rank
+from inference.ranks.startup import Milestone, failure_of, give_go, make_rank, numbered
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0  # for workers to end by themselves
 _POLL_S = 0.02
+# Errors that say why a rank cannot load, such as damaged weights or too little memory.
+_UNLOADED = (ValueError, OSError, RuntimeError, MemoryError)
 _LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
 
 
@@ -45,6 +48,7 @@ class RankGroup:
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
+        self._exchanges = 0
 
     def start(self) -> None:
         """Load every rank and connect them.
@@ -84,11 +88,45 @@ class RankGroup:
         give_go(store, "loaded")
         self._groups = self._rank.connect(store, self._settings)
         self._rank.prepare()
-        if problems := self._wait_until(others, "prepared"):
-            raise RankError(_joined(problems))
-        give_go(store, "prepared")
+        self._meet("prepared")
 
-    def _wait_until(self, others: Rendezvous | NodeRanks, milestone: Milestone) -> dict[int, str]:
+    def exchange(self, ft_dir: str) -> None:
+        """Have all ranks load the weights of a folder of the same config.ini in place of theirs.
+
+        Afterwards the cache is empty. After an error the ranks cannot be used.
+
+        Raises:
+            RankError: Some ranks failed, for the reasons given.
+            TimeoutError: Some ranks have not loaded within `start_timeout_s`.
+        """
+        started, settings = perf_counter(), replace(self._settings, ft_dir=ft_dir)
+        self._exchanges += 1
+        if self._groups is not None:
+            self._groups.send_message(pack_message(Exchange(ft_dir)))
+        try:
+            self.rank.exchange(settings)
+        except _UNLOADED as error:
+            raise RankError(f"{type(error).__name__}: {error}") from error
+        self._meet("loaded")
+        self.rank.prepare()
+        self._meet("prepared")
+        self._settings = settings
+        logger.info("%d ranks exchanged in %.1f s", self._count, perf_counter() - started)
+
+    def _meet(self, milestone: Milestone) -> None:
+        """Let the other ranks go on once all have reached a milestone.
+
+        Raises:
+            RankError: Some ranks failed, for the reasons given.
+        """
+        if self._others is None:
+            return
+        name = numbered(milestone, self._exchanges)
+        if problems := self._wait_until(self._others, name):
+            raise RankError(_joined(problems))
+        give_go(self._others.store, name)
+
+    def _wait_until(self, others: Rendezvous | NodeRanks, milestone: str) -> dict[int, str]:
         """Wait until every other rank has reached a milestone or failed; return the failures.
 
         The wait ends early when one of them has ended.
@@ -185,7 +223,7 @@ class RankGroup:
 def _load(settings: RankSettings) -> RankBase:
     try:
         return make_rank(settings)
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except _UNLOADED as error:
         raise RankError(f"{type(error).__name__}: {error}") from error
 
 

@@ -44,7 +44,12 @@ def make_rank(settings: RankSettings) -> RankBase:
 Milestone = Literal["loaded", "prepared"]
 
 
-def reach(store: Store, rank: int, milestone: Milestone) -> None:
+def numbered(milestone: Milestone, exchanges: int) -> str:
+    """Return the name in the store of a milestone of the start, or of an exchange of weights."""
+    return f"{milestone}{exchanges or ''}"
+
+
+def reach(store: Store, rank: int, milestone: str) -> None:
     """Report a milestone, and return once every rank has reached it, however slow the slowest is.
 
     Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
@@ -66,6 +71,6 @@ def failure_of(store: Store, rank: int) -> str | None:
     return str(json.loads(store.get(f"failed/{rank}")))
 
 
-def give_go(store: Store, milestone: Milestone) -> None:
+def give_go(store: Store, milestone: str) -> None:
     """Let the ranks continue: connect once all have loaded, serve once all are prepared."""
     store.set(f"{_GO}/{milestone}", "")

@@ -10,16 +10,17 @@ import signal
 import sys
 import traceback
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from inference.ranks.node_ranks import join_node_store
-from inference.ranks.plan import Command, StepPlan, unpack_message
+from inference.ranks.plan import Command, Exchange, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import make_rank, reach, report_failure
+from inference.ranks.startup import make_rank, numbered, reach, report_failure
 from inference.system.launch_environment import LaunchEnvironment
 from inference.system.parent_process import end_with_parent
 from inference.system.process_memory import keep_loaded
@@ -70,6 +71,7 @@ def serve_started_rank(
 def _serve(settings: RankSettings, store: Store) -> int:
     """Run a rank until rank 0 stops it; return 1 if it failed."""
     torch.set_num_threads(settings.threads)
+    exchanges = 0
     try:
         rank = make_rank(settings)
         store.set(f"device/{settings.rank}", device_name(rank.device))
@@ -82,6 +84,13 @@ def _serve(settings: RankSettings, store: Store) -> int:
         while (message := unpack_message(groups.receive_message())) is not Command.STOP:
             if isinstance(message, StepPlan):
                 rank.run(message)
+            elif isinstance(message, Exchange):
+                exchanges += 1
+                rank.exchange(replace(settings, ft_dir=message.ft_dir))
+                reach(store, settings.rank, numbered("loaded", exchanges))
+                rank.prepare()
+                reach(store, settings.rank, numbered("prepared", exchanges))
+                keep_loaded()
             else:
                 rank.ping()
         rank.close()

@@ -209,6 +209,11 @@ class TritonClient:
             }
         return request
 
+    def parameters(self, model: str) -> dict[str, str]:
+        """Return the parameters of a model's configuration."""
+        found = self._config(model).get("parameters", {})
+        return {key: each["string_value"] for key, each in found.items()}
+
     def streams(self, model: str) -> bool:
         """Return whether `model` answers in several responses, which HTTP cannot carry."""
         if not self._is_grpc:

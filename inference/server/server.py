@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import RELOAD, CanaryTimes, HostSettings, TritonOptions
+from inference.front.link import CanaryTimes, HostSettings, Reload, TritonOptions
 from inference.server.process import ServedProcess
 from inference.server.processes import ServerWatch
 from inference.system.process_memory import memory_variables
@@ -136,14 +136,26 @@ class ModelServer(ServedProcess):
         """Return the Unix time of the last request of a client."""
         return float(self._link.news["used"])
 
-    def reload(self, *, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """Serve the repository as it is now; requests under way end where they began.
+    def reload(
+        self,
+        *,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        repository: Path | str | None = None,
+        exchanges: bool = False,
+    ) -> None:
+        """Serve a repository, None for the same, as it is now; requests under way end before.
 
-        Raises ValueError if it cannot be served; what was loaded is served on.
+        With `exchanges` its weights go into the engines that are there, while requests are refused;
+        without, new engines answer them meanwhile.
+
+        Raises ValueError if it cannot be served; what was loaded is served on, but a server whose
+        exchange has failed ends.
         """
         link = self._link
         link.news |= {"models": [], "kept": ""}
-        link.send(RELOAD)
+        self.model_repository = repository or self.model_repository
+        link.send(Reload(self._source(), exchanges))
         deadline = time.monotonic() + timeout_s
         try:
             while not link.models:

@@ -59,13 +59,14 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             "evaluate.tasks has identity, which computes the checkpoint and not the adapter that "
             "convert.format=peft makes; leave it out."
         )
-    endpoint_path = config.results_dir / "deploy" / ENDPOINT_NAME
+    is_shared = evaluate.shared_server is not None
+    endpoint_path = Path(evaluate.shared_server or config.results_dir / "deploy") / ENDPOINT_NAME
     return EvaluateStage(
         job,
         options=_evaluation_options(config, server),
         deploy=server,
-        endpoint_path=endpoint_path if follows else None,
-        stops_server=follows and not config.deploy.keep,
+        endpoint_path=endpoint_path if follows or is_shared else None,
+        stops_server=follows and not is_shared and not config.deploy.keep,
         facts=known_facts(config, server, context),
     )
 

@@ -253,6 +253,11 @@ class WatchSection:
         "oldest",
         choices=("oldest", "newest", "spread"),
     )
+    exchange: bool = option(
+        "one server for each of these pipelines, into which the weights of one checkpoint after "
+        "the other are loaded, in place of a server for each checkpoint",
+        False,
+    )
     keep: int = option("best checkpoints whose repositories are kept", 1, within=(0, INT32))
     retries: int = option("further attempts after a pipeline that failed", 2, within=(0, 1000))
     poll_s: float = option("seconds between two looks", 30.0, within=(0.01, SECONDS))

@@ -19,6 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference.server.kinds import SLIPWAY
@@ -96,6 +97,54 @@ def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(
     server.reload(timeout_s=START_S)
     assert texts(port) == expected
     assert server.failure() is None
+
+
+def other_weights(repository: Path, folder: Path) -> Path:
+    """Return a copy of a repository whose model answers otherwise."""
+    copy = shutil.copytree(repository, folder)
+    path = copy / MODEL / "1" / "1-gpu" / "model.final_layernorm.weight.bin"
+    path.write_bytes((-np.fromfile(path, np.float32)).tobytes())
+    return copy
+
+
+def test_weights_are_exchanged_in_the_engine_that_is_there(
+    server: ModelServer, repository: Path, tmp_path: Path
+) -> None:
+    """The answers are a new server's, no process is another, and no request is lost."""
+    other = other_weights(repository, tmp_path / "other")
+    with hosted(SLIPWAY, other, tmp_path / "fresh") as fresh:
+        fresh.start(timeout_s=START_S)
+        expected = texts(fresh.ports["http"])
+    port, everything = server.ports["http"], processes(server)
+    before, long = texts(port), texts(port, 60)
+    assert before != expected
+    began = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        streaming = pool.submit(texts, port, 60, began.set)
+        began.wait()
+        server.reload(timeout_s=START_S, repository=other, exchanges=True)
+        assert streaming.result() == long
+    assert texts(port) == expected
+    assert processes(server) == everything
+    server.reload(timeout_s=START_S, repository=repository, exchanges=True)
+    assert texts(port) == before
+    assert server.failure() is None
+
+
+def test_an_exchange_that_fails_ends_the_server_and_one_that_cannot_begin_does_not(
+    server: ModelServer, repository: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no model"):
+        server.reload(timeout_s=START_S, repository=tmp_path / "empty", exchanges=True)
+    assert texts(server.ports["http"])
+    other = other_weights(repository, tmp_path / "other")
+    path = other / MODEL / "1" / "1-gpu" / "model.final_layernorm.weight.bin"
+    path.write_bytes(np.full(path.stat().st_size // 4, np.nan, np.float32).tobytes())
+    with pytest.raises(ValueError, match="did not load"):
+        server.reload(timeout_s=START_S, repository=other, exchanges=True)
+    until(lambda: server.failure() is not None, "the end of the server")
+    assert "not finite" in str(server.failure())
 
 
 def test_a_large_text_keeps_no_other_request_waiting(server: ModelServer) -> None:

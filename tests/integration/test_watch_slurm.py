@@ -26,8 +26,13 @@ SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("exchange", [False, True])
 def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
-    tmp_path: Path, slurm_cluster: SlurmCluster, soak: int, request: pytest.FixtureRequest
+    tmp_path: Path,
+    slurm_cluster: SlurmCluster,
+    soak: int,
+    request: pytest.FixtureRequest,
+    exchange: bool,
 ) -> None:
     steps = range(30, 30 + 10 * min(soak, 50), 10)
     run, base = tmp_path / "run" / "checkpoints", tmp_path / "results"
@@ -49,6 +54,7 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
             "watch.settle_s=0.5", "watch.poll_s=0.2", "evaluate.limit=4",
             "evaluate.latency.enabled=false", "evaluate.lambada.metrics=[lambada_last_token]",
             "evaluate.gate.lambada_last_token='no drop of more than 1 point at 95 %'",
+            f"watch.exchange={exchange}",
         ]  # fmt: skip
         started = subprocess.Popen(
             command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE,

@@ -290,6 +290,30 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
         )
 
 
+def served_checkpoint(options: EvaluationOptions, url: str) -> str:
+    """Return the hash of the weights that a server serves, "" where it does not say.
+
+    Args:
+        options: The model's name, and what a server asks of its clients.
+        url: Its address for HTTP.
+
+    Raises:
+        EvaluationError: It does not answer.
+    """
+    try:
+        with TritonClient(
+            url,
+            protocol="http",
+            timeout_s=options.request_timeout_s,
+            credentials=options.credentials,
+        ) as client:
+            return client.parameters(options.model_name).get("slipway_checkpoint", "")
+    except (InferenceServerException, OSError) as error:
+        raise EvaluationError(
+            f"the server at {url} does not say what it serves: {error}"
+        ) from error
+
+
 def _end_ids(folder: Path | None, end_id: int | None) -> TokenIds:
     if end_id is None:
         return ()

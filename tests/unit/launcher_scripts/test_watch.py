@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -26,7 +27,7 @@ from launcher_scripts.main import main
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch import Watch
 from launcher_scripts.watch_state import Watched, WatchState
-from stages.record import RECORD_NAME, JobRecord, write_record
+from stages.record import RECORD_NAME, JobRecord, read_record, write_record
 from tests.conftest import ROOT
 from tests.waiting import until
 
@@ -211,6 +212,9 @@ class FakeRun:
         self.handles = {"convert": None}
         self.looks = 0
 
+    def has_ended(self) -> bool:
+        return False
+
     def begin(self) -> None:
         type(self).alive.append(self)
         type(self).most = max(self.most, len(self.alive))
@@ -272,6 +276,94 @@ def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
     page = (watch.state.folder / "watch.html").read_text()
     assert "The watch has ended." in page
     assert 'http-equiv="refresh"' not in page
+
+
+class ServedRun(FakeRun):
+    """A pipeline of `watch.exchange`: one with a server of its own, or that asks another's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.shared = config.evaluate.shared_server
+        names = ("convert", "evaluate") if self.shared else ("convert", "deploy", "evaluate")
+        self.jobs = {name: SimpleNamespace(stage=None) for name in names}
+        self.handles = dict.fromkeys(names)
+        self.fails = False
+        if self.shared is None:
+            self.note("deploy", "running")
+
+    def note(self, stage: str, state: str) -> None:
+        record = JobRecord("1", stage, stage, state)
+        write_record(self.config.results_dir / stage / RECORD_NAME, record)
+
+    def advance(self) -> int | None:
+        if super().advance() is None:
+            return None
+        self.note("convert", "completed")
+        self.note("evaluate", "failed" if self.fails else "completed")
+        self.alive.remove(self)
+        return int(self.fails)
+
+    def stop_all(self, notice: str = "") -> None:
+        del notice
+        if self.shared is None:
+            self.note("deploy", "completed")
+
+
+def test_each_of_the_pipelines_at_a_time_keeps_one_server(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose server ends begins with another; the checkpoint has lost no attempt by that."""
+    for step in range(7):
+        (run / f"checkpoint-{step}").mkdir()
+        (run / f"checkpoint-{step}" / "trainer_state.json").touch()
+    overrides = words(
+        tmp_path, "watch.parallel=2", "watch.exchange=true", "stages=[convert,deploy,evaluate]",
+        "watch.retries=0",
+    )  # fmt: skip
+    config = compose_config(overrides).config
+    assert config is not None
+    runs: list[ServedRun] = []
+
+    def compose(words: Sequence[str]) -> Composition:
+        chosen = dict(word.split("=", 1) for word in words)
+        one = copy.deepcopy(config)
+        one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"].strip("'\"")
+        one.export.run.results_dir = chosen["export.run.results_dir"].strip("'\"")
+        one.evaluate.shared_server = chosen.get("evaluate.shared_server", "").strip("'\"") or None
+        assert (chosen.get("deploy.keep") == "true") == (one.evaluate.shared_server is None)
+        assert ("deploy" in chosen["stages"]) == (one.evaluate.shared_server is None)
+        return Composition(one, ())
+
+    def prepare(composition: Composition, *_: Any, label: str) -> ServedRun:
+        assert composition.config is not None
+        runs.append(ServedRun(composition.config))
+        if len(runs) == 5 and runs[-1].shared:  # its server has ended
+            runs[-1].fails = True
+            gone = Path(runs[-1].shared) / RECORD_NAME
+            write_record(gone, JobRecord("1", "deploy", "deploy", "completed"))
+        return runs[-1]
+
+    monkeypatch.setattr("launcher_scripts.watch.prepare_run", prepare)
+    monkeypatch.setattr("launcher_scripts.watch._ADVANCE_S", 0)
+    monkeypatch.setattr(FakeRun, "interrupt_at", None)
+    watch = Watch(config, overrides, compose, Console())
+    assert watch.run() == 0
+    watched = watch.state.watched.values()
+    assert [(each.state, each.attempts) for each in watched] == [("evaluated", 1)] * 7
+    assert sum(each.shared is None for each in runs) == 3
+    assert len(runs) == 8
+    assert watch.state.held == {}
+    assert {read_record(each.config.results_dir / "deploy" / RECORD_NAME).state  # type: ignore[union-attr]
+            for each in runs if each.shared is None} == {"completed"}  # fmt: skip
+
+
+def test_servers_are_kept_only_where_others_may_ask_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path, "watch.exchange=true", "deploy.server=tritonserver")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "stages=[convert] has none that others ask: it needs deploy and evaluate" in said
+    assert "deploy.server=tritonserver: weights are exchanged in this project's own server" in said
 
 
 @pytest.mark.parametrize(("order", "first"), [("oldest", 0), ("newest", 20)])

@@ -34,8 +34,17 @@ class FakeServer:
     def last_used(self) -> float:
         return self.used_at
 
-    def reload(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+    def reload(
+        self,
+        *,
+        timeout_s: float,
+        check: Callable[[], None],
+        repository: str | None,
+        exchanges: bool,
+    ) -> None:
         assert timeout_s
+        assert repository is None
+        assert not exchanges
         check()
 
     def stop(self, *, drain_s: float) -> None:
@@ -50,8 +59,7 @@ def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loading(FakeServer):
-        def reload(self, *, timeout_s: float, check: Callable[[], None]) -> None:
-            del timeout_s
+        def reload(self, *, check: Callable[[], None], **_: Any) -> None:
             (tmp_path / STOP_NAME).touch()
             check()
 
@@ -135,8 +143,8 @@ def test_server_stays_where_a_damaged_repository_stops_a_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Loading(FakeServer):
-        def reload(self, *, timeout_s: float, check: Callable[[], None]) -> None:
-            del timeout_s, check
+        def reload(self, **options: Any) -> None:
+            assert not options["exchanges"]
             (tmp_path / STOP_NAME).write_text("\n")  # as `echo` writes it
             raise ValueError("config.ini is damaged")
 
@@ -153,6 +161,48 @@ def test_server_stays_where_a_damaged_repository_stops_a_reload(
     assert server.drain_s == 17.0
     said = capsys.readouterr().err
     assert "not reloaded; the server goes on as it was: config.ini is damaged" in said
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_of_a_named_repository_go_into_the_server_or_into_a_new_one(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not take them is started again with them: no failure of its own."""
+    asked: list[tuple[str, bool]] = []
+    served: list[Path] = []
+
+    class Exchanging(FakeServer):
+        def reload(self, *, repository: str, exchanges: bool, **_: Any) -> None:
+            asked.append((repository, exchanges))
+            if not fails:
+                (tmp_path / STOP_NAME).touch()
+                return
+            raise ValueError("another model")
+
+    @contextmanager
+    def serving(config: DeployConfig, *_: Any, **__: Any) -> Iterator[Any]:
+        served.append(config.folder)
+        if len(served) == 1:
+            (tmp_path / RELOAD_NAME).write_text(f"{tmp_path / 'next'}\n")
+        else:
+            (tmp_path / STOP_NAME).touch()
+        yield (
+            Exchanging(tmp_path / "log"),
+            ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now"),
+        )
+
+    def endpoint_of(config: DeployConfig, *_: Any) -> ServerEndpoint:
+        return ServerEndpoint(str(config.folder), 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+    monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "endpoint_of", endpoint_of)
+    config = DeployConfig(folder=tmp_path / "first", model_name="m", max_restarts=0)
+    kept = new_service(tmp_path, config)
+    assert kept.run() == "no longer needed"
+    assert asked == [(str(tmp_path / "next"), True)]
+    assert served == [tmp_path / "first", tmp_path / "next"][: 1 + fails]
+    assert kept.config.folder == tmp_path / "next"
+    assert kept.restarts == 0
 
 
 def test_server_that_loaded_anew_stays_where_a_full_disk_takes_no_address(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inference.front.guard import RejectedError
-from inference.front.link import CanaryTimes
+from inference.front.link import CanaryTimes, Reload
 from inference.host.process import _Host, serve_host
 from inference.host.repository import UnservedError
 
@@ -46,6 +46,7 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
         for count in (1, 2, 3):
             while events.count({"models": []}) < count:
                 await asyncio.sleep(0)
+            host._link.order = Reload("there")
             host._link.reload.set()
         following.cancel()
 
@@ -68,7 +69,7 @@ def host_that_loads(
     async def close() -> None:
         """End nothing."""
 
-    monkeypatch.setattr(host, "_repository", lambda: SimpleNamespace(close=close))
+    monkeypatch.setattr(host, "_repository", lambda _: SimpleNamespace(close=close))
     return host, events
 
 
@@ -77,7 +78,7 @@ def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.Mo
         raise UnservedError([])
 
     host, events = host_that_loads(monkeypatch, load)
-    asyncio.run(host._reload())
+    asyncio.run(host._reload("there"))
     (event,) = events
     assert event["kept"]
 
