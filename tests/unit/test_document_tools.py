@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.tiny_megatron_core import core_state, write_core
+from tests.unit.export_scripts.conversion.test_lora import all_factors, write_nemo_adapter
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker/README.md"]
 # docker is on few machines that run the tests; these are options of its command-line reference.
@@ -110,6 +112,8 @@ def test_a_modules_own_parser_takes_the_line(line: str, monkeypatch: pytest.Monk
 def test_commands_about_conversion_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "examples/gpt_books_5m/gpt_books_5m.nemo", "model.nemo")
+    write_core(Path("base.nemo"), core_state())
+    write_nemo_adapter(Path("math.nemo"), all_factors(), tp=1, pp=1)
     lines = [
         line for line in code(ROOT / "docs/conversion.md") if "python -m export_scripts." in line
     ]

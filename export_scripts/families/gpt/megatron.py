@@ -319,6 +319,9 @@ def core_traits(facts: Facts) -> MegatronTraits:
     if facts.reader.is_distributed:
         # Layers are numbered over all pipeline stages.
         config = {**config, "virtual_pipeline_model_parallel_size": None}
+    if facts.reader.format == "megatron":
+        # Megatron-LM's models before megatron-core read it; these pass over it.
+        config = {**config, "openai_gelu": None}
     return MegatronTraits(facts.reader.format, config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
 from tests.ft_folders import OpenedFolder
@@ -324,6 +326,17 @@ def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
     source = write_megatron(tmp_path / "m", gpt_tensors(), args=args)
     folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "exact"),
+    [({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": True}, False)],
+)
+def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool) -> None:
+    reader = SimpleNamespace(format="megatron", is_distributed=True)
+    config = {"openai_gelu": True, "num_attention_heads": 4, "hidden_size": 16} | args
+    facts: Any = SimpleNamespace(reader=reader, config=config)
+    assert core_traits(facts).exact_gelu is exact
 
 
 @pytest.mark.parametrize(
