@@ -107,7 +107,7 @@ docs: $(PUBLISH)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The time of the commit is that of every file, so that others make the same bytes.
-VERSION = $(shell sed -nE 's/^__version__ = "(.*)"/\1/p' export_scripts/__init__.py)
+VERSION = $(shell sed -nE 's/^__version__ = "(.*)"/\1/p' foundations/__init__.py)
 BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir
 release: $(PUBLISH)
 	@test -z "$$(git status --porcelain)" || { echo "commit or stash first"; exit 1; }

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from export_scripts.tables import markdown_table
+from foundations.tables import markdown_table
 
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm")

@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, *, files: Files, **_: Any) -> str:
 def _keys() -> str:
     """Return the reference of the configuration, as tables of its sections."""
     sys.path.insert(0, str(ROOT))
-    from export_scripts.values import MISSING, shown
+    from foundations.values import MISSING, shown
     from launcher_scripts.configuration.schema import KEYS
 
     lines = [

@@ -3,5 +3,3 @@
 The modules next to this one are the commands; the folders hold what they and the other packages
 use. Running a model belongs to `inference`.
 """
-
-__version__ = "0.2.0"

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.commands import command_parser, parse_pair, run_command, say
 from export_scripts.triton.object_store import parse_location, publish_repository
 from export_scripts.triton.repository import (
     DATA_TYPES,
@@ -15,6 +14,7 @@ from export_scripts.triton.repository import (
     build_repository,
     check_repository,
 )
+from foundations.commands import command_parser, parse_pair, run_command, say
 
 # Fields of the request as this command spells them.
 _FIELDS = [field.name for field in dataclasses.fields(RepositoryRequest)]

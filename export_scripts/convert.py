@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
 from export_scripts.conversion.hub import cached_model
 from export_scripts.conversion.request import OPTION_NAMES, OUTPUT_FORMATS, ConversionOptions
-from export_scripts.files.json_content import Fields
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from export_scripts.values import keys_of
+from foundations.commands import ProgressLine, command_parser, parse_pair, run_command, say
+from foundations.files.json_content import Fields
+from foundations.values import keys_of
 
 _MOST_WORKERS = 8
 

@@ -18,18 +18,18 @@ from export_scripts.checkpoints.huggingface import (
     snapshot_folder,
 )
 from export_scripts.checkpoints.quantized import quantization, with_plain_weights
-from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import find_mapping, plan_conversion
 from export_scripts.conversion.request import ConversionRequest
-from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.layout import TOKENIZER_FILES, expected_files
 from export_scripts.ft.validation import read_manifest, validate_directory
+from foundations.commands import command_parser, run_command, say
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Fields, Table
 
 
 def describe(path: Path, *, tensors: bool = False) -> Fields:

@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Sequence
 
-from export_scripts.commands import command_parser, run_command, say
 from export_scripts.families import SOURCE_MAPPINGS
-from export_scripts.files.json_content import Fields, Table
-from export_scripts.tables import markdown_table, text_table
 from export_scripts.triton.repository import ENGINES
+from foundations.commands import command_parser, run_command, say
+from foundations.files.json_content import Fields, Table
+from foundations.tables import markdown_table, text_table
 
 
 def support_table() -> list[Fields]:

@@ -12,15 +12,15 @@ from typing import get_type_hints
 
 import numpy as np
 
-from export_scripts.commands import command_parser, parse_pair, run_command, say
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
-from export_scripts.files.json_content import Fields
 from export_scripts.ft.config_ini import write_config
 from export_scripts.ft.layout import ft_directory, staging_directory
 from export_scripts.numeric.arrays import DTYPES, Array, store
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from foundations.commands import command_parser, parse_pair, run_command, say
+from foundations.files.json_content import Fields
 
 # Standard deviation of GPT-2's initial weights: activations stay finite at any size.
 _STD = 0.02

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.convert import folder_problems
 from export_scripts.ft.layout import manifest_path
+from foundations.commands import command_parser, run_command, say
 
 
 def _described(folder: Path) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from export_scripts.commands import accept_any_text
-from export_scripts.files.json_content import json_object
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
+from foundations.commands import accept_any_text
+from foundations.files.json_content import json_object
 from inference.decoding.rows import SessionTurn
 from inference.front.access import Credentials, published_endpoint
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from export_scripts.commands import accept_any_text
-from export_scripts.files.replace import replace_file
+from foundations.commands import accept_any_text
+from foundations.files.replace import replace_file
 from inference.evaluation.bounds import check_bounds, parse_bounds, unsuited
 from inference.evaluation.gate import (
     EXIT_GATE_BREACHED,

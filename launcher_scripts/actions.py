@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from export_scripts.files.lock import folder_lock
+from foundations.files.lock import folder_lock
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from export_scripts.tables import text_table
-from export_scripts.values import amount
+from foundations.tables import text_table
+from foundations.values import amount
 from stages import record
 from stages.progress import ProgressState
 

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from export_scripts.values import Key, shown
+from foundations.values import Key, shown
 from launcher_scripts.configuration.diagnosis import files_of_group
 from launcher_scripts.configuration.schema import GROUPS, KEYS
 from launcher_scripts.configuration.settings import PROGRAM

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from export_scripts.files.disk import full_disk
+from foundations.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import jobs_in, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings

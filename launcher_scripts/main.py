@@ -29,7 +29,7 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
         f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"
     )
 
-from export_scripts import __version__  # noqa: E402
+from foundations import __version__  # noqa: E402
 from launcher_scripts.configuration.arguments import (  # noqa: E402
     Arguments,
     read_arguments,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from export_scripts.suggest import did_you_mean
+from foundations.suggest import did_you_mean
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.stage_table import build_stage

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export_scripts.files.lock import folder_lock
-from export_scripts.files.replace import replace_file
-from export_scripts.values import shown
+from foundations.files.lock import folder_lock
+from foundations.files.replace import replace_file
+from foundations.values import shown
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.system.launch_environment import visible_gpus

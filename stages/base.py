@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from submitit.helpers import Checkpointable
 
-from export_scripts.files.tree import files_below
-from export_scripts.values import shown
+from foundations.files.tree import files_below
+from foundations.values import shown
 from inference.system.launch_environment import LaunchEnvironment
 from stages.progress import PROGRESS_NAME, Progress, read_as, write_json
 from stages.record import now

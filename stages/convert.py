@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.conversion.request import ConversionRequest
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from stages.base import Stage, StageError, Summary, as_json
 from stages.planned_model import PlannedModel
 from stages.progress import Progress

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from export_scripts.files.replace import replace_file
+from foundations.files.replace import replace_file
 from inference.server.openai_server import MODEL_FIELD
 from inference.system.launch_environment import LaunchEnvironment
 from inference.system.ports import port_problem

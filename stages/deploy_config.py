@@ -14,7 +14,7 @@ from typing import Any
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
-from export_scripts.values import (
+from foundations.values import (
     INT32,
     NODE_CPUS,
     NODE_GPUS,

@@ -11,11 +11,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export_scripts.files.lock import folder_lock
-from export_scripts.files.replace import replace_file
 from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
-from export_scripts.values import shown
+from foundations.files.lock import folder_lock
+from foundations.files.replace import replace_file
+from foundations.values import shown
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions

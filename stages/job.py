@@ -15,8 +15,8 @@ from typing import Any
 from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable
 
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.lock import folder_lock
+from foundations.errors import CheckpointMismatchError
+from foundations.files.lock import folder_lock
 from inference.server.log import ServerStartError
 from inference.system.parent_process import stop_signals
 from stages import record

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from export_scripts.files.disk import full_disk
+from foundations.files.disk import full_disk
 from inference.server.processes import process_state
 from inference.system.launch_environment import LaunchEnvironment
 from inference.system.parent_process import StopRequested, end_with_parent, stop_signals

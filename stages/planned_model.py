@@ -7,7 +7,7 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.values import INT32, TOKENS, amount, option
+from foundations.values import INT32, TOKENS, amount, option
 
 SIZES_KEY = "export.model.sizes"
 _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

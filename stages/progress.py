@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from export_scripts.files.replace import read_file, replace_file
+from foundations.files.replace import read_file, replace_file
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.disk import full_disk
+from foundations.files.disk import full_disk
 from stages.progress import read_as, write_json
 
 RECORD_NAME = "job.json"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from export_scripts.files.replace import replace_file
+from foundations.files.replace import replace_file
 from inference.system.launch_environment import (
     KEY_FILE_VARIABLE,
     RENDEZVOUS_VARIABLE,

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from export_scripts.files.replace import read_file
+from foundations.files.replace import read_file
 from inference.server.log import ServerStartError, last_lines
 from inference.server.server import ModelServer
 from stages.base import StageError

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from export_scripts.files.replace import read_file, replace_file
+from foundations.files.replace import read_file, replace_file
 from inference.system.launch_environment import (
     LAUNCHER_VARIABLE,
     LaunchEnvironment,

@@ -40,7 +40,15 @@ DOCSTRING = re.compile(r"(Of|What|How|Where|Which|Who|Whom|Whose)\b")
 COMMENT = re.compile(r"(Of|What|Which|Who|Whom|Whose)\b")
 
 
-FOLDERS = ("benchmarks", "conf", "docs", "export_scripts", "inference", "launcher_scripts")
+FOLDERS = (
+    "benchmarks",
+    "conf",
+    "docs",
+    "export_scripts",
+    "foundations",
+    "inference",
+    "launcher_scripts",
+)
 README_LINES = 165
 
 

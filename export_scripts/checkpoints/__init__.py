@@ -25,7 +25,7 @@ from export_scripts.checkpoints.nemo import is_nemo, open_nemo
 from export_scripts.checkpoints.nemo2 import is_bridge, open_bridge
 from export_scripts.checkpoints.partitioned import parse_rank_folder
 from export_scripts.checkpoints.sharded_huggingface import is_sharded
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 
 LATEST = "latest"  # of the NeMo launcher's configurations
 

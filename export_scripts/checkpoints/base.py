@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.checksum import crc32
-from export_scripts.files.json_content import Fields, Table, json_object
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
+from foundations.errors import CheckpointMismatchError
+from foundations.files.checksum import crc32
+from foundations.files.json_content import Fields, Table, json_object
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import FileMaps, Piece, Pieces, StoredTensor
-from export_scripts.errors import listed, refuse
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
+from foundations.errors import listed, refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

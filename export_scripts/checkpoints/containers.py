@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from export_scripts.checkpoints.base import Region, read_small, truncated, yaml_table
-from export_scripts.errors import CheckpointMismatchError, refuse
-from export_scripts.files.disk import full_disk
-from export_scripts.files.json_content import Fields
-from export_scripts.files.tree import files_below
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.disk import full_disk
+from foundations.files.json_content import Fields
+from foundations.files.tree import files_below
 
 _COPY_BYTES = 1 << 22
 _GZIP_MAGIC = b"\x1f\x8b"

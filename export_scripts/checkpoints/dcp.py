@@ -13,9 +13,9 @@ from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
-from export_scripts.errors import CheckpointMismatchError, listed, refuse
-from export_scripts.files.json_content import Table
 from export_scripts.numeric.dtypes import Shape
+from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.files.json_content import Table
 
 INDEX_NAME = ".metadata"
 

@@ -17,7 +17,7 @@ from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from foundations.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
 COMMON_NAME = "common.pt"

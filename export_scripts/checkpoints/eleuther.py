@@ -12,8 +12,8 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
 from export_scripts.checkpoints.partitioned import TrainingRank, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
-from export_scripts.errors import CheckpointMismatchError, first_names
-from export_scripts.files.json_content import Fields
+from foundations.errors import CheckpointMismatchError, first_names
+from foundations.files.json_content import Fields
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MOST_RANKS = 10_000

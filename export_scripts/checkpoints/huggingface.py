@@ -20,8 +20,8 @@ from export_scripts.checkpoints.sharded_huggingface import (
     with_sharded_weights,
 )
 from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
-from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
-from export_scripts.files.json_content import Fields, Table
+from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.files.json_content import Fields, Table
 
 CONFIG_NAME = "config.json"
 

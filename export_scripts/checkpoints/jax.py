@@ -19,9 +19,9 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.partitioned import join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import zip_data_offset
-from export_scripts.errors import CheckpointMismatchError, first_names, refuse
-from export_scripts.files.json_content import Fields
 from export_scripts.numeric.dtypes import Shape
+from foundations.errors import CheckpointMismatchError, first_names, refuse
+from foundations.files.json_content import Fields
 
 # Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
 # come sorted as text: 0, 1, 10, 11, ..., 2, 20.

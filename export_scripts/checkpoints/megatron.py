@@ -22,8 +22,8 @@ from export_scripts.checkpoints.partitioned import (
 )
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.json_content import Fields, Table
+from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Fields, Table
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 LATEST_NAME = "latest_checkpointed_iteration.txt"

@@ -22,7 +22,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import chunked, concatenated
 from export_scripts.checkpoints.partitioned import renamed
-from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from foundations.errors import CheckpointMismatchError, listed, refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

@@ -30,8 +30,8 @@ from export_scripts.checkpoints.partitioned import (
 )
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
-from export_scripts.errors import CheckpointMismatchError, refuse
-from export_scripts.files.json_content import Fields, Table
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Fields, Table
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"

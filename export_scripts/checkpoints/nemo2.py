@@ -18,8 +18,8 @@ from export_scripts.checkpoints.distributed import read_distributed
 from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import huggingface_files
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.json_content import Table
+from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Table
 
 # NeMo 2's.
 WEIGHTS = "weights/"

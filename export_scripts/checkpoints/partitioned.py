@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor, same_values
-from export_scripts.errors import CheckpointMismatchError, first_names, refuse
-from export_scripts.files.json_content import Fields, Table
+from foundations.errors import CheckpointMismatchError, first_names, refuse
+from foundations.files.json_content import Fields, Table
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 

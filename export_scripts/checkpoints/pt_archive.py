@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 from export_scripts.checkpoints.base import NO_CRC, Record, Region, truncated
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.numeric.dtypes import SOURCE_TYPES
+from foundations.errors import CheckpointMismatchError
 
 # torch/serialization.py
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

@@ -27,9 +27,9 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     json_file,
 )
-from export_scripts.errors import CheckpointMismatchError, listed, refuse
-from export_scripts.files.json_content import Table
 from export_scripts.numeric.dtypes import Shape
+from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.files.json_content import Table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

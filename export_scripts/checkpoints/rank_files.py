@@ -25,8 +25,8 @@ from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, Stor
 from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
 from export_scripts.checkpoints.partitioned import flatten, without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
-from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
+from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 
 _RANK_FILE = re.compile(
     r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt|pytorch_model_fsdp(?:_\d+)?_rank(\d{1,6})\.bin"

@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 from export_scripts.checkpoints.base import StoredTensor, json_table, truncated
-from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 
 _SAFETENSORS_TYPES = {
     "F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I64": "int64",

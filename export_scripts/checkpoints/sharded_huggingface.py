@@ -42,7 +42,7 @@ from export_scripts.checkpoints.rank_files import (
     zero_tensors,
 )
 from export_scripts.checkpoints.safetensors_file import read_safetensors
-from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

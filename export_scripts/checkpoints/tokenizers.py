@@ -13,9 +13,9 @@ from typing import Any
 
 from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.checkpoints.containers import Container
-from export_scripts.errors import CheckpointMismatchError, refuse
-from export_scripts.files.json_content import Table
 from export_scripts.sentencepiece_model import read_sentencepiece
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Table
 
 _MOST_ID = (1 << 32) - 1  # of the tokenizers library
 

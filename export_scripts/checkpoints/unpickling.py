@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.checkpoints.base import NO_CRC, Record, StoredTensor
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.json_content import Fields
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
+from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Fields
 
 # Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export_scripts import __version__
 from export_scripts.checkpoints import LATEST, chosen_entry
 from export_scripts.checkpoints.base import fingerprint_files, json_file
 from export_scripts.checkpoints.containers import is_gzip
@@ -31,14 +30,15 @@ from export_scripts.conversion.request import (
 )
 from export_scripts.conversion.tokenizer import with_tokenizer
 from export_scripts.conversion.torch_dist import plan_torch_dist
-from export_scripts.errors import CheckpointMismatchError, listed, refuse, without_middle
-from export_scripts.files.disk import check_space
-from export_scripts.files.journal import Journal
-from export_scripts.files.json_content import Fields
-from export_scripts.files.lock import folder_lock
-from export_scripts.files.tree import files_below
 from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
+from foundations import __version__
+from foundations.errors import CheckpointMismatchError, listed, refuse, without_middle
+from foundations.files.disk import check_space
+from foundations.files.journal import Journal
+from foundations.files.json_content import Fields
+from foundations.files.lock import folder_lock
+from foundations.files.tree import files_below
 
 __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
 

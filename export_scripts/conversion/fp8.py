@@ -21,9 +21,9 @@ from export_scripts.checkpoints.quantized import QUANTIZATION
 from export_scripts.conversion.huggingface import copied_tensor, with_weights
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import WrittenTensor
-from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 from export_scripts.families.mapping.sources import taken
-from export_scripts.files.json_content import Fields, json_bytes, json_object
+from foundations.errors import CheckpointMismatchError, first_names, refuse
+from foundations.files.json_content import Fields, json_bytes, json_object
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

@@ -20,10 +20,10 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Sources
-from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
 from export_scripts.ft.validation import open_directory, read_manifest
+from foundations.files.json_content import Fields, Table
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (

@@ -26,14 +26,14 @@ from export_scripts.conversion.tensor_plan import (
     WrittenTensor,
     plan_tensors,
 )
-from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
-from export_scripts.files.json_content import Fields, Table, json_bytes
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Fields, Table, json_bytes
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -36,8 +36,8 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import chunked
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
-from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
-from export_scripts.files.json_content import Table
+from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.files.json_content import Table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

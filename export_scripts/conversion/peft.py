@@ -25,9 +25,9 @@ from export_scripts.conversion.huggingface import copied_tensor, plan_huggingfac
 from export_scripts.conversion.lora import PEFT_CONFIG, Sum, Update
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
-from export_scripts.errors import first_names, listed, refuse
 from export_scripts.families.mapping.sources import taken
-from export_scripts.files.json_content import json_bytes
+from foundations.errors import first_names, listed, refuse
+from foundations.files.json_content import json_bytes
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

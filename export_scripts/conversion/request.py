@@ -13,8 +13,8 @@ from export_scripts.conversion.hub import hub_advice
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from export_scripts.suggest import did_you_mean
-from export_scripts.values import option
+from foundations.suggest import did_you_mean
+from foundations.values import option
 
 # Formats of a result: shards for this engine and FT's backend, a folder for all others, the adapter
 # alone for these, and a checkpoint from which Megatron-LM trains on.

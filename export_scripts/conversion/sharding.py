@@ -18,9 +18,9 @@ import numpy.typing as npt
 from export_scripts.conversion.tensor_plan import Window
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
-from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
 from export_scripts.numeric.arrays import DTYPES, Array, bits, store
 from export_scripts.numeric.dtypes import Shape
+from foundations.files.disk import BLOCK_BYTES, LARGE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from export_scripts.checkpoints.base import Region, read_small
 from export_scripts.checkpoints.tokenizers import MadeFile, is_list
 from export_scripts.conversion.tokenizer_probes import PROBES
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.json_content import Fields, Table
 from export_scripts.ft.fast_tokenizers import with_special
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
+from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Fields, Table
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

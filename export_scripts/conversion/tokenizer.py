@@ -12,9 +12,7 @@ from export_scripts.checkpoints.base import json_table
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
-from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 from export_scripts.families import SOURCE_MAPPINGS
-from export_scripts.files.json_content import Fields, Table, json_bytes
 from export_scripts.ft import fast_tokenizers
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
 from export_scripts.sentencepiece_model import (
@@ -24,6 +22,8 @@ from export_scripts.sentencepiece_model import (
     USER_DEFINED,
     read_sentencepiece,
 )
+from foundations.errors import CheckpointMismatchError, first_names, refuse
+from foundations.files.json_content import Fields, Table, json_bytes
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor

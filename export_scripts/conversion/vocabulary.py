@@ -17,8 +17,8 @@ from export_scripts.checkpoints.base import (
     read_small,
 )
 from export_scripts.checkpoints.huggingface import TIED_TABLES
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.sentencepiece_model import read_sentencepiece
+from foundations.errors import CheckpointMismatchError
 
 OF_TOKENIZER = "tokenizer"
 # Ends of names of what has a row for each token, after transformers' embeddings and heads.

@@ -22,13 +22,13 @@ from export_scripts.conversion.tensor_plan import (
     rank_window,
     whole_window,
 )
-from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
-from export_scripts.files.checksum import crc32
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric import widening
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.checksum import crc32
 
 _SCAN_VALUES = 1 << 20
 

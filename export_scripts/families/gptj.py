@@ -15,7 +15,7 @@ from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.families.mapping.sources import Copy, Get, Parts, View, Views
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
 # Shapes: S shards, h hidden
 from typing import Any
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gptj import GPTJ, GPTJConfig, checked_rotary
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.settings import Settings
@@ -21,6 +20,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded, stacked
+from foundations.errors import CheckpointMismatchError
 
 # The only released model; its files state neither of the first two.
 _RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}

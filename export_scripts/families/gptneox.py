@@ -37,7 +37,7 @@ from export_scripts.families.mapping.sources import (
     TensorSource,
 )
 from export_scripts.families.mapping.tensors import float32, rounded
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from export_scripts.families.mapping.rotary import scaling_fields, yarn_growth
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Constant, Sources
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
 _SHARED = "mlp.shared."

@@ -6,10 +6,10 @@ Reader rules: FasterTransformer, 3rdparty/INIReader.h (inih), a line buffer of 2
 import re
 from pathlib import Path
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig, Sections
 from export_scripts.families.layout.spec import ModelFamily
+from foundations.errors import CheckpointMismatchError
 
 CONFIG_NAME = "config.ini"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from export_scripts.files.json_content import json_object
 from export_scripts.sentencepiece_model import (
     BPE,
     BYTE,
@@ -20,6 +19,7 @@ from export_scripts.sentencepiece_model import (
     USER_DEFINED,
     WORD,
 )
+from foundations.files.json_content import json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ counts, and `do_sample` does not.
 from pathlib import Path
 
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
-from export_scripts.files.json_content import Fields, json_object
+from foundations.files.json_content import Fields, json_object
 
 # Defaults of a request: names in the file to those of OpenAI's fields.
 _DEFAULTS = {

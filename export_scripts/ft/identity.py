@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from export_scripts import __version__
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.validation import read_manifest
+from foundations import __version__
+from foundations.errors import CheckpointMismatchError
 
 _DIGITS = 16
 

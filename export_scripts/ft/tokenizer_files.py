@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.families.layout.generation import GENERATION_FILE
-from export_scripts.files.json_content import Fields, json_object
+from foundations.files.json_content import Fields, json_object
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISREG
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
-from export_scripts.files.checksum import checksum_of
-from export_scripts.files.json_content import Fields, json_object
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
+from foundations.errors import CheckpointMismatchError
+from foundations.files.checksum import checksum_of
+from foundations.files.json_content import Fields, json_object
 
 # Files whose checksums are computed at a time: one reads from the disk while another is summed.
 _READERS = 4

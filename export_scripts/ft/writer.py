@@ -15,18 +15,18 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.checksum import checksum_of, crc32
-from export_scripts.files.disk import (
+from export_scripts.ft.layout import manifest_path, staging_directory
+from foundations.errors import CheckpointMismatchError
+from foundations.files.checksum import checksum_of, crc32
+from foundations.files.disk import (
     LARGE_BYTES,
     SequentialFile,
     sync_file_system,
     sync_folder,
 )
-from export_scripts.files.journal import Journal
-from export_scripts.files.json_content import Fields, Table
-from export_scripts.files.tree import files_below
-from export_scripts.ft.layout import manifest_path, staging_directory
+from foundations.files.journal import Journal
+from foundations.files.json_content import Fields, Table
+from foundations.files.tree import files_below
 
 Step = Callable[[], object]
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.json_content import Fields
 from export_scripts.triton.parameters import FIELDS, PARAMETERS
 from export_scripts.triton.signature import (
     FROM_TEXT,
@@ -14,6 +13,7 @@ from export_scripts.triton.signature import (
     TensorSignature,
     ensemble,
 )
+from foundations.files.json_content import Fields
 
 INTERACTIVE_IDLE_US = 60_000_000  # a session without requests is dropped after this time
 # Our engine holds many sessions at once and refuses those that exceed its memory.

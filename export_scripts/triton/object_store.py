@@ -17,8 +17,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from export_scripts.errors import first_names
-from export_scripts.files.checksum import sha256_of
+from foundations.errors import first_names
+from foundations.files.checksum import sha256_of
 
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.suggest import did_you_mean
+from foundations.suggest import did_you_mean
 
 _DAYS_30_S = 30 * 24 * 3600.0
 # Most tokens of a sequence unless max_seq_len says otherwise; of an encoder, attention grows with

@@ -12,7 +12,6 @@ from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.files.replace import replace_file
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.ft.layout import ft_directory
@@ -25,7 +24,6 @@ from export_scripts.ft.tokenizer_files import (
     find_tokenizer,
 )
 from export_scripts.ft.validation import manifest_problems
-from export_scripts.suggest import did_you_mean
 from export_scripts.triton import signature
 from export_scripts.triton.model_config import (
     TritonModelConfig,
@@ -34,6 +32,8 @@ from export_scripts.triton.model_config import (
 )
 from export_scripts.triton.parameters import parameter_problems
 from export_scripts.triton.signature import ENCODERS, MODEL_SIGNATURES, ModelSignature
+from foundations.files.replace import replace_file
+from foundations.suggest import did_you_mean
 
 ENGINES = {"pytorch": "python", "fastertransformer": "fastertransformer"}  # -> Triton backend
 DATA_TYPES = ("fp32", "fp16", "bf16")

@@ -19,10 +19,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.ft.validation import validate_directory
+from foundations.errors import CheckpointMismatchError
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics

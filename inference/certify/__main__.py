@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
-from export_scripts.values import built, keys_of
+from foundations.commands import ProgressLine, command_parser, parse_pair, run_command, say
+from foundations.values import built, keys_of
 from inference.certify.options import JOB_OPTIONS, CertifySection
 
 _PLACES = ("source", "folder", "output_dir")

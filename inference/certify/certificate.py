@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
-from export_scripts import __version__
-from export_scripts.files.replace import replace_file
+from foundations import __version__
+from foundations.files.replace import replace_file
 from inference.certify.findings import (
     DIFFERS,
     EQUAL,

@@ -9,10 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from export_scripts import __version__
 from export_scripts.checkpoints.base import fingerprint_files
-from export_scripts.files.checksum import sha256_of
-from export_scripts.files.journal import Journal
+from foundations import __version__
+from foundations.files.checksum import sha256_of
+from foundations.files.journal import Journal
 from inference.certify.certificate import Certificate
 from inference.certify.findings import Part, not_computed
 from inference.certify.layers import compare_layers, compute_original

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Within, option
+from foundations.values import NODE_CPUS, NODE_MEMORY_GB, Within, option
 
 JOB_OPTIONS = ("name", "time_limit", "cpus_per_task", "mem_gb")
 

@@ -42,9 +42,9 @@ from export_scripts.conversion.huggingface import (
 from export_scripts.conversion.plan import ConversionPlan, find_mapping, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from export_scripts.conversion.tensor_plan import WrittenTensor
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from foundations.errors import CheckpointMismatchError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
 
 # From the tokenizer of a NeMo or Megatron source, whose files may be missing: the folder's values

@@ -16,12 +16,12 @@ from export_scripts.checkpoints.base import FLOATING_TYPES, Piece
 from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.conversion.sharding import file_chunks
 from export_scripts.conversion.tensor_plan import WrittenTensor, rank_window, whole_window
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, taken
-from export_scripts.files.checksum import crc32
-from export_scripts.files.json_content import Table
 from export_scripts.numeric.arrays import DTYPES, Array, store, to_float32
 from export_scripts.numeric.dtypes import item_size
+from foundations.errors import CheckpointMismatchError
+from foundations.files.checksum import crc32
+from foundations.files.json_content import Table
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
 from inference.certify.pair import Pair
 

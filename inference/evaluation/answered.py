@@ -18,8 +18,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.journal import Journal
-from export_scripts.files.json_content import Table
+from foundations.files.journal import Journal
+from foundations.files.json_content import Table
 from inference.evaluation.environment import describe_weights
 from inference.evaluation.task import Dataset, Prediction, Sample, Task, sample_ids
 

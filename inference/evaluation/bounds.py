@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from export_scripts.suggest import did_you_mean
+from foundations.suggest import did_you_mean
 from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.statistics import is_number
 from inference.evaluation.task import Metric

@@ -8,9 +8,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from export_scripts.files.checksum import sha256_of
-from export_scripts.files.json_content import json_object
 from export_scripts.ft.layout import manifest_path
+from foundations.files.checksum import sha256_of
+from foundations.files.json_content import json_object
 
 _PACKAGES = (
     "slipway-serving",

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.retry import patiently
 from inference.evaluation.task import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, Within, option
+from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, Within, option
 from inference.front.access import Credentials
 
 OPENAI = "openai"  # the protocol

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from export_scripts.files.json_content import json_object
+from foundations.files.json_content import json_object
 from inference.evaluation.gate import GateResult
 from inference.evaluation.options import Bounds
 from inference.evaluation.task import Dataset, Metric, Metrics, Prediction

@@ -15,9 +15,9 @@ from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
-from export_scripts.files.json_content import json_object
-from export_scripts.files.replace import read_file
-from export_scripts.values import PORT, option
+from foundations.files.json_content import json_object
+from foundations.files.replace import read_file
+from foundations.values import PORT, option
 from inference.system.ports import DEFAULT_PORTS
 
 MOST_REQUEST_MB = 1024

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from export_scripts import __version__
+from foundations import __version__
 
 _FORM = "#/components/schemas/{model}"
 _ANSWERS = {"200": "the answer", "400": "an error that names the fields"}

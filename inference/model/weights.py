@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import functional
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.architecture import (
     Architecture,
     DecoderArchitecture,
@@ -16,6 +15,7 @@ from export_scripts.families.layout.architecture import (
     Norm,
 )
 from export_scripts.ft.reader import FTReader
+from foundations.errors import CheckpointMismatchError
 from inference.model.layers import Embedding, Normalise, make_norm
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
 from inference.parallel.gemm import Gemm, Product, make_gated_gemm, make_gemm

@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export_scripts.commands import ProgressLine
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.conversion.request import OPTION_NAMES
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
+from foundations.commands import ProgressLine
+from foundations.errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from time import monotonic, sleep
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from export_scripts import __version__
+from foundations import __version__
 from inference.ranks.keyed_store import (
     KeyedStore,
     KeyRefusedError,

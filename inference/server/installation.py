@@ -177,7 +177,9 @@ def _from_wheel(
     python = {path.name: path for path in (folder / "backends" / "python").iterdir()}
     # The stub ignores PYTHONPATH but searches its own folder: models import this project, which
     # need not be installed in its environment.
-    python |= {name: _ROOT / name for name in ("inference", "export_scripts")} | {stub.name: stub}
+    python |= {name: _ROOT / name for name in ("inference", "export_scripts", "foundations")} | {
+        stub.name: stub
+    }
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
         backends={f"python/{name}": path for name, path in python.items()} | own,

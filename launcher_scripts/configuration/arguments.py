@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from export_scripts.suggest import did_you_mean
+from foundations.suggest import did_you_mean
 from launcher_scripts.configuration.compose import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.diagnosis import hydra_text, likely_key
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS

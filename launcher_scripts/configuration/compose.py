@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from export_scripts.values import WrongValuesError, built, put
+from foundations.values import WrongValuesError, built, put
 from launcher_scripts.configuration.diagnosis import (
     check_override,
     chooses_file,

@@ -8,8 +8,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from export_scripts.suggest import closest, did_you_mean
-from export_scripts.values import shortened
+from foundations.suggest import closest, did_you_mean
+from foundations.values import shortened
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS, SECTIONS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES

@@ -7,7 +7,7 @@ from export_scripts.conversion.hub import cached_model
 from export_scripts.conversion.request import OUTPUT_FORMATS, TORCH_DIST, ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
-from export_scripts.values import shown
+from foundations.values import shown
 from launcher_scripts.configuration.schema import Config
 from stages.base import JobSettings
 from stages.certify import CertifyStage

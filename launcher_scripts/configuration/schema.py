@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from export_scripts.conversion.request import OUTPUT_FORMATS, PEFT, ConversionOptions
-from export_scripts.values import (
+from foundations.values import (
     INT32,
     NODE_CPUS,
     NODE_GPUS,

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.rank_threads import logits_of
 from tests.settings_sweep import BASE, IDS, pairs, singles
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge

@@ -6,7 +6,7 @@ import re
 
 import yaml
 
-from export_scripts import __version__
+from foundations import __version__
 from tests.conftest import ROOT
 
 

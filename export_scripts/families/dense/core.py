@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from export_scripts.errors import refuse
 from export_scripts.families.dense.huggingface import GATED, chosen_layers
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.megatron import (
@@ -34,7 +33,8 @@ from export_scripts.families.mapping.rotary import rotary_fraction, scaling_fiel
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Sources
-from export_scripts.files.json_content import Fields
+from foundations.errors import refuse
+from foundations.files.json_content import Fields
 
 # Traits that the tensors of the first layer show.
 _FIRST_LAYER = CORE_LAYER.format(layer=0)

@@ -29,7 +29,7 @@ from export_scripts.families.mapping.rotary import rotary_parameters
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import Copy, HeadScales, Scalar, Sources
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 _BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
 

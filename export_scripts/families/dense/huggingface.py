@@ -12,7 +12,7 @@ from export_scripts.families.mapping.names import Names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 SIZES = (
     "num_attention_heads", "hidden_size", "num_key_value_heads", "intermediate_size",

@@ -18,7 +18,7 @@ from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.sources import Copy, Get, Parts, Sources
-from export_scripts.files.json_content import Fields
+from foundations.files.json_content import Fields
 
 _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),

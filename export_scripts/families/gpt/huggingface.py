@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
@@ -20,7 +19,8 @@ from export_scripts.families.mapping.sources import (
     Sources,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
-from export_scripts.files.json_content import Fields, Table
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Fields, Table
 
 GPT2_KEYS = ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon")
 GPT2_NAMES: Names = {

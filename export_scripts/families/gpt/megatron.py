@@ -24,7 +24,7 @@ from export_scripts.families.mapping.names import (
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Sources
-from export_scripts.files.json_content import Fields
+from foundations.files.json_content import Fields
 
 # GPT-2's end of text, which Megatron's converters assume without a vocabulary.
 _GPT2_END_OF_TEXT = 50256

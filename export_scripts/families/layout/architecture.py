@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 
 Norm = Literal["layernorm", "rmsnorm"]
 # gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from export_scripts.families.layout.architecture import Architecture
-from export_scripts.files.json_content import Fields
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from foundations.files.json_content import Fields
 
 Sections = dict[str, dict[str, str]]
 Index = Mapping[str, int | str]

@@ -1,6 +1,6 @@
 """The end tokens that a model comes with, in the file that transformers keeps next to it."""
 
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 
 GENERATION_FILE = "generation_config.json"
 _MOST_ID = (1 << 31) - 1

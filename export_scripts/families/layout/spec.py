@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.families.layout.config import FTConfig, Index, Sections
-from export_scripts.files.json_content import Table
 from export_scripts.numeric.dtypes import Shape, item_size
+from foundations.files.json_content import Table
 
 # Config fields or properties, which must all be true (with "not " before a name: false), or have
 # the value after "="; a tuple has an entry for each layer.

@@ -23,7 +23,7 @@ from export_scripts.families.mapping.settings import (
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Sources
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 
 def _rounded(value: float) -> float:

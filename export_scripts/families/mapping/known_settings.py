@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 
 _FOLDER = Path(__file__).parent
 # Values that state nothing, in any of the libraries.

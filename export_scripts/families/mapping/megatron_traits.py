@@ -12,7 +12,7 @@ from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 
 # NeMo spells the fused variants with a "fast-" prefix; they compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}

@@ -17,7 +17,7 @@ from export_scripts.families.mapping.sources import (
     split_qkv,
     transposed,
 )
-from export_scripts.files.json_content import Fields
+from foundations.files.json_content import Fields
 
 # Modules of the layout and of a source; of a fused projection, those of its three parts.
 Names = Mapping[str, str | tuple[str, str, str]]

@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from export_scripts.checkpoints.base import CheckpointReader, Pieces
-from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import Fields
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Fields
 
 # FasterTransformer's prompt_learning_type of tables chosen by task name.
 P_PROMPT_TUNING = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 from export_scripts.families.layout.architecture import ROTARY_SCALINGS
 from export_scripts.families.mapping.settings import Settings
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 # Built into FasterTransformer's GPT-J and GPT-NeoX.
 FT_BASE = 10000.0

@@ -12,12 +12,12 @@ from typing import Any
 
 from export_scripts.checkpoints.base import json_file
 from export_scripts.checkpoints.tokenizers import special_ids
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
 from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import Table
+from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Table
 
 REQUIRED = object()  # as a default: the key must be there
 

@@ -14,12 +14,12 @@ from export_scripts.checkpoints.base import (
     same_values,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
-from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.sources import Copy, Sources
-from export_scripts.files.json_content import Table
+from foundations.errors import CheckpointMismatchError, refuse
+from foundations.files.json_content import Table
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from export_scripts.families.t5.layout import (
     T5Config,
     t5_warnings,
 )
-from export_scripts.files.json_content import Fields
+from foundations.files.json_content import Fields
 
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.

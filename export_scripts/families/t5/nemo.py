@@ -48,7 +48,7 @@ from export_scripts.families.t5.tuning import (
     tuning_kind,
     tuning_reasons,
 )
-from export_scripts.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
 # one matrix, under the names of the plain one.

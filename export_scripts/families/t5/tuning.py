@@ -18,7 +18,7 @@ from export_scripts.families.mapping.sources import (
 )
 from export_scripts.families.mapping.tensors import Tensor, constant, float32, stacked
 from export_scripts.families.t5.layout import DECODER, DECODER_SELF, ENCODER
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 
 # A layer's adapters, as `added_tensors` names them.
 _ADAPTERS = {

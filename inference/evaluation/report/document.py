@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic_core import to_jsonable_python
 
-from export_scripts.tables import text_table
+from foundations.tables import text_table
 from inference.evaluation.report import formatting
 
 GOOD, BAD, UNDECIDED, QUIET = "good", "bad", "open", "quiet"  # classes of report.css

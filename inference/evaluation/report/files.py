@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.replace import replace_file
+from foundations.files.replace import replace_file
 from inference.evaluation.gate import Verdict
 from inference.evaluation.record import Report, read_predictions, read_report
 from inference.evaluation.report.document import render

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.json_content import json_object
-from export_scripts.files.replace import replace_file
+from foundations.files.json_content import json_object
+from foundations.files.replace import replace_file
 from inference.evaluation.bounds import unsuited
 from inference.evaluation.options import Bounds
 from inference.evaluation.record import SCHEMA_VERSION, Report, from_json

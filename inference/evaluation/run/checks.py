@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from export_scripts.suggest import did_you_mean
+from foundations.suggest import did_you_mean
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
 from inference.evaluation.options import (

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
-from export_scripts.files.replace import replace_file
+from foundations.files.replace import replace_file
 from inference.evaluation.answered import forget_answered
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.environment import (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 from inference.evaluation.openai_client import (
     NEUTRAL,
     OpenAIClient,

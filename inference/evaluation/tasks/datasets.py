@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from export_scripts.files.checksum import sha256_of
-from export_scripts.files.json_content import Table, json_object
+from foundations.files.checksum import sha256_of
+from foundations.files.json_content import Table, json_object
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, Drawn, Sample
 

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 from inference.evaluation.answered import REQUESTS_AGAIN, Answers, answer_journal
 from inference.evaluation.openai_client import (
     NEUTRAL,

@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.files.checksum import sha256_of
+from foundations.files.checksum import sha256_of
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
 from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
 from inference.evaluation.task import (

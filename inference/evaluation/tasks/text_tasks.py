@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.json_content import Table
+from foundations.files.json_content import Table
 from inference.evaluation.options import TextTaskOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Prediction

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.inspect import describe, main
+from foundations.errors import CheckpointMismatchError
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import copy_of
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts import __version__
-from export_scripts.files.lock import folder_lock
+from foundations import __version__
+from foundations.files.lock import folder_lock
 from launcher_scripts import job_folder
 from launcher_scripts.actions import clock, look_after
 from launcher_scripts.configuration.arguments import read_arguments

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from export_scripts.tables import text_table
+from foundations.tables import text_table
 from launcher_scripts.console import Console, progress_text
 from stages.progress import ProgressState
 

@@ -276,10 +276,10 @@ def test_an_adapter_is_served_with_its_model(tmp_path: Path) -> None:
     assert folder.name == "peft"
     assert f"--enable-lora --lora-modules {deploy.config.model_name}={folder}" in words
     assert f"--served-model-name {deploy.config.model_name}-base" in words
-    words = deploy.config.command_line
+    unranked = deploy.config.command_line
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"r": 24}')
-    assert deploy.config.command_line == (*words, "--max-lora-rank", "32")
+    assert deploy.config.command_line == (*unranked, "--max-lora-rank", "32")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from export_scripts.values import Key, WrongValuesError, built
+from foundations.values import Key, WrongValuesError, built
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.diagnosis import read_override

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from export_scripts import __version__
+from foundations import __version__
 from stages.serving import served_by
 
 CONFIG = 'parameters { key: "data_type" value: { string_value: "bf16" } }'

@@ -172,8 +172,8 @@ def test_weights_of_a_named_repository_go_into_the_server_or_into_a_new_one(
     served: list[Path] = []
 
     class Exchanging(FakeServer):
-        def reload(self, *, repository: str, exchanges: bool, **_: Any) -> None:
-            asked.append((repository, exchanges))
+        def reload(self, **options: Any) -> None:
+            asked.append((options["repository"], options["exchanges"]))
             if not fails:
                 (tmp_path / STOP_NAME).touch()
                 return

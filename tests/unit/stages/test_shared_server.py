@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from export_scripts.files.lock import folder_lock
+from foundations.files.lock import folder_lock
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run import served_model
 from inference.evaluation.task import EvaluationError

@@ -12,10 +12,10 @@ import yaml
 
 from export_scripts.checkpoints import recognise_format
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
+from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
 from tests.tiny import tiktoken_list
 from tests.tiny_distributed import write_distributed

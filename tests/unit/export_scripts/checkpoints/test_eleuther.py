@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.arrays import loaded
 
 

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.arrays import loaded
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.c": torch.ones(5, dtype=torch.bfloat16)}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from export_scripts.checkpoints.jax import open_jax, step_directory
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.arrays import loaded
 
 LAYERS = 12

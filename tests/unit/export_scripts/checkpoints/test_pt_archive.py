@@ -21,7 +21,7 @@ import torch
 from export_scripts.checkpoints.base import Region
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.arrays import loaded
 
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
+from foundations.errors import CheckpointMismatchError
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from tests.engine_logits import prompt_logits

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
+from foundations.errors import CheckpointMismatchError
 from tests.tiny import TinyGPT, gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
 from tests.tiny_huggingface import copy_of
 from tests.tiny_transformers import write_model

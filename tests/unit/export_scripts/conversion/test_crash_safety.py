@@ -19,12 +19,12 @@ import pytest
 
 from export_scripts.conversion import sharding
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.disk import full_disk
-from export_scripts.files.lock import folder_lock
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.validation import validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths
+from foundations.errors import CheckpointMismatchError
+from foundations.files.disk import full_disk
+from foundations.files.lock import folder_lock
 from tests.tiny import TinyGPT, gpt_tensors, write_nemo
 
 # Large enough that kills land everywhere, small enough for a test.

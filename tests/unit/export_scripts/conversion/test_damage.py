@@ -14,8 +14,8 @@ from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.jax import open_jax
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
+from foundations.errors import CheckpointMismatchError
 from tests.arrays import in_one_file
 from tests.tiny import NEMO, gpt_tensors, write_nemo
 

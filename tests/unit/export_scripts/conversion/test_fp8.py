@@ -19,8 +19,8 @@ from export_scripts.conversion.convert import (
     folder_problems,
 )
 from export_scripts.conversion.huggingface import WEIGHTS_NAME
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.numeric.narrowing import fp8_bytes, to_fp8
+from foundations.errors import CheckpointMismatchError
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
 from tests.tiny_transformers import write_model

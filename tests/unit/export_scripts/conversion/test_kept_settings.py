@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.layout import manifest_path
+from foundations.errors import CheckpointMismatchError
 from tests.tiny_transformers import MODELS, write_model
 
 # Settings that the new folder has of its own.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.conversion.lora import PEFT_KNOWN, peft_problems
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,

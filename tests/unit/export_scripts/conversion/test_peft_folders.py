@@ -21,7 +21,7 @@ from export_scripts.conversion.convert import (
     convert,
     folder_problems,
 )
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,

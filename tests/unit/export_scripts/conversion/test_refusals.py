@@ -19,7 +19,7 @@ from export_scripts.checkpoints.base import Region
 from export_scripts.checkpoints.tokenizers import check_outside_files
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.conversion.request import OPTION_NAMES
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.tiny import NEMO, gpt_tensors, nemo_members, write_megatron, write_nemo, write_tar
 
 QKV = NEMO + "encoder.layers.1.self_attention.query_key_value.weight"

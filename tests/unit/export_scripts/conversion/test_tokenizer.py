@@ -22,7 +22,7 @@ from export_scripts.conversion.convert import (
     convert,
 )
 from export_scripts.conversion.tokenizer_probes import PROBES
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
 from tests.folder_answers import OTHERS, answered
 from tests.tiny import tiktoken_list, torch_bytes, write_tar

@@ -20,7 +20,7 @@ from export_scripts.conversion.convert import (
     convert,
     folder_problems,
 )
-from export_scripts.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError
 from tests.tiny_transformers import write_model
 
 # Those whose names come back: others are Llamas in Megatron-LM.

@@ -11,7 +11,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.mapping.huggingface import setting_table
 from export_scripts.families.mapping.known_settings import (
@@ -23,6 +22,7 @@ from export_scripts.families.mapping.known_settings import (
 )
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.validation import read_manifest
+from foundations.errors import CheckpointMismatchError
 from tests.library_settings import huggingface_settings, megatron_settings
 from tests.tiny_megatron_core import core_state, write_core
 

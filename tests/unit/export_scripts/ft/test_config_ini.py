@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.families.layout.config import PromptTask, parse_integer
 from export_scripts.ft.config_ini import config_text, parse_ini, read_config, write_config
 from export_scripts.ft.validation import validate_directory
+from foundations.errors import CheckpointMismatchError
 
 CONFIG = GPTConfig(
     model_name="gpt", weight_data_type="fp16", tensor_para_size=2, head_num=4, size_per_head=6,

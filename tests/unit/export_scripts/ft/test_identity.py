@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from export_scripts import __version__
 from export_scripts.ft.identity import checkpoint_hash, served_identity
 from export_scripts.ft.layout import manifest_path
+from foundations import __version__
 from tests.ft_folders import write_gpt
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
+from foundations.errors import CheckpointMismatchError
 from tests.tiny import write_nemo
 
 QKV = "model.layers.0.attention.query_key_value.weight.1.bin"

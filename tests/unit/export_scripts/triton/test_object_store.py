@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts.errors import first_names
 from export_scripts.triton import object_store
 from export_scripts.triton.object_store import parse_location, publish_repository
+from foundations.errors import first_names
 
 
 @pytest.mark.parametrize(

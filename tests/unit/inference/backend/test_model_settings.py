@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from export_scripts.tables import markdown_table
 from export_scripts.triton.parameters import PARAMETERS
+from foundations.tables import markdown_table
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import triton_arguments
 from inference.engine.options import EngineOptions

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.reader import FTReader
+from foundations.errors import CheckpointMismatchError
 from inference.model.decoder import Decoder
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.layout import ParallelLayout
@@ -34,6 +34,7 @@ def test_only_matrices_take_the_type_they_are_kept_in(tmp_path: Path) -> None:
     weights = open_weights(write_gpt(tmp_path), torch.float16)
     layer = "model.layers.0."
     matrix = weights.matrix(layer + "attention.query_key_value.weight")
+    assert isinstance(matrix, torch.Tensor)
     assert matrix.shape == (24, 72)
     assert matrix.dtype == torch.float16
     assert weights.rows("model.wte", range(3, 9), is_matrix=True).dtype == torch.float16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from export_scripts.files.json_content import json_object
+from foundations.files.json_content import json_object
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.files.tree import files_below
+from foundations.files.tree import files_below
 from tests.tiny import gpt_tensors, write_megatron
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts.commands import accept_any_text, say
+from foundations.commands import accept_any_text, say
 from tests.conftest import ROOT
 from tests.tiny import write_nemo
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.files.checksum import crc32
+from foundations.files.checksum import crc32
 
 # torch aligns the values of a tensor so.
 _ALIGNMENT = 64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts.files.replace import replace_file
+from foundations.files.replace import replace_file
 
 
 def test_content_replaces_the_old_file(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts.files import disk
-from export_scripts.files.disk import SequentialFile, check_space
+from foundations.files import disk
+from foundations.files.disk import SequentialFile, check_space
 
 BLOCK = disk.BLOCK_BYTES
 

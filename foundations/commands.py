@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from export_scripts.files.disk import full_disk
+from foundations.files.disk import full_disk
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
