@@ -665,9 +665,9 @@ def unknown_quantisation(copy: Copy) -> None:
 
 
 def test_a_setting_that_the_folder_lost_is_named(copy: Copy, sources: Sources) -> None:
-    copy.setting(logit_scale=3.0)
+    copy.setting(scale_of_tomorrow=3.0)
     found = part(made(copy.path, sources("llama")), "settings").of("differs")
-    assert [each.where for each in found] == ["logit_scale"]
+    assert [each.where for each in found] == ["scale_of_tomorrow"]
 
 
 def test_defaults_of_generation_that_the_source_lacks_are_named(
@@ -942,25 +942,25 @@ def test_folders_of_nvidias_converters_hold_the_same_tensors(
 def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path: Path) -> None:
     import transformers
 
-    config = transformers.GPTNeoConfig(
-        vocab_size=53, hidden_size=24, num_layers=2, num_heads=4, intermediate_size=56,
-        attention_types=[[["global", "local"], 1]], max_position_embeddings=40,
+    config = transformers.PersimmonConfig(
+        vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=56, max_position_embeddings=40,
     )  # fmt: skip
     source = tmp_path / "source"
-    transformers.GPTNeoForCausalLM(config).save_pretrained(source)
+    transformers.PersimmonForCausalLM(config).save_pretrained(source)
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
-    copy.setting(activation_function=None)  # the library's default, as it was
+    copy.setting(hidden_act=None)  # the library's default, as it was
     certificate = made(source, copy.path, layers=True)
     assert certificate.status in ("equal", "equal up to"), certificate_text(certificate)
     assert [row["place"] for row in part(certificate, "layers").rows][-1] == "logits"
-    copy.tensors["transformer.h.1.ln_1.weight"][2] = 5
+    copy.tensors["model.layers.1.input_layernorm.weight"][2] = 5
     copy.save()
-    copy.setting(window_size=3)
+    copy.setting(qk_layernorm=False)
     certificate = made(source, copy.path, layers=True)
     (tensor,) = part(certificate, "tensors").of("differs")
-    assert tensor.where == "transformer.h.1.ln_1.weight"
-    assert [each.where for each in part(certificate, "settings").of("differs")] == ["window_size"]
-    assert part(certificate, "layers").of("differs")[0].where == "layer 1"
+    assert tensor.where == "model.layers.1.input_layernorm.weight"
+    assert [each.where for each in part(certificate, "settings").of("differs")] == ["qk_layernorm"]
+    assert part(certificate, "layers").of("differs")[0].where == "layer 0"
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Sources) -> None:
