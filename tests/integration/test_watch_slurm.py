@@ -105,5 +105,5 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
     assert "evaluated, best" in page
     assert "step_0000010/results/evaluate/report.html" in page
     assert json.loads((state.parent / "best.json").read_text())["step"] == 10
-    assert slurm_cluster.run("squeue", "-h").strip() == ""
+    until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "the end of every job")
     assert len(list(base.rglob("1-gpu"))) == 1  # of the best; the other's repository is deleted

@@ -21,6 +21,8 @@ from tests.unit.export_scripts.conversion.test_mixtures import request
 # Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
 
+# These have every kind of layer that is cut.
+CUT_MODELS = ("qwen3_moe", "deepseek_v3")
 CUTS = {
     "tp": {"tensor_model_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
@@ -66,7 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         whole = str(folder / name)
         saves.append(Mixture(whole, name))
-        for cut, sizes in CUTS.items():
+        for cut, sizes in CUTS.items() if name in CUT_MODELS else ():
             saves.append(Mixture(f"{whole}-{cut}", name, whole=whole, sizes=sizes))
     for number, (name, changes, _) in enumerate(CHANGES):
         saves.append(Mixture(str(folder / str(number)), name, changes))
@@ -91,7 +93,7 @@ def test_every_way_of_cutting_gives_the_logits(name: str, saved: Path, tmp_path:
     folder = convert(request(saved / name, tmp_path / "whole")).ft_dir
     assert json.loads((folder / "config.json").read_text())["model_type"] == name
     assert error(folder, saved / f"{name}.pt") < TOLERANCE
-    for cut in CUTS:
+    for cut in CUTS if name in CUT_MODELS else ():
         again = convert(request(saved / f"{name}-{cut}", tmp_path / cut)).ft_dir
         weights = "model.safetensors"
         assert (again / weights).read_bytes() == (folder / weights).read_bytes(), cut

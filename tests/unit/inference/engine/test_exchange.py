@@ -50,7 +50,9 @@ def processes_of(engine: Engine) -> list[int]:
     return [worker.process.pid for worker in workers.values()]
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long)]
+)
 def test_answers_after_an_exchange_are_those_of_a_new_engine(
     tmp_path: Path, tp_size: int, pp_size: int
 ) -> None:
