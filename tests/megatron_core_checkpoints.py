@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.megatron_ranks import be_ranks, run_ranks
+
 WORLD_SIZE = 4
 ITERATION = 100
-DEADLINE_S = 240
 
 
 @dataclass(frozen=True)
@@ -56,20 +51,7 @@ class Save:
 
 def save_all(saves: Sequence[Save], work_dir: Path) -> None:
     """Save checkpoints in processes of their own, which end when all is saved."""
-    plan = work_dir / "plan.json"
-    plan.write_text(json.dumps([asdict(save) for save in saves]))
-    command = [sys.executable, "-m", "tests.megatron_core_checkpoints", str(plan)]
-    log = work_dir / "ranks.log"
-    with log.open("w") as out:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=out,
-            timeout=DEADLINE_S,
-        )
-    assert done.returncode == 0, log.read_text()[-6000:]
+    run_ranks("tests.megatron_core_checkpoints", saves, work_dir, WORLD_SIZE)
 
 
 def _member(archive: Path, name: str) -> bytes:
@@ -218,46 +200,16 @@ def _save(save: Save, whole: Save | None) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _rank(plan: Path, rank: int) -> None:
-    """Be one of the processes that save a plan's checkpoints."""
-    from megatron.core import tensor_parallel
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{plan.parent}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+def main() -> int:
+    """Save the checkpoints of a plan; the first of an archive is cut for the others."""
     whole: dict[str, Save] = {}
-    for item in json.loads(plan.read_text()):
+
+    def work(item: dict[str, Any]) -> None:
         save = Save(**item)
         _save(save, whole.get(save.archive))
         whole.setdefault(save.archive, save)
-    torch.distributed.destroy_process_group()
 
-
-def main() -> int:
-    """Fork the ranks; one that fails, for which the others would wait, ends them."""
-    # megatron-core asks for CUDA's device, and puts a tied head there, wherever its weights are.
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
-    cuda.synchronize = lambda *_: None
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_: self
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
-
-    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
-    fork = multiprocessing.get_context("fork")
-    plan = Path(sys.argv[1])
-    ranks = [fork.Process(target=_rank, args=(plan, rank)) for rank in range(WORLD_SIZE)]
-    for rank in ranks:
-        rank.start()
-    running = list(ranks)
-    while running and not any(rank.exitcode for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in running])
-        running = [rank for rank in running if rank.exitcode is None]
-    for rank in running:
-        rank.kill()
-    return max(rank.exitcode or 0 for rank in ranks)
+    return be_ranks(work)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,17 @@ Run as a program with a plan, in the interpreter of any release of megatron-core
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.megatron_ranks import be_ranks, run_ranks
+
 WORLD_SIZE = 2
-DEADLINE_S = 300
 VOCABULARY = 56
 LENGTH = 40
 
@@ -90,17 +85,7 @@ class Mixture:
 
 def save_all(saves: Sequence[Mixture], work_dir: Path) -> None:
     """Save checkpoints in processes of their own, which end when all is saved."""
-    plan = work_dir / "plan.json"
-    plan.write_text(json.dumps([asdict(save) for save in saves]))
-    done = subprocess.run(
-        [sys.executable, __file__, str(plan)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run_ranks("tests.megatron_core_mixtures", saves, work_dir, WORLD_SIZE)
 
 
 class PlainAttention(torch.nn.Module):
@@ -205,48 +190,15 @@ def _save(save: Mixture) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _rank(plan: Path, rank: int) -> None:
-    from megatron.core import tensor_parallel
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{plan.parent}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    for item in json.loads(plan.read_text()):
-        _save(Mixture(**item))
-    torch.distributed.destroy_process_group()
-
-
 def main() -> int:
-    """Fork the ranks, which do without CUDA."""
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
-    cuda.synchronize = lambda *_: None
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_: self
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
+    """Save the checkpoints of a plan."""
     from megatron.core.transformer import multi_latent_attention as latent
-    from megatron.core.transformer.moe import moe_utils
 
-    # Up to 0.16 these are missing without Transformer Engine.
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    # Up to 0.16 these are no classes without Transformer Engine.
     for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
         if not isinstance(vars(latent)[name], type):
             vars(latent)[name] = type(name, (), {})
-    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
-    fork = multiprocessing.get_context("fork")
-    target = functools.partial(_rank, Path(sys.argv[1]))
-    ranks = [fork.Process(target=target, args=(rank,)) for rank in range(WORLD_SIZE)]
-    for rank in ranks:
-        rank.start()
-    running = list(ranks)
-    while running and not any(rank.exitcode for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in running])
-        running = [rank for rank in running if rank.exitcode is None]
-    for rank in running:
-        rank.kill()
-    return max(rank.exitcode or 0 for rank in ranks)
+    return be_ranks(lambda item: _save(Mixture(**item)))
 
 
 if __name__ == "__main__":

@@ -9,21 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 240
+from tests.megatron_ranks import be_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -49,19 +43,7 @@ def load_all(
     loads: Sequence[Load], work_dir: Path, world_size: int, *, python: str = sys.executable
 ) -> None:
     """Load checkpoints in processes of their own, as many as each needs; they end with it."""
-    plan = work_dir / "loads.json"
-    plan.write_text(json.dumps([asdict(load) for load in loads]))
-    log = work_dir / "loads.log"
-    with log.open("w") as out:
-        done = subprocess.run(
-            [python, "-m", "tests.megatron_core_models", str(plan), str(world_size)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=out,
-            timeout=DEADLINE_S,
-        )
-    assert done.returncode == 0, log.read_text()[-6000:]
+    run_ranks("tests.megatron_core_models", loads, work_dir, world_size, python=python)
 
 
 def _settings(args: argparse.Namespace, load: Load) -> Any:
@@ -214,36 +196,22 @@ def _logits(load: Load) -> torch.Tensor | None:
     return None
 
 
-def _rank(plan: Path, rank: int, world_size: int) -> None:
-    """Be one of the processes that load a plan's checkpoints."""
-    from megatron.core import parallel_state, tensor_parallel
+def _load(load: Load) -> None:
+    from megatron.core import parallel_state
 
-    torch.serialization.add_safe_globals([argparse.Namespace])
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{plan.parent}/loading", rank=rank, world_size=world_size
-    )
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    for item in json.loads(plan.read_text()):
-        load = Load(**item)
-        parallel_state.initialize_model_parallel(load.tp_size, load.pp_size)
-        logits = _logits(load)
-        if logits is not None and rank == world_size - 1:
-            torch.save(logits, load.logits)
-        parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    parallel_state.initialize_model_parallel(load.tp_size, load.pp_size)
+    logits = _logits(load)
+    if (
+        logits is not None
+        and torch.distributed.get_rank() + 1 == torch.distributed.get_world_size()
+    ):
+        torch.save(logits, load.logits)
+    parallel_state.destroy_model_parallel()
 
 
 def main() -> int:
-    """Fork the ranks; one that fails, for which the others would wait, ends them."""
-    # megatron-core asks for CUDA's device, and puts a tied head there, wherever its weights are.
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
-    cuda.synchronize = lambda *_: None
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_: self
+    """Load the checkpoints of a plan."""
     from megatron.core.fusions import fused_softmax
-    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
-    from megatron.core.transformer.moe import moe_utils
 
     def window_mask(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
         ones = torch.ones(queries, keys, dtype=torch.bool)
@@ -251,22 +219,8 @@ def main() -> int:
 
     # Its own makes the mask on a GPU.
     vars(fused_softmax)["get_sliding_window_causal_mask"] = window_mask
-    # 0.16 compares it with None where it was not imported.
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    fork = multiprocessing.get_context("fork")
-    plan, world_size = Path(sys.argv[1]), int(sys.argv[2])
-    ranks = [
-        fork.Process(target=_rank, args=(plan, each, world_size)) for each in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    running = list(ranks)
-    while running and not any(rank.exitcode for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in running])
-        running = [rank for rank in running if rank.exitcode is None]
-    for rank in running:
-        rank.kill()
-    return max(rank.exitcode or 0 for rank in ranks)
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    return be_ranks(lambda item: _load(Load(**item)))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,25 @@
 """HybridModels saved by megatron-core itself, by gloo processes on the CPU, with their logits.
 
 Runs as a program, with the interpreter of any release of megatron-core from 0.16 on, which needs
-nothing else than torch: `python megatron_hybrid_checkpoints.py PLAN`. Up to 0.17 the class is
-MambaModel.
+nothing else than torch. Up to 0.17 the class is MambaModel.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.megatron_ranks import be_ranks, run_ranks
+
 WORLD_SIZE = 4
-DEADLINE_S = 240
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8]
 VOCABULARY = 56
-# Interpreters of other releases than this environment's, separated as in PATH.
-OTHERS = [each for each in os.environ.get("SLIPWAY_MEGATRON", "").split(os.pathsep) if each]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
@@ -61,17 +55,7 @@ class Hybrid:
 
 def save_all(saves: Sequence[Hybrid], work_dir: Path, python: str | None = None) -> None:
     """Save checkpoints in processes of their own, of another interpreter than this if given."""
-    plan = work_dir / "plan.json"
-    plan.write_text(json.dumps([asdict(save) for save in saves]))
-    done = subprocess.run(
-        [python or sys.executable, __file__, str(plan)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run_ranks("tests.megatron_hybrid_checkpoints", saves, work_dir, WORLD_SIZE, python=python)
 
 
 def _layers(settings: Any) -> dict[str, Any]:
@@ -246,41 +230,5 @@ def _save(save: Hybrid) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _rank(plan: Path, rank: int) -> None:
-    from megatron.core import tensor_parallel
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{plan.parent}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    for item in json.loads(plan.read_text()):
-        _save(Hybrid(**item))
-    torch.distributed.destroy_process_group()
-
-
-def main() -> int:
-    """Fork the ranks; one that fails, for which the others would wait, ends them."""
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
-    cuda.synchronize = lambda *_: None
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_: self
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
-
-    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_rank, args=(Path(sys.argv[1]), n)) for n in range(WORLD_SIZE)]
-    for rank in ranks:
-        rank.start()
-    running = list(ranks)
-    while running and not any(rank.exitcode for rank in ranks):
-        multiprocessing.connection.wait([rank.sentinel for rank in running])
-        running = [rank for rank in running if rank.exitcode is None]
-    for rank in running:
-        rank.kill()
-    return max(rank.exitcode or 0 for rank in ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(be_ranks(lambda item: _save(Hybrid(**item))))

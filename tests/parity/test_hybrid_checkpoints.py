@@ -1,7 +1,7 @@
 """HybridModels that megatron-core's ranks have saved have its logits, however they are cut.
 
-This environment's release saves them, and those of SLIPWAY_MEGATRON, interpreters separated as in
-PATH; a folder that 0.19.2 has saved is among the golden ones.
+This environment's release saves them, and those of SLIPWAY_MEGATRON_CORE, interpreters separated as
+in PATH; a folder that 0.19.2 has saved is among the golden ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.inspect import describe
 from tests.folder_answers import answered
-from tests.megatron_hybrid_checkpoints import IDS, OTHERS, Hybrid, save_all
+from tests.megatron_hybrid_checkpoints import IDS, Hybrid, save_all
+from tests.megatron_ranks import OTHERS
 from tests.rank_threads import logits_of
 
 BLOCKS = {"-**--*": 5, "*-*E-*E": 4}  # of patterns in which not every block has attention

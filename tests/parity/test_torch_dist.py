@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.megatron_core_models import Load, load_all
+from tests.megatron_ranks import OTHERS
 from tests.tiny_transformers import write_model
 
 # Relative to the largest logit; fp32 on both sides, in another order of summation.
@@ -28,7 +28,7 @@ CASES = [
 RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 WORLD_SIZE = 4
 # Those of other releases of megatron-core, separated by colons.
-PYTHONS = [sys.executable, *filter(None, os.environ.get("SLIPWAY_MEGATRON_CORE", "").split(":"))]
+PYTHONS = [sys.executable, *OTHERS]
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -1,0 +1,97 @@
+"""Programs that run megatron-core on the CPU, in processes that are ranks of gloo.
+
+A program is a module of tests with a `__main__`, for any interpreter that has torch and
+megatron-core: it imports megatron-core once, and forks the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 300
+# Interpreters of other releases than this environment's, separated as in PATH.
+OTHERS = [*filter(None, os.environ.get("SLIPWAY_MEGATRON_CORE", "").split(os.pathsep))]
+
+
+def run_ranks(
+    module: str,
+    items: Sequence[Any],
+    work_dir: Path,
+    world_size: int,
+    *,
+    python: str | None = None,
+) -> None:
+    """Run a program with a plan of records, by another interpreter than this if given."""
+    plan, log = (work_dir / f"{module}.{kind}" for kind in ("json", "log"))
+    plan.write_text(json.dumps([dataclasses.asdict(item) for item in items]))
+    with log.open("w") as out:
+        done = subprocess.run(
+            [python or sys.executable, "-m", module, str(plan), str(world_size)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=out,
+            timeout=DEADLINE_S,
+        )
+    assert done.returncode == 0, log.read_text()[-6000:]
+
+
+def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
+    """Fork the ranks, each of which works on every item of the plan; return the exit status.
+
+    One that fails, for which the others would wait, ends them.
+    """
+    # megatron-core asks for CUDA's device, and puts a tied head there, wherever its weights are.
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_: self
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
+    from megatron.core.transformer.moe import moe_utils
+
+    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
+    # 0.16 compares it with None where it was not imported.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    fork = multiprocessing.get_context("fork")
+    plan, world_size = Path(sys.argv[1]), int(sys.argv[2])
+    plan.with_suffix(".rendezvous").unlink(missing_ok=True)
+    ranks = [
+        fork.Process(target=_rank, args=(plan, rank, world_size, work))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    running = list(ranks)
+    while running and not any(rank.exitcode for rank in ranks):
+        multiprocessing.connection.wait([rank.sentinel for rank in running])
+        running = [rank for rank in running if rank.exitcode is None]
+    for rank in running:
+        rank.kill()
+    return max(rank.exitcode or 0 for rank in ranks)
+
+
+def _rank(plan: Path, rank: int, world_size: int, work: Callable[[dict[str, Any]], None]) -> None:
+    from megatron.core import tensor_parallel
+
+    place = f"file://{plan.with_suffix('.rendezvous')}"
+    torch.distributed.init_process_group(
+        "gloo", init_method=place, rank=rank, world_size=world_size
+    )
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    for item in json.loads(plan.read_text()):
+        work(item)
+    torch.distributed.destroy_process_group()
