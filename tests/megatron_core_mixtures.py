@@ -194,7 +194,7 @@ def main() -> int:
     """Save the checkpoints of a plan."""
     from megatron.core.transformer import multi_latent_attention as latent
 
-    # Up to 0.16 these are no classes without Transformer Engine.
+    # Up to 0.16 these are None without Transformer Engine.
     for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
         if not isinstance(vars(latent)[name], type):
             vars(latent)[name] = type(name, (), {})
