@@ -7,6 +7,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import FLOATING_TYPES, Piece
 from export_scripts.conversion.request import ConversionRequest
+from export_scripts.conversion.torch_archive import Archive
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -14,7 +15,6 @@ from export_scripts.families.mapping.sources import Copy, Parts, TensorSource, V
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import listed
-from foundations.files.torch_archive import Archive
 
 _REMEDY = (
     "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "

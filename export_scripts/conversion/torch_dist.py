@@ -25,11 +25,11 @@ from export_scripts.conversion.huggingface import (
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.request import HYBRID
 from export_scripts.conversion.tensor_plan import WrittenFile, WrittenTensor
+from export_scripts.conversion.torch_archive import Archive, Global, Made, StoredValues, pickled
 from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table, json_bytes
-from foundations.files.torch_archive import Archive, Global, Made, StoredValues, pickled
 
 ARGUMENTS_NAME = "megatron_arguments.txt"
 _STORAGES = {"fp32": "FloatStorage", "fp16": "HalfStorage", "bf16": "BFloat16Storage"}

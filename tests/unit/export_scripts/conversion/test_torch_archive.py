@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from export_scripts.conversion.torch_archive import Archive, Made, StoredValues
 from foundations.files.checksum import crc32
-from foundations.files.torch_archive import Archive, Made, StoredValues
 
 
 def tensor(shape: tuple[int, ...], kind: str = "torch.FloatStorage") -> Made:
