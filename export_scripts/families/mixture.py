@@ -6,7 +6,7 @@ FasterTransformer serves them: they are written as Hugging Face folders alone.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -250,7 +250,15 @@ def _v2_written(config: MixtureConfig) -> Fields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LatentDecoder(DenseDecoder):
+class _Mixture(DenseDecoder):
+    """A mixture; vLLM serves fp16 as it does bf16, so that no type has a warning."""
+
+    family: ModelFamily = MIXTURE
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LatentMixture(_Mixture):
     """A mixture with multi-latent attention."""
 
     head_dim: int | None = 64
@@ -291,37 +299,32 @@ _GROUP_KEYS = ("n_group", "topk_group", "norm_topk_prob")
 _SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
 
 _DECODERS = (
-    DenseDecoder(
+    _Mixture(
         model_type="mixtral",
         model="MixtralForCausalLM",
         title="Mixtral",
-        family=MIXTURE,
         keys=(*_KEYS, "intermediate_size", "num_local_experts", "num_experts_per_tok"),
         names=_names("block_sparse_moe", ("w1", "w3", "w2")),
         window=Window(),
         rotary_base=1e6,
         bos=1,
         eos=2,
-        warnings=lambda *_: [],
     ),
-    DenseDecoder(
+    _Mixture(
         model_type="qwen3_moe",
         model="Qwen3MoeForCausalLM",
         title="Qwen3-MoE",
-        family=MIXTURE,
         keys=(*_MOE_KEYS, "num_experts", "attention_bias", "norm_topk_prob"),
         fixed={"query_key_norm": "head"},
         names=_names("mlp"),
         window=Window(has_switch=True),
         read=_qwen_layers,
         written=_qwen_written,
-        warnings=lambda *_: [],
     ),
-    DenseDecoder(
+    _Mixture(
         model_type="qwen2_moe",
         model="Qwen2MoeForCausalLM",
         title="Qwen2-MoE",
-        family=MIXTURE,
         keys=(
             *_MOE_KEYS,
             "num_experts",
@@ -333,13 +336,11 @@ _DECODERS = (
         names=_names("mlp", shared="shared_expert"),
         read=_qwen_layers,
         written=_qwen_written,
-        warnings=lambda *_: [],
     ),
-    DenseDecoder(
+    _Mixture(
         model_type="glm4_moe",
         model="Glm4MoeForCausalLM",
         title="GLM-4.5",
-        family=MIXTURE,
         keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, "attention_bias", "use_qk_norm"),
         fixed={
             **_SIGMOID,
@@ -350,13 +351,11 @@ _DECODERS = (
         rotary_fraction=0.5,
         read=_sigmoid_groups,
         written=_deepseek_written,
-        warnings=lambda *_: [],
     ),
-    _LatentDecoder(
+    _LatentMixture(
         model_type="deepseek_v3",
         model="DeepseekV3ForCausalLM",
         title="DeepSeek-V3",
-        family=MIXTURE,
         keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, *_LATENT_KEYS),
         fixed=_SIGMOID,
         names=_names("mlp", shared="shared_experts"),
@@ -364,13 +363,11 @@ _DECODERS = (
         eos=1,
         read=_sigmoid_groups,
         written=_deepseek_written,
-        warnings=lambda *_: [],
     ),
-    _LatentDecoder(
+    _LatentMixture(
         model_type="deepseek_v2",
         model="DeepseekV2ForCausalLM",
         title="DeepSeek-V2",
-        family=MIXTURE,
         keys=(*_DEEPSEEK_KEYS, *_LATENT_KEYS),
         fixed={"normalized_routing": False},
         names=_names("mlp", shared="shared_experts"),
@@ -378,7 +375,6 @@ _DECODERS = (
         eos=2,
         read=_softmax_groups,
         written=_v2_written,
-        warnings=lambda *_: [],
     ),
 )
 
@@ -464,7 +460,8 @@ def _core_latent(traits: MegatronTraits) -> Fields:
     for name in ("mscale", "mscale_all_dim"):
         settings.value(name)
     mscale, all_dim = (core.number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim"))
-    scaling: Fields = dict.fromkeys(_LINEAR)
+    # Plain attention's settings may have set these.
+    scaling: Fields = dict.fromkeys(("rotary_scaling_type", "rotary_factor"))
     if kind == "yarn":
         original = "original_max_position_embeddings"
         if source.get(original) is None:  # before megatron-core 0.13
@@ -505,10 +502,6 @@ def _core_latent(traits: MegatronTraits) -> Fields:
         "v_head_dim": settings.integer("v_head_dim"),
         "latent_eps": traits.layernorm_eps,
     }
-
-
-# Fields of rotary scaling that plain attention's settings may have set.
-_LINEAR = ("rotary_scaling_type", "rotary_factor")
 
 
 def _core_config(facts: Facts) -> MixtureConfig:

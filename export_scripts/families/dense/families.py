@@ -291,6 +291,9 @@ def _growth(settings: Settings, values: Table) -> Fields:
     return _parameter(settings, given, "llama_4_scaling_beta")
 
 
+_WITHOUT_GATE = {
+    **LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""
+}  # fmt: skip
 _XIELU = {"alpha_p": Copy, "alpha_n": Copy, "beta": Scalar, "eps": Scalar}
 
 _FALCON_LAYER = "transformer.h.{layer}."
@@ -425,10 +428,7 @@ _DECODERS = (
         keys=_GEMMA_KEYS,
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
-        window=Window(
-            4096,
-            slides=_by_pattern(6),
-        ),
+        window=Window(4096, slides=_by_pattern(6)),
         rotary_base=1e6,
         rotary_local_base=1e4,
         **_GEMMA,
@@ -496,7 +496,7 @@ _DECODERS = (
         title="Nemotron",
         keys=(*SIZES, "norm_eps", "hidden_act", *BIAS_KEYS),
         fixed={"norm_type": "layernorm", "norm_one_plus": True},
-        names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""},
+        names=_WITHOUT_GATE,
         is_gated=False,
         bos=2,
         eos=3,
@@ -639,11 +639,7 @@ _DECODERS = (
         model_type="cohere2",
         model="Cohere2ForCausalLM",
         title="Cohere 2",
-        window=Window(
-            4096,
-            slides=_by_pattern(4),
-            rotates_alone=True,
-        ),
+        window=Window(4096, slides=_by_pattern(4), rotates_alone=True),
         read=_read_cohere2,
         written=lambda config: {"pad_token_id": _padding(config)},
         **_COHERE,
@@ -702,7 +698,7 @@ _DECODERS = (
         model="ArceeForCausalLM",
         title="Arcee",
         keys=(*LLAMA_KEYS, *BIAS_KEYS),
-        names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""},
+        names=_WITHOUT_GATE,
         is_gated=False,
         bos=128000,
         eos=128001,
@@ -770,11 +766,7 @@ _DECODERS = (
         title="EXAONE 4",
         fixed={**_ONLY_OUTPUT_NORMS, "query_key_norm": "head"},
         names=_OUTPUT_NORMS,
-        window=Window(
-            4096,
-            slides=_by_pattern(4),
-            rotates_alone=True,
-        ),
+        window=Window(4096, slides=_by_pattern(4), rotates_alone=True),
         bos=0,
         eos=2,
     ),
@@ -802,11 +794,9 @@ _DECODERS = (
         keys=(*SIZES, "rms_norm_eps", "attention_bias"),
         fixed={"query_key_norm": "head", "activation_type": "xielu"},
         names={
-            **LLAMA_NAMES,
+            **_WITHOUT_GATE,
             "input_layernorm": "attention_layernorm",
             "post_attention_layernorm": "feedforward_layernorm",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_h_to_4h_2": "",
         },
         sources=lambda *_: {
             f"{LAYER}mlp.xielu.{name}": kind(f"{LAYER}mlp.act_fn.{name}")
