@@ -153,6 +153,12 @@ def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> Con
     return with_tokenizer(in_fp8(plan, folder) if request.fp8 else folder)
 
 
+# Choices that are part of a folder's identity where they are not as usual.
+_USUAL: Fields = {
+    "megatron_model": "gpt", "model_type": None, "fp8": None, "keep_fp8": False, "vocabulary": None
+}  # fmt: skip
+
+
 def _identity(request: ConversionRequest) -> str:
     """Return a digest of everything that decides the folder's contents."""
     latest = request.checkpoint_name in (None, LATEST)
@@ -164,15 +170,15 @@ def _identity(request: ConversionRequest) -> str:
         ],
         "tp_size": request.tp_size,
         **({} if request.has_shards else {"max_shard_bytes": request.max_shard_bytes}),
-        **({} if request.megatron_model == "gpt" else {"megatron_model": request.megatron_model}),
         "weight_data_type": request.weight_data_type,
-        **({} if request.fp8 is None else {"fp8": request.fp8}),
         # Settings that may choose among several checkpoints, or several families, of one source.
         **({} if latest else {"checkpoint_name": request.checkpoint_name}),
-        **({} if request.model_type is None else {"model_type": request.model_type}),
+        **{
+            name: value
+            for name, usual in _USUAL.items()
+            if (value := getattr(request, name)) != usual
+        },
         "ia3_in_place": request.ia3_in_place,
-        **({"keep_fp8": True} if request.keep_fp8 else {}),
-        **({} if request.vocabulary is None else {"vocabulary": request.vocabulary}),
         "given": sorted(request.given),
         "allow": sorted(request.allow),
         "allow_setting": sorted(request.allow_setting),
