@@ -386,8 +386,7 @@ class Watch:
         """
         folder = self.state.results_of(each.step)
         jobs = jobs_in(folder, passes_damage=True)
-        names = [n for n in each.jobs if n != "deploy" or each.server is None]
-        found = [next((one for one in jobs if one.stage == name), None) for name in names]
+        found = [next((one for one in jobs if one.stage == name), None) for name in each.awaited]
         submitted = [one for one in found if one is not None and one.job_id]
         if self.config.cluster_type == "local":
             ended = [one for one in submitted if one.state in (record.COMPLETED, record.FAILED)]
@@ -415,9 +414,7 @@ class Watch:
             each.jobs = list(run.handles)  # what follows a failure was not started
             self.console.say(run.summary())
         folder = self.state.results_of(each.step)
-        # A server that others ask, too, may go on.
-        names = [n for n in each.jobs if n != "deploy" or each.server is None]
-        records = {name: read_job(folder, name) for name in names}
+        records = {name: read_job(folder, name) for name in each.awaited}
         if not all(found is not None and found.is_final for found in records.values()):
             return
         last = records.get("evaluate") or list(records.values())[-1]
@@ -437,7 +434,7 @@ class Watch:
         each.report = str(report)
         if report.is_file():
             each.metrics = {metric.name: metric for metric in read_report(report).metrics}
-        held = self.state.held.get(each.server or 0, [])
+        held = [] if each.server is None else self.state.held.get(each.server, [])
         if each.step in held:  # its server has those before it no more
             del held[: held.index(each.step)]
         self.state.judge(each, is_sound=not breaches)
@@ -448,7 +445,8 @@ class Watch:
 
         The end of a server that another pipeline has started costs this one no attempt.
         """
-        if each.server not in (None, each.step) and not self._serves(int(each.server or 0)):
+        server = each.server
+        if server is not None and server != each.step and not self._serves(server):
             each.attempts -= 1
         if not all(path.exists() for path in each.checkpoint.files()):
             self._end(each, GONE, "it was deleted while it was read")

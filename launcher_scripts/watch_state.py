@@ -61,6 +61,11 @@ class Watched:
     server: int | None = None
 
     @property
+    def awaited(self) -> list[str]:
+        """The jobs that have to end; a server that others ask, too, may go on."""
+        return [name for name in self.jobs if name != "deploy" or self.server is None]
+
+    @property
     def is_final(self) -> bool:
         """Return whether nothing more happens with it."""
         return self.state in FINAL_STATES

@@ -308,11 +308,10 @@ class EngineBase(ABC, Generic[RequestT]):
         under_way: _Launched[RequestT] | None = None
         while True:
             with self._wake:
-                has_work = bool(scheduler.requests or self._inbox or under_way)
-                if self._next_dir is not None and not (has_work or self._stopping or self._failure):
+                idle = not (scheduler.requests or self._inbox or self._stopping or under_way)
+                if idle and self._next_dir is not None and not self._failure:
                     self._failure = _EXCHANGING
                     return
-                idle = not (scheduler.requests or self._inbox or self._stopping or under_way)
                 if idle:
                     idle = not self._wake.wait(_HEARTBEAT_S)
                 while self._inbox:
