@@ -31,6 +31,7 @@ from inference.front.openai.endpoint import HEALTH_PATH, refused
 from inference.front.request_log import REQUEST_ID, request_id, with_ids
 from inference.front.rules import CLOSED, UNREACHABLE
 from inference.front.tracing import close_tracer, outgoing
+from inference.system.parent_process import end_with_parent
 from inference.system.ports import pick_free_ports
 
 UPSTREAM_FIELD = "{upstream}"  # in a command
@@ -190,7 +191,9 @@ async def _serve(
         runner = await http_server(access, with_ids(proxy.answer, logs=logs), host=host, port=port)
         words = [word.replace(UPSTREAM_FIELD, str(upstream)) for word in command]
         environment = {**os.environ, _TOKEN_VARIABLE: token}
-        engine = await asyncio.create_subprocess_exec(*words, env=environment)
+        engine = await asyncio.create_subprocess_exec(
+            *words, env=environment, preexec_fn=end_with_parent
+        )
         ended, asked = asyncio.ensure_future(engine.wait()), asyncio.ensure_future(leaving.wait())
         await asyncio.wait([ended, asked], return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():

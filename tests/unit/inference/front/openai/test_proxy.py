@@ -163,11 +163,20 @@ def test_at_its_end_it_finishes_what_has_begun(front: Front) -> None:
     assert front.log.read_text().splitlines()[-1] == "ended in order"
 
 
+def engine_of(front: Front) -> int:
+    number = front.process.pid
+    (engine,) = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    return int(engine)
+
+
+def test_a_front_that_is_killed_leaves_no_engine(front: Front) -> None:
+    engine = Path(f"/proc/{engine_of(front)}")
+    front.process.kill()
+    until(lambda: not engine.exists(), "the engine's end")
+
+
 def test_the_end_of_the_engine_ends_the_front(front: Front) -> None:
-    (engine,) = (
-        Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()
-    )
-    os.kill(int(engine), signal.SIGKILL)
+    os.kill(engine_of(front), signal.SIGKILL)
     assert front.process.wait(60) == 128 + signal.SIGKILL
 
 
