@@ -19,6 +19,8 @@ _STATUS = {
     "UNIMPLEMENTED": HTTPStatus.NOT_IMPLEMENTED,
 }
 
+_AT_ONCE = 16
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +34,11 @@ class InferError(RejectedError):
 
 
 class Mailbox:
-    """Calls from engines' threads to the event loop: one wake-up for all that wait."""
+    """Calls from engines' threads to the event loop: one wake-up for all that wait.
+
+    A step of an engine has an answer for every sequence. Between a few of them the loop reads its
+    sockets, so that a new request reaches the engine before the next step.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -50,10 +56,12 @@ class Mailbox:
 
     def _run(self) -> None:
         with self._lock:
-            calls, self._calls = self._calls, deque()
-            self._is_woken = False
+            calls = [self._calls.popleft() for _ in range(min(_AT_ONCE, len(self._calls)))]
+            goes_on = self._is_woken = bool(self._calls)
         for call in calls:
             _called(call)
+        if goes_on:
+            self._loop.call_soon(self._run)
 
 
 def _called(call: Callable[[], None]) -> None:

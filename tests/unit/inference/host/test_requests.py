@@ -341,3 +341,25 @@ def test_calls_of_threads_run_in_the_event_loop_in_their_order() -> None:
     seen = asyncio.run(asyncio.wait_for(main(), 30))
     assert all(is_here for _, is_here in seen)
     assert sorted(number for number, _ in seen) == sorted([*range(200)] * 4)
+
+
+def test_other_work_of_the_event_loop_goes_on_between_calls_of_threads() -> None:
+    async def main() -> list[int | None]:
+        loop, seen = asyncio.get_running_loop(), list[int | None]()
+        mailbox = Mailbox(loop)
+        for number in range(100):
+            mailbox.post(partial(seen.append, number))
+
+        def turn() -> None:
+            seen.append(None)
+            if 99 not in seen:
+                loop.call_soon(turn)
+
+        turn()
+        while 99 not in seen:
+            await asyncio.sleep(0)
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(main(), 30))
+    assert [number for number in seen if number is not None] == [*range(100)]
+    assert seen.index(99) - 99 > 4  # turns of the loop in between
