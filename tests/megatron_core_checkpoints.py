@@ -36,6 +36,7 @@ class Save:
         ep_size: Ranks among which the experts of a mixture are shared.
         metadata: How megatron-core names and cuts tensors.
         prefix: Of the model's names.
+        with_args: Whether Megatron-LM's arguments are saved, which verl leaves out.
         with_optimizer: Also save what else training leaves: optimizer state, random states.
     """
 
@@ -46,6 +47,7 @@ class Save:
     ep_size: int = 1
     metadata: Mapping[str, bool] | None = None
     prefix: str = ""
+    with_args: bool = True
     with_optimizer: bool = False
 
 
@@ -191,9 +193,11 @@ def _save(save: Save, whole: Save | None) -> None:
     model.load_state_dict(weights, strict=False)
     state = {
         "model": model.sharded_state_dict(prefix=save.prefix, metadata=save.metadata),
-        "args": megatron_args(config, save),
-        "checkpoint_version": 3.0,
-        "iteration": ITERATION,
+        **(
+            {"args": megatron_args(config, save), "checkpoint_version": 3.0, "iteration": ITERATION}
+            if save.with_args
+            else {"lr_scheduler": {"num_steps": ITERATION}}
+        ),
         **(_other_state() if save.with_optimizer else {}),
     }
     dist_checkpointing.save(state, save.folder)

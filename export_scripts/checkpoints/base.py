@@ -306,6 +306,9 @@ class CheckpointReader:
     kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.
     is_distributed: bool = False
+    # The config.json that describes the model, where `config` is not one; and the mapping of that.
+    settings: Table = field(default_factory=dict)
+    origin: str = ""
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:

@@ -18,14 +18,17 @@ from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.files.json_content import Table
 
 METADATA_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
 # Newer versions of megatron-core keep the contents of common.pt here.
 COMMON_KEY = "common_state/shard_0_1"
 # Megatron-LM's state, which torch saves one by one with fsdp_dtensor and torch_dcp.
-_COMMON_OBJECTS = ("args", "checkpoint_version")
+ARGUMENTS = "args"
+_COMMON_OBJECTS = (ARGUMENTS, "checkpoint_version")
 BACKEND = "torch_dist"
+CORE_TABLE = "embedding.word_embeddings.weight"  # of all its models
 
 # Names that are not the model's. The optimizer repeats the names after its own prefix.
 _TRAINING = re.compile(
@@ -62,13 +65,10 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
     Raises:
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
-    where = str(container)
     _check_backend(container)
     index = read_index(container)
-    common = _common(index)
-    if not isinstance(common, Mapping):
-        raise CheckpointMismatchError(f"{where}: {COMMON_NAME} does not hold a checkpoint")
-    tensors = _with_joined_halves(_layers(model_tensors(index), where))
+    common = _common(container, index)
+    tensors = model_tensors(index)
     own = {METADATA_NAME, INDEX_NAME, COMMON_NAME} & container.members.keys()
     files = {container.members[name].path for name in own}
     files |= {values.path for tensor in tensors.values() for values in tensor.stored}
@@ -85,6 +85,8 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
 
 def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
     """Return the tensors of an index by their names in the model, without those of training.
+
+    Layers and experts that megatron-core has stacked are apart, the halves of its gates together.
 
     Raises:
         CheckpointMismatchError: Some are missing or damaged, or two have the same name.
@@ -103,7 +105,7 @@ def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
             f"{index.container}: ",
         )
     )
-    return bare
+    return _with_joined_halves(_layers(bare, str(index.container)))
 
 
 def _is_of_model(name: str) -> bool:
@@ -111,23 +113,31 @@ def _is_of_model(name: str) -> bool:
     return not _TRAINING.search(name)
 
 
-def states_settings(container: Container) -> bool:
+def states_arguments(container: Container) -> bool:
     """Return whether a distributed checkpoint holds Megatron-LM's arguments."""
+    return ARGUMENTS in _common(container)
+
+
+def _common(container: Container, index: ShardedIndex | None = None) -> Table:
+    """Return what a checkpoint holds other than tensors, of its index if that is read.
+
+    Raises:
+        CheckpointMismatchError: It is missing, damaged or unsafe.
+    """
     if COMMON_NAME in container.members:
-        return True
-    return not {COMMON_KEY, *_COMMON_OBJECTS}.isdisjoint(read_index(container).objects)
-
-
-def _common(index: ShardedIndex) -> Any:
-    """Return what a checkpoint holds other than tensors."""
-    container = index.container
-    found = index.object(COMMON_KEY)
-    if found is not None:
-        return found[0] if isinstance(found, list) and len(found) == 1 else found
-    if COMMON_NAME in container.members or METADATA_NAME in container.members:
-        region = container.needed(COMMON_NAME, "the description of what was saved")
-        return read_torch_file(region)
-    return {name: value for name in _COMMON_OBJECTS if (value := index.object(name)) is not None}
+        found = read_torch_file(container.members[COMMON_NAME])
+    else:
+        index = index or read_index(container)
+        found = index.object(COMMON_KEY)
+        found = found[0] if isinstance(found, list) and len(found) == 1 else found
+    if found is None and METADATA_NAME in container.members:
+        container.needed(COMMON_NAME, "the description of what was saved")
+    if index is not None and found is None:
+        states = {name: index.object(name) for name in _COMMON_OBJECTS}
+        found = {name: value for name, value in states.items() if value is not None}
+    if not isinstance(found, Mapping):
+        raise CheckpointMismatchError(f"{container}: {COMMON_NAME} does not hold a checkpoint")
+    return found
 
 
 def _check_backend(container: Container) -> None:

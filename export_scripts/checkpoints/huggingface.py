@@ -143,10 +143,16 @@ def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReade
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
     if settings is None:
-        folder = settings_folder(path)
-    else:
-        folder = settings.parent if settings.name == CONFIG_NAME else settings
-    return with_sharded_weights(open_configuration(folder), path)
+        settings = settings_folder(path)
+    elif settings.name == CONFIG_NAME:
+        settings = settings.parent
+    if settings is None:
+        raise CheckpointMismatchError(
+            f"{path} does not state its model's sizes: copy the {CONFIG_NAME} of the Hugging Face "
+            f"model that training began with (and its tokenizer's files) into {path}, or name it "
+            "where it lies (--model-config, convert.model_config)"
+        )
+    return with_sharded_weights(open_configuration(settings), path)
 
 
 def open_configuration(path: Path) -> CheckpointReader:

@@ -97,9 +97,9 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Check
     )
     if "args" not in found.config:
         raise CheckpointMismatchError(
-            f"{root} does not state its model's sizes: expected Megatron-LM's args in it; verl, "
-            "which leaves them out of dist_ckpt, writes the model as a Hugging Face folder with "
-            "python -m verl.model_merger merge --backend megatron"
+            f"{root} does not state its model's sizes: expected Megatron-LM's args in it; of one "
+            f"without them give {root} itself, with the config.json that it was trained from "
+            "(--model-config, convert.model_config)"
         )
     return dataclasses.replace(found, path=path, config=_config(found.config))
 

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,16 @@ class _Part:
         values: Of this rank.
         whole: The shape of the whole.
         begin: Where the part begins, if that is stated.
-        places: Axis of the whole -> the rank's coordinate among those that share it.
+        places: Axis of the whole -> the rank's coordinates among those that share it, in the order
+            in which it was cut.
+        factors: Axis that was cut again -> into how many parts it had been cut before.
     """
 
     values: StoredTensor
     whole: Shape
     begin: ChunkOffset | None
-    places: Mapping[int, int]
+    places: Mapping[int, tuple[int, ...]]
+    factors: Mapping[int, int] = field(default_factory=dict)
 
 
 def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
@@ -69,7 +72,7 @@ def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
             if held is None:
                 problems.append(
                     f"{file.name}: {name} is {value!r:.200}: expected a tensor, a ShardedTensor, "
-                    "or a DTensor cut along some axes, each once; save it in one of these forms"
+                    "or a DTensor that is cut along some axes; save it in one of these forms"
                 )
             else:
                 parts.setdefault(str(name), []).extend(held)
@@ -130,9 +133,10 @@ def _cut(whole: Sequence[Any], values: Any, spec: Any) -> _Part | None:
         case {"placements": [*kinds], "mesh": {"_coordinate_on_dim": [*coordinates]}} if isinstance(
             values, StoredTensor
         ) and _are_sizes(values, whole):
-            places = _places(kinds, coordinates)
+            factors: dict[int, int] = {}
+            places = _places(kinds, coordinates, factors)
             if places is not None and set(places) <= set(range(len(whole))):
-                return _Part(values, tuple(whole), None, places)
+                return _Part(values, tuple(whole), None, places, factors)
     return None
 
 
@@ -140,23 +144,30 @@ def _are_sizes(values: StoredTensor, numbers: Sequence[Any]) -> bool:
     return len(numbers) == len(values.shape) and all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _places(placements: Sequence[Any], coordinates: Sequence[Any]) -> dict[int, int] | None:
+def _places(
+    placements: Sequence[Any], coordinates: Sequence[Any], factors: dict[int, int]
+) -> dict[int, tuple[int, ...]] | None:
     """Return the axes that a mesh shares out, with a rank's coordinates; None of other kinds.
 
-    A replica has no attributes, and a part of a part more than an axis.
+    A replica has no attributes. A strided part, as fully sharded training cuts a tensor that tensor
+    parallelism has cut, is of the parts that the mesh's later dimensions make; how many these are
+    is added to `factors`. torch/distributed/tensor/placement_types.py
     """
-    places: dict[int, int] = {}
+    places: dict[int, tuple[int, ...]] = {}
+    last: dict[int, int] = {}
     for placement, coordinate in itertools.zip_longest(placements, coordinates):
-        match placement:
-            case None:
+        match placement, coordinate:
+            case None, _:
                 continue
-            case {"dim": int(axis), **others} if not others and axis not in places:
-                if type(coordinate) is not int:
-                    return None
-                places[axis] = coordinate
+            case {"dim": int(axis), **others}, int() if not others:
+                places[axis] = (*places.get(axis, ()), coordinate)
+            case {"dim": int(axis), "split_factor": int(factor), **others}, int() if (
+                not others and axis not in places | last
+            ):
+                last[axis], factors[axis] = coordinate, factor
             case _:
                 return None
-    return places
+    return places | {axis: (*places.get(axis, ()), own) for axis, own in last.items()}
 
 
 def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTensor:
@@ -171,8 +182,11 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
     ):
         problems.append(f"ranks hold parts of {name} of different shapes or types")
         return ChunkedTensor(first.values.dtype, first.whole, {})
+    for axis, factor in first.factors.items():
+        if (count := len({each.places[axis][:-1] for each in parts})) != factor:
+            problems.append(f"{name} was cut into {factor} parts and each again, of {count} ranks")
     # Sizes along each axis in order of coordinates, whose sums are where parts begin.
-    sizes: dict[int, dict[int, int]] = {axis: {} for axis in first.places}
+    sizes: dict[int, dict[tuple[int, ...], int]] = {axis: {} for axis in first.places}
     for each in parts:
         for axis, coordinate in each.places.items():
             size = each.values.shape[axis]

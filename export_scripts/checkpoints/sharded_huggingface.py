@@ -28,9 +28,10 @@ from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.dcp import INDEX_NAME, read_index
 from export_scripts.checkpoints.distributed import (
+    CORE_TABLE,
     METADATA_NAME,
     model_tensors,
-    states_settings,
+    states_arguments,
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import renamed, without_wrappers
@@ -43,6 +44,7 @@ from export_scripts.checkpoints.rank_files import (
 )
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.files.json_content import Fields
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -57,10 +59,17 @@ _DEPTH = 3
 # Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
 _SETTINGS = (".", ".hf_metadata", "huggingface", "..", "../huggingface")
 _CONFIG_NAME = "config.json"
+# Files that name the last checkpoint of a run -> its folder: of DeepSpeed, of verl.
+_LATEST = {ZERO_LATEST: "{}", LATEST_NAME: "global_step_{}"}
+# Settings of Megatron Bridge and of NeMo, from the checkpoint's folder.
+_STATED = ("run_config.yaml", "../context/model.yaml", "../model_config.yaml")
 
 
 def sharded_folders(path: Path) -> list[Path]:
-    """Return the folders at or below a path in which torch alone has saved a checkpoint."""
+    """Return the folders at or below a path with a checkpoint that does not state its settings."""
+    path = _last_folder(path)
+    if (path / LATEST_NAME).is_file():  # of Megatron-LM's checkpoints
+        return []
     levels = ("", *("*/" * depth for depth in range(1, _DEPTH + 1)))
     found = {
         file.parent
@@ -69,37 +78,42 @@ def sharded_folders(path: Path) -> list[Path]:
         for file in path.glob(level + name)
         if file.is_file() and (name not in _OF_RANKS or is_rank_file(file))
     }
-    return sorted(folder for folder in found if not (folder / METADATA_NAME).exists())
+    return sorted(each for each in found if not _states_settings(each, is_given=each == path))
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether a folder looks like a Hugging Face model in torch's distributed files.
+    """Return whether a folder looks like a model in trainers' files, without its settings."""
+    return path.is_dir() and bool(sharded_folders(path))
 
-    Megatron-LM's states its own arguments.
+
+def _last_folder(path: Path) -> Path:
+    """Return the folder that a run's file names as its last, else the path itself."""
+    for name, form in _LATEST.items():
+        if (path / name).is_file():
+            folder = path / form.format(read_small(path / name).decode(errors="replace").strip())
+            if folder.is_dir():
+                return folder
+    return path
+
+
+def _states_settings(folder: Path, *, is_given: bool) -> bool:
+    """Return whether a checkpoint is Megatron-LM's, Megatron Bridge's or NeMo's, which state them.
+
+    The index of one that torch has saved alone is read if it was given by name.
     """
-    if not path.is_dir() or (path / LATEST_NAME).is_file():
-        return False
-    found = sharded_folders(path)
-    if found[:1] == [path] and (path / INDEX_NAME).is_file():
-        return not states_settings(open_container(path))
-    return bool(found)
+    has_description = (folder / METADATA_NAME).is_file()
+    if not (folder / INDEX_NAME).is_file():
+        return has_description
+    if any((folder / name).is_file() for name in _STATED):
+        return True
+    return (has_description or is_given) and states_arguments(open_container(folder))
 
 
-def settings_folder(path: Path) -> Path:
-    """Return the folder of a distributed checkpoint's config.json.
-
-    Raises:
-        CheckpointMismatchError: There is none.
-    """
+def settings_folder(path: Path) -> Path | None:
+    """Return the folder of a distributed checkpoint's config.json, if there is one."""
     places = [path, *(each / name for each in sharded_folders(path) for name in _SETTINGS)]
-    for place in places:
-        if (place / _CONFIG_NAME).is_file():
-            return place.resolve()
-    raise CheckpointMismatchError(
-        f"{path} does not state its model's sizes: copy the {_CONFIG_NAME} of the Hugging Face "
-        f"model that training began with (and its tokenizer's files) into {path}, or name it where "
-        "it lies (--model-config, convert.model_config)"
-    )
+    found = (place.resolve() for place in places if (place / _CONFIG_NAME).is_file())
+    return next(found, None)
 
 
 def with_sharded_weights(configuration: CheckpointReader, path: Path) -> CheckpointReader:
@@ -109,12 +123,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
         CheckpointMismatchError: There is none, or several; it is damaged, or its names are of
             another model.
     """
-    folders = sharded_folders(path)
-    latest = path / ZERO_LATEST
-    if latest.is_file():
-        chosen = path / read_small(latest).decode(errors="replace").strip()
-        folders = [folder for folder in folders if folder == chosen] or folders
-    models = {folder: found for folder in folders if (found := _tensors(folder))}
+    models = {folder: found for folder in sharded_folders(path) if (found := _tensors(folder))}
     if len(models) != 1:
         raise CheckpointMismatchError(
             f"{path} holds several distributed checkpoints of models: "
@@ -125,11 +134,15 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     ((folder, tensors),) = models.items()
     stored = {each.path for (piece,) in tensors.values() for each in piece.stored}
     index = {each for name in (INDEX_NAME, ZERO_STATES) for each in folder.glob(name)}
+    form: Fields = {"tensors": tensors}
     if _TITAN_TABLE in tensors:
-        tensors = _from_titan(tensors, configuration)
+        form = {"tensors": _from_titan(tensors, configuration)}
+    elif CORE_TABLE in tensors:
+        settings = configuration.config
+        form |= {"format": "megatron", "config": {}, "settings": settings, "is_distributed": True}
     return dataclasses.replace(
         configuration,
-        tensors=tensors,
+        **form,
         files=(*configuration.files, *sorted(stored | index)),
         remarks=(
             *configuration.remarks,

@@ -16,7 +16,7 @@ from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
 from export_scripts.checkpoints.megatron import is_megatron
-from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_folder
+from export_scripts.checkpoints.sharded_huggingface import settings_folder
 from export_scripts.conversion.fp8 import in_fp8
 from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
 from export_scripts.conversion.lora import PEFT_CONFIG, peft_problems
@@ -194,8 +194,8 @@ def _source_print(path: Path, *, settings: Path | None = None) -> str:
     visible = [
         n for n in names if not any(each.startswith(".") and each != INDEX_NAME for each in n.parts)
     ]
-    if settings is None and is_sharded(path):
-        visible.append(settings_folder(path) / CONFIG_NAME)
+    if settings is None and (folder := settings_folder(path)):
+        visible.append(folder / CONFIG_NAME)
     return fingerprint_files([path / name for name in visible])
 
 
@@ -249,7 +249,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
         "source": {
             "path": str(request.checkpoint_path.absolute()),
             "format": reader.format,
-            "origin": plan.mapping.name,
+            "origin": reader.origin or plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
             "fingerprint": _source_print(request.checkpoint_path, settings=request.model_config),
             # A Hugging Face folder that is made of shards has them again.

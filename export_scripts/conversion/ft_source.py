@@ -23,7 +23,7 @@ from export_scripts.families.mapping.sources import Copy, Sources
 from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
 from export_scripts.ft.validation import open_directory, read_manifest
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (
@@ -36,8 +36,6 @@ class FTFolder(CheckpointReader):
     """The tensors of a folder."""
 
     mapping: SourceMapping  # to its own layout, for other ranks and another type
-    origin: str  # name of the mapping that it came from
-    settings: Table  # of its source, as `huggingface.kept_settings`
 
 
 def is_ft_folder(path: Path) -> bool:

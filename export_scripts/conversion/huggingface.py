@@ -11,15 +11,14 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
     StoredTensor,
 )
-from export_scripts.conversion.ft_source import FTFolder
-from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.ft_source import FT_FORMAT
+from export_scripts.conversion.plan import FREE, ConversionPlan, differing_fields
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
     WrittenFile,
@@ -48,11 +47,9 @@ _NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "quantization_config", "trans
 # Those that are the new folder's in any case. A tied head is a matter of values, and in a T5 of
 # transformers 4 of scaling; an OPT's narrow embedding is written in its full width.
 _NEW = ("architectures", "tie_word_embeddings", "torch_dtype", "word_embed_proj_dim")
-# Fields of a config that the request decides, or that say nothing of what config.json describes.
-_NOT_COMPARED = (
-    "model_name", "name_or_path", "tensor_para_size", "weight_data_type", "tasks",
-    "prompt_learning_start_id", "prompt_learning_type", "ia3_num_tasks",
-)  # fmt: skip
+# Fields of an architecture that decide where a head is stored, not what it computes; and one of
+# tasks, which are left out.
+_OF_A_HEAD = ("untied_head", "ia3_num_tasks")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Spellings of the longest sequence in sources whose family's config does not record it.
 _POSITIONS = ("max-position-embeddings", "seq-length", "seq")
@@ -64,9 +61,6 @@ _OLDER_ROTARY = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
 }
-# Fields of an architecture that decide where a head is stored, not what it computes; and one of
-# tasks, which are left out.
-_FREE = ("untied_head", "ia3_num_tasks")
 # Models of which transformers 4 does not compute every rotary scaling, and what it does with it.
 _NOT_IN_4 = {"nemotron": "ignores", "olmo2": "refuses", "phi3": "refuses"}
 
@@ -151,8 +145,8 @@ def chosen_form(
 def kept_settings(plan: ConversionPlan) -> Table:
     """Return the settings that a new folder has of its source's config.json, or of one before."""
     reader = plan.facts.reader
-    own = reader.settings if isinstance(reader, FTFolder) else plan.facts.config
-    if isinstance(reader, FTFolder) or reader.format == "huggingface":
+    own = reader.settings or reader.config
+    if reader.settings or reader.format in ("huggingface", FT_FORMAT):
         return {key: value for key, value in own.items() if key not in _NOT_KEPT}
     stated = next((own[name] for name in _POSITIONS if isinstance(own.get(name), int)), None)
     return {} if stated is None else {_LONGEST: stated}
@@ -176,7 +170,7 @@ def _configurations(source: ConversionPlan, is_tied: bool) -> Candidates:
     of another model.
     """
     reader, every = source.facts.reader, kept_settings(source)
-    origin = reader.origin if isinstance(reader, FTFolder) else source.mapping.name
+    origin = reader.origin or source.mapping.name
     found = []
     for mapping in written_mappings(source, "huggingface"):
         assert mapping.written
@@ -267,8 +261,8 @@ def _tried(
         return tensors, [*error.problems, *reasons], False
     reasons += [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
-        for name, value in mine.items()
-        if name not in (_NOT_COMPARED if is_own else _FREE) and not _is_same(theirs[name], value)
+        for name, value in differing_fields(mine, theirs).items()
+        if name not in (FREE if is_own else _OF_A_HEAD)
     ]
     if homeless and not reasons:
         reasons = [f"it has no tensor for {', '.join(homeless)}"]
@@ -276,13 +270,6 @@ def _tried(
         _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
         reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
     return tensors, reasons, True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether values are equal, numbers up to what a reciprocal's rounding leaves."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-11)
-    return bool(one == other)
 
 
 def written_views(

@@ -5,6 +5,7 @@ numpy is not imported.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, ma
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table
 
+# Fields of a config that the request decides, or that say nothing of what config.json describes.
+FREE = (
+    "model_name", "name_or_path", "tensor_para_size", "weight_data_type", "tasks",
+    "prompt_learning_start_id", "prompt_learning_type", "ia3_num_tasks",
+)  # fmt: skip
 # In the names of tensors of NeMo's and Megatron Bridge's adapters.
 _ADAPTER = re.compile(r"\.adapter(_layer)?\.")
 # Keys of config.ini that the request sets.
@@ -251,6 +257,8 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
     """
     if isinstance(facts.reader, FTFolder):
         return facts.reader.mapping, facts
+    if facts.reader.settings and not facts.config:
+        return _described_by_huggingface(facts)
     for key in ("model_type", "target"):
         if not isinstance(value := facts.config.get(key), str | None):
             raise CheckpointMismatchError(
@@ -282,6 +290,68 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
         + "; ".join(mapping.title for mapping in candidates)
     )
+
+
+def _described_by_huggingface(facts: Facts) -> tuple[SourceMapping, Facts]:
+    """Return the source mapping and the facts of a Megatron model that a config.json describes.
+
+    Its arguments are those by which Megatron-LM would build the model of config.json.
+
+    Raises:
+        CheckpointMismatchError: It would build none, or the tensors are those of another one.
+    """
+    reader = facts.reader
+    described = dataclasses.replace(
+        reader, format="huggingface", config=reader.settings, settings={}, tensors={}
+    )
+    origin, own = find_mapping(dataclasses.replace(facts, reader=described))
+    refuse(origin.reasons(own))
+    try:
+        config = origin.config(own)
+        candidates = [
+            (mapping, args)
+            for mapping in SOURCE_MAPPINGS
+            if mapping.family is origin.family and mapping.format == reader.format
+            for args in (mapping.written(config, _is_tied(config)) if mapping.written else ())
+        ]
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
+    tokens = {name: str(getattr(config, name)) for name in ("start_id", "end_id")}
+    problems = [f"{reader.path}: Megatron-LM has no model that computes what {origin.title} does"]
+    for mapping, args in candidates:
+        found = dataclasses.replace(
+            facts,
+            reader=dataclasses.replace(reader, config=args, origin=origin.name),
+            given={**tokens, **facts.given},
+            prefix=mapping.prefix,
+        )
+        theirs = vars(mapping.config(found))
+        problems = [
+            f"{reader.path}: {name} is {value} by config.json, and {theirs[name]} by the tensors: "
+            "give the config.json of this model (--model-config, convert.model_config)"
+            for name, value in differing_fields(vars(config), theirs).items()
+            if name not in (*FREE, "vocab_size")
+        ]
+        if not problems:
+            return dataclasses.replace(mapping, obstacles=lambda _: origin.obstacles(own)), found
+    raise CheckpointMismatchError(problems)
+
+
+def _is_tied(config: FTConfig) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def differing_fields(mine: Table, theirs: Table) -> Fields:
+    """Return what differs in another table, numbers by more than a reciprocal's rounding."""
+    return {
+        name: value
+        for name, value in mine.items()
+        if not (
+            math.isclose(value, theirs[name], rel_tol=1e-11)
+            if isinstance(value, float) and isinstance(theirs[name], float)
+            else value == theirs[name]
+        )
+    }
 
 
 def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:

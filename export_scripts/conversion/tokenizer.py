@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import json_table
-from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.families import SOURCE_MAPPINGS
@@ -124,7 +123,7 @@ def _settings(files: Mapping[str, bytes]) -> Fields:
 def _is_huggingface(plan: ConversionPlan) -> bool:
     """Return whether a source is, or comes from, a Hugging Face folder."""
     reader = plan.facts.reader
-    origin = reader.origin if isinstance(reader, FTFolder) else plan.mapping.name
+    origin = reader.origin or plan.mapping.name
     return any(each.name == origin and each.format == "huggingface" for each in SOURCE_MAPPINGS)
 
 

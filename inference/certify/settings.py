@@ -220,7 +220,7 @@ def _unknown(pair: Pair) -> Iterator[Remark]:
     """
     assert pair.plan is not None
     reader, stated = pair.facts.reader, pair.folder.facts.config
-    own = reader.settings if isinstance(reader, FTFolder) else pair.facts.config
+    own = reader.settings or pair.facts.config
     found: dict[str, str] = {}
     sides = [(pair.folder.mapping, pair.folder.facts)]
     if reader.format == "huggingface":

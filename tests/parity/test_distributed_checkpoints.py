@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ MIXTURE_SAVES: dict[str, dict[str, Any]] = {
     "tp2_pp2_by_expert": {
         "tp_size": 2, "pp_size": 2, "metadata": {"singleton_local_shards": True},
     },
+    # As verl saves it, next to a config.json.
+    "tp2_pp2_alone": {"tp_size": 2, "pp_size": 2, "with_args": False, "with_optimizer": True},
 }  # fmt: skip
 
 
@@ -121,5 +124,7 @@ def test_every_way_of_cutting_gives_the_model(name: str, saved: Path, tmp_path: 
     expected = logits(saved / name)
     for form in ("nemo", *MIXTURE_SAVES):
         source = saved / (f"{name}.nemo" if form == "nemo" else f"{name}_{form}")
-        folder = convert(request(source, tmp_path / form)).ft_dir
+        alone = saved / name if form.endswith("alone") else None
+        wanted = dataclasses.replace(request(source, tmp_path / form), model_config=alone)
+        folder = convert(wanted).ft_dir
         torch.testing.assert_close(logits(folder), expected, rtol=0, atol=0)

@@ -120,11 +120,11 @@ def classic(state: Tensors, tmp_path: Path, tp_size: int = 1) -> dict[str, bytes
     return contents(converted(source, tmp_path / "classic", tp_size))
 
 
-def refusal(source: Path, tmp_path: Path) -> str:
+def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
     """Return why a checkpoint is refused; nothing may be left behind."""
     out = tmp_path / "out"
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
-        converted(source, out)
+        converted(source, out, **fields)
     assert not out.exists() or list(out.iterdir()) == []
     return str(caught.value)
 

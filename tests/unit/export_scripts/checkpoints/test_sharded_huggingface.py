@@ -12,11 +12,17 @@ import pytest
 import safetensors.torch
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.rank_files import rank_tensors
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.inspect import describe
+from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
 from tests.tiny_distributed import sharded, write_state
 from tests.tiny_huggingface import read_tensors
@@ -124,8 +130,33 @@ def chunks(folder: Path, tensors: Tensors, model: Path) -> Path:
     return folder
 
 
+def verl_megatron(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """megatron-core's names, the optimizer apart, and the run's last step, without arguments."""
+    (folder / "latest_checkpointed_iteration.txt").parent.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("20\n")
+    for step in (10, 20):
+        actor = folder / f"global_step_{step}" / "actor"
+        core_without_arguments(model, actor / "model" / "dist_ckpt")
+        (actor / "model" / "huggingface").mkdir()
+        copy_settings(model, actor / "model" / "huggingface")
+        moments = actor / "optimizer" / "dist_ckpt"
+        save_alone(moments, {"optimizer.state.exp_avg.output_layer.weight": torch.ones(2)})
+        torch.save({"lr_scheduler": {"num_steps": step}}, moments / "common.pt")
+        (moments / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return folder
+
+
+def core_without_arguments(model: Path, folder: Path) -> None:
+    request = ConversionRequest(
+        model, folder.parent / "written", 1, "fp32", output_format="torch_dist"
+    )
+    shutil.move(convert(request).ft_dir / "release", folder)
+    torch.save({"content_metadata": {"singleton_local_shards": False}}, folder / "common.pt")
+
+
 @pytest.mark.parametrize(
-    "trainer", [accelerate, accelerate_weights, app_state, nemo_rl, automodel, chunks]
+    "trainer",
+    [accelerate, accelerate_weights, app_state, nemo_rl, automodel, chunks, verl_megatron],
 )
 def test_every_trainer_s_folder_becomes_the_model_s(
     model: Path, tmp_path: Path, trainer: Callable[[Path, Tensors, Path], Path]
@@ -249,6 +280,63 @@ def test_the_settings_belong_to_what_was_converted(model: Path, tmp_path: Path) 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5e5}))
     with pytest.raises(ValueError, match="holds another conversion"):
         converted(source, tmp_path / "out")
+
+
+# The parts of two tensor-parallel ranks, each cut again for two data-parallel ones; its placements
+# are those that fully_shard gives after parallelize_module.
+TWICE = (_StridedShard(0, split_factor=2), Shard(0))
+CUTS: dict[str, tuple[Any, ...]] = {
+    "q_proj": TWICE, "k_proj": TWICE, "gate_proj": TWICE, "o_proj": (Shard(0), Shard(1)),
+    "down_proj": (Shard(1), Shard(1)), "norm": (Shard(0), Replicate()),
+    "embed": (Shard(0), Shard(0)),
+}  # fmt: skip
+
+
+def write_two_dimensions(folder: Path, tensors: Tensors, **changed: tuple[Any, ...]) -> Path:
+    """Write the files of a mesh of 2 x 2 ranks, one after the other, without communication."""
+    folder.mkdir(parents=True)
+    for rank in range(4):
+        torch.distributed.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        mesh, at = init_device_mesh("cpu", (2, 2)), divmod(rank, 2)
+        state = {}
+        for name, whole in tensors.items():
+            cuts = next((each for part, each in CUTS.items() if part in name), (Shard(0), Shard(1)))
+            part = whole
+            # The outer dimension's cut of a strided part comes second.
+            for axis in (1, 0) if cuts == TWICE else (0, 1):
+                if isinstance(cuts[axis], (Shard, _StridedShard)):
+                    part = part.chunk(2, cuts[axis].dim)[at[axis]]
+            stated = next((each for part, each in changed.items() if part in name), cuts)
+            state[name] = DTensor.from_local(
+                part.clone(),
+                mesh,
+                stated,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+        torch.save(state, folder / f"model_world_size_4_rank_{rank}.pt")
+        torch.distributed.destroy_process_group()
+    return folder
+
+
+def test_two_dimensions_of_a_mesh_may_cut_one_axis(model: Path, tmp_path: Path) -> None:
+    whole = read_tensors(model)
+    found = rank_tensors(write_two_dimensions(tmp_path / "actor", whole))
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(torch.from_numpy(found[name].load(FileMaps())), tensor), name
+    strided, odd = _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)
+    for number, (cuts, words) in enumerate(
+        (
+            ((strided, strided), "DTensor that is cut"),
+            ((Shard(0), strided), "DTensor that is cut"),
+            ((odd, Shard(0)), "cut into 3 parts"),
+        )
+    ):
+        other = write_two_dimensions(tmp_path / f"odd{number}", whole, q_proj=cuts)
+        with pytest.raises(CheckpointMismatchError, match=words):
+            rank_tensors(other)
 
 
 DEEPSPEED = ROOT / "tests" / "reference" / "deepspeed"
@@ -382,3 +470,39 @@ def test_what_is_no_part_of_a_tensor_is_named(tmp_path: Path) -> None:
     torch.save({"model.a": 3}, folder / "model_world_size_1_rank_0.pt")
     with pytest.raises(ValueError, match=r"model\.a is 3: expected a tensor"):
         rank_tensors(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
+def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_path: Path) -> None:
+    model = write_model(name, tmp_path / "model")
+    source = tmp_path / "actor" / "dist_ckpt"
+    core_without_arguments(model, source)
+    request = ConversionRequest(
+        source, tmp_path / "out", 1, "fp32", output_format="huggingface", model_config=model
+    )
+    folder = convert(request).ft_dir
+    expected = read_tensors(model)
+    found = read_tensors(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    settings = [json.loads((each / "config.json").read_text()) for each in (model, folder)]
+    both = settings[0].keys() & settings[1].keys() - {"dtype", "transformers_version"}
+    assert {key: settings[0][key] for key in both} == {key: settings[1][key] for key in both}
+
+
+def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "actor" / "dist_ckpt"
+    core_without_arguments(write_model("qwen2", tmp_path / "model"), source)
+    with pytest.raises(ValueError, match="--model-config"):
+        open_checkpoint(source)
+    others = {
+        "llama": "has_qkv_bias is False by config.json, and True by the tensors",
+        "olmo2": "Megatron Bridge's alone",
+    }
+    for name, reason in others.items():
+        other = write_model(name, tmp_path / name)
+        assert reason in refusal(source, tmp_path, model_config=other)
+    other = write_model("qwen2", tmp_path / "unknown")
+    text = json.loads((other / "config.json").read_text()) | {"logit_twist": 2.0}
+    (other / "config.json").write_text(json.dumps(text))
+    assert "logit_twist = 2.0 is not known" in refusal(source, tmp_path, model_config=other)
