@@ -29,7 +29,7 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Compute, Copy, View, same
+from export_scripts.families.mapping.sources import Compute, Copy, Scalar, View, same
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table, json_bytes
@@ -333,7 +333,8 @@ def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[Wri
 
 def copied_tensor(key: str, shape: Shape) -> WrittenTensor:
     """Return a tensor that is written as the source has it."""
-    return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), Copy(key), {}), same(shape)),))
+    source = Copy(key) if shape else Scalar(key)
+    return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), source, {}), same(shape)),))
 
 
 def grouped(

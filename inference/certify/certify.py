@@ -101,7 +101,7 @@ def _computed(pair: Pair, options: CertifySection, scratch: Path) -> Iterator[Pa
         if isinstance(original, Part):
             yield original
         else:
-            yield compare_layers(pair, original, tolerance=options.tolerance)
+            yield compare_layers(pair, original, tolerance=options.tolerance, scratch_dir=scratch)
             if original.rows:
                 yield compare_served("served", original.rows, original.title, options)
                 return

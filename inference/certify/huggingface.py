@@ -71,16 +71,18 @@ def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
 
 
 def _compute(model: Any, has_encoder: bool, inputs: ModelInputs) -> Activations:
-    ids = {"input_ids": torch.tensor([inputs.ids])}
+    ids: dict[str, Any] = {"input_ids": torch.tensor([inputs.ids])}
     if inputs.decoder_ids:
         ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
+    if inputs.decoder_ids or not has_encoder:  # transformers 4's encoder of a T5 has no such option
+        ids["use_cache"] = False
     noted: Activations = {}
     with contextlib.ExitStack() as hooks:
         for name, layers in _stacks(model):
             stack = f"{name.split('.')[0]} " if has_encoder else ""
             for hook in watch_layers(layers, noted, stack):
                 hooks.callback(hook.remove)
-        outputs = model(**ids, use_cache=False)
+        outputs = model(**ids)
     if "logits" in outputs:
         noted[LOGITS] = outputs["logits"][0].float()
     else:

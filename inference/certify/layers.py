@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from export_scripts.checkpoints.huggingface import index_huggingface
+from export_scripts.checkpoints.quantized import quantization
 from export_scripts.conversion.convert import convert
 from export_scripts.conversion.ft_source import is_ft_folder
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.megatron import is_core
+from export_scripts.families.layout.architecture import Architecture
 from export_scripts.ft.reader import FTReader
 from inference.certify.activations import (
     EMBEDDING,
@@ -26,7 +29,7 @@ from inference.certify.activations import (
 from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_computed
 from inference.certify.huggingface import load_huggingface
 from inference.certify.megatron import load_megatron
-from inference.certify.pair import Pair
+from inference.certify.pair import Pair, stored_type
 from inference.certify.served import ScoredRow, scored
 from inference.certify.shards import run_shards
 from inference.certify.tolerances import tolerance_of
@@ -76,10 +79,13 @@ def compute_original(pair: Pair, *, rows: int, scratch_dir: Path) -> Original | 
     return Original(source.title, found, inputs, known)
 
 
-def compare_layers(pair: Pair, original: Original, *, tolerance: float | None) -> Part:
+def compare_layers(
+    pair: Pair, original: Original, *, tolerance: float | None, scratch_dir: Path
+) -> Part:
     """Compute the folder in fp32 and compare every layer with the source's.
 
-    Its shards are computed by the code that serves them.
+    Its shards are computed by the code that serves them. Quantised weights that transformers does
+    not widen are widened in `scratch_dir`.
     """
     folder, expected = pair.folder, original.activations
     try:
@@ -88,13 +94,14 @@ def compare_layers(pair: Pair, original: Original, *, tolerance: float | None) -
             found = run_shards(reader, original.inputs, states=expected.get(EMBEDDING))
         else:
             architecture = None if folder.config is None else folder.config.architecture()
-            loaded = load_huggingface(folder.path, architecture)
+            loaded = _load_folder(pair.plan, folder.path, architecture, scratch_dir / "folder")
             title, found = loaded.title, loaded.run(original.inputs)
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "folder")
     limit = tolerance
     if limit is None:
-        limit = tolerance_of([folder.data_type, *["int8"] * (folder.quantised is not None)])
+        pieces = [each for several in folder.reader.tensors.values() for each in several]
+        limit = tolerance_of([folder.data_type, *(stored_type(p) for p in pieces if p.stored[1:])])
     places = dict.fromkeys((*expected, *found))
     rows = [_compared(place, expected.get(place), found.get(place)) for place in places]
     largest = max(row["relative"] for row in rows)
@@ -158,11 +165,36 @@ def load_source(plan: ConversionPlan | None, path: Path, scratch_dir: Path) -> S
         return load_huggingface(path, None)
     kind, architecture = plan.facts.reader.format, plan.config.architecture()
     if kind == "huggingface":
-        return load_huggingface(path, architecture)
+        return _load_folder(plan, path, architecture, scratch_dir)
     has_core = find_spec("megatron") is not None and find_spec("megatron.core") is not None
     if has_core and not is_ft_folder(path) and is_core(plan.facts):
         return load_megatron(plan)
-    changes: Mapping[str, Any] = {"output_format": "huggingface", "weight_data_type": "fp32"}
-    request = dataclasses.replace(plan.request, output_dir=scratch_dir, tp_size=1, **changes)
+    return _load_written(plan, path, architecture, scratch_dir, f"a folder made of this {kind}")
+
+
+def _load_folder(
+    plan: ConversionPlan | None, path: Path, architecture: Architecture | None, scratch_dir: Path
+) -> Source:
+    """Load a Hugging Face folder; quantised weights need packages, which may not be there."""
+    try:
+        return load_huggingface(path, architecture)
+    except ValueError:
+        if plan is None or quantization(index_huggingface(path)[0]) is None:
+            raise
+    return _load_written(plan, path, architecture, scratch_dir, "its widened weights")
+
+
+def _load_written(
+    plan: ConversionPlan, path: Path, architecture: Architecture | None, folder: Path, what: str
+) -> Source:
+    """Write a checkpoint as a Hugging Face folder in fp32, and load that."""
+    request = dataclasses.replace(
+        plan.request,
+        checkpoint_path=path,
+        output_dir=folder,
+        tp_size=1,
+        output_format="huggingface",
+        weight_data_type="fp32",
+    )
     loaded = load_huggingface(convert(request).ft_dir, architecture)
-    return dataclasses.replace(loaded, title=f"{loaded.title} (of a folder made of this {kind})")
+    return dataclasses.replace(loaded, title=f"{loaded.title} (of {what})")

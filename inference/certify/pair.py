@@ -7,6 +7,7 @@ known family are compared by name, where both sides are Hugging Face folders.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
     FileMaps,
+    Piece,
     json_file,
     same_values,
 )
@@ -41,7 +43,7 @@ from export_scripts.conversion.huggingface import (
 )
 from export_scripts.conversion.plan import ConversionPlan, find_mapping, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
-from export_scripts.conversion.tensor_plan import WrittenTensor
+from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from foundations.errors import CheckpointMismatchError
@@ -51,7 +53,18 @@ from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
 # are used.
 _TOKEN_IDS = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id", "pad_id")
 _USUAL_TOKENS = (("start_id", "0"), ("end_id", "0"))
-_TIE = "tie_word_embeddings"
+TIE = "tie_word_embeddings"
+# Files of weights that libraries load, and of those the ones that they add to a model.
+_ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1])
+
+
+def stored_type(piece: Piece) -> str:
+    """Return the type of a tensor's values as stored; of packed integers, int and their bits."""
+    values = piece.stored[0]
+    if len(piece.stored) == 1 or values.dtype == "fp8":
+        return values.dtype
+    return f"int{round(8 * values.span_bytes / math.prod(piece.shape))}"
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,22 @@ class Folder:
         prefix = "" if self.mapping is None else self.mapping.prefix
         names = (self.facts.resolve(tensor.key), self.facts.resolve(prefix + tensor.key))
         return dataclasses.replace(tensor, key=names[0] or names[1] or tensor.key)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it states a quantisation, and none of its tensors is widened."""
+        pieces = (each for several in self.reader.tensors.values() for each in several)
+        return self.quantised is not None and not any(each.stored[1:] for each in pieces)
+
+    def lacking(self) -> Iterator[str]:
+        """Yield the tensors that its own configuration asks for, and that it does not hold."""
+        if self.mapping is None or self.config is None or self.is_shards:
+            return
+        table = self.mapping.sources(self.facts, self.config)
+        for spec, index, tensor in self.mapping.family.expand(self.config):
+            if source := table.get(tensor.name) or table.get(spec.name):
+                reads = TensorPlan(tensor, source, index).reads
+                yield from (key for key, _ in reads if not self.facts.has(key))
 
     @property
     def data_type(self) -> str:
@@ -146,7 +175,11 @@ def open_folder(path: Path) -> Folder:
         problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
         problems += [*_ghosts(path, reader), *_uncompared(path, reader)]
     else:
-        raise ValueError(f"{path} holds neither config.json nor config.ini: name such a folder")
+        raise ValueError(
+            f"{path} holds neither config.json nor config.ini. FOLDER is a Hugging Face folder or "
+            "one of shards: name a checkpoint of another format as SOURCE and the folder that it "
+            "was made of as FOLDER; merge an adapter into its model before"
+        )
     quantised, passed, stored = quantization(reader), list[str](), reader.tensors.keys()
 
     def is_noted(name: str) -> bool:
@@ -196,9 +229,11 @@ def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
                 yield Remark(status, "listed and not stored", key, f"{index.name} names it")
 
 
-def _uncompared(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
+def _uncompared(
+    path: Path, reader: CheckpointReader, patterns: Sequence[str] = _WEIGHTS
+) -> Iterator[Remark]:
     """Yield files of weights that a library may load, and that are not those compared here."""
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+    for pattern in patterns:
         for file in sorted(path.glob(pattern)):
             if file not in reader.files:
                 detail = "weights next to those that were compared; some libraries load them"
@@ -232,8 +267,12 @@ def open_pair(
         ValueError: a path is not a checkpoint.
     """
     own, original = open_folder(folder), snapshot_folder(source)
+    findings = [*own.findings]
     if own.quantised is not None:
-        own = dataclasses.replace(own, findings=(*own.findings, *_scales(original, own.path)))
+        findings += _scales(original, own.path)
+    if is_huggingface(original):
+        findings += _uncompared(original, index_huggingface(original)[0], _ADAPTERS)
+    own = dataclasses.replace(own, findings=tuple(findings))
     are_both_huggingface = is_huggingface(original) and not own.is_shards
     if own.mapping is not None:
         try:
@@ -267,7 +306,12 @@ def _planned(
     )
     plan = plan_conversion(request, scratch_dir=scratch_dir)
     facts = plan.facts
-    named = {} if folder.is_shards else _same_names(facts.reader, folder.reader)
+    # Two folders of one model of a library have most tensors under the same name.
+    is_kin = not folder.is_shards and (
+        facts.reader.config.get("model_type") == folder.reader.config.get("model_type")
+    )
+    shared = (key for key in folder.reader.tensors if is_kin and key in facts.reader.tensors)
+    named = dict.fromkeys(shared)
     findings = [
         Remark(DIFFERS, "not in the folder", key, "the source holds it")
         for key in _unread(plan)
@@ -280,28 +324,26 @@ def _planned(
     views, reasons, homeless = written_views(
         plan, folder.mapping, folder.facts, has_tied_head(plan)
     )
-    is_tied = folder.reader.config.get(_TIE) is True and facts.reader.config.get(_TIE) is not True
+    sides = (facts.reader, folder.reader)
+    has_head = any(key.endswith(TIED_TABLES[5:]) for side in sides for key in side.tensors)
+    is_tied = has_head and [each.config.get(TIE) is True for each in sides] == [False, True]
     if not has_tied_head(plan) and (reasons or is_tied):
         detail = "the folder says that embedding and head are one, and the source has two"
-        findings.append(Remark(DIFFERS, "ties", _TIE, detail))
+        findings.append(Remark(DIFFERS, "ties", TIE, detail))
     if len(named) < len(facts.reader.tensors):
         findings += [Remark(DIFFERS, "has no place in the folder", name) for name in homeless]
         try:
             views += carried_tensors(plan, folder.mapping)
         except CheckpointMismatchError as error:
             findings += [Remark(NOT_COMPUTED, "other tensors", "folder", p) for p in error.problems]
-    tensors = (
-        *(copied_tensor(key, facts.reader.tensors[key][0].shape) for key in named),
-        *(each for each in map(folder.own_name, views) if each.key not in named),
-    )
-    return Pair(folder, plan, facts, tensors, tuple(findings))
-
-
-def _same_names(source: CheckpointReader, folder: CheckpointReader) -> dict[str, None]:
-    """Return the tensors that two folders of one model of a library have under the same name."""
-    kinds = {each.config.get("model_type") for each in (source, folder)}
-    shared = (key for key in folder.tensors if key in source.tensors)
-    return dict.fromkeys(shared) if len(kinds) == 1 else {}
+    expected = {each.key: each for each in map(folder.own_name, views)}
+    found = (each for each in expected.values() if each.key in folder.reader.tensors)
+    seen = {item for each in found for item in each.items}
+    reads = (key for item in plan.tensors if item not in seen for key, _ in item.reads)
+    lost = (key for key in reads if is_kin and key not in expected)
+    for key in (*lost, *named):
+        expected[key] = copied_tensor(key, facts.pieces(key)[0].shape)
+    return Pair(folder, plan, facts, tuple(expected.values()), tuple(findings))
 
 
 def _stated_tokens(source: Path, folder: Folder) -> list[tuple[str, str]]:
@@ -338,7 +380,7 @@ def _untied(plan: ConversionPlan) -> Iterator[Remark]:
 def _by_name(source: Path, folder: Folder) -> Pair:
     reader = with_plain_weights(open_checkpoint(source), lambda _: True)
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
-    tied = folder.reader.config.get(_TIE) is True and reader.config.get(_TIE) is True
+    tied = folder.reader.config.get(TIE) is True and reader.config.get(TIE) is True
     tensors = tuple(
         copied_tensor(key, pieces[0].shape)
         for key, pieces in reader.tensors.items()

@@ -31,12 +31,12 @@ from inference.certify.findings import (
     not_computed,
 )
 from inference.certify.huggingface import import_transformers
-from inference.certify.pair import Pair
+from inference.certify.pair import TIE, Pair
 
+_POSITIONS, _ROWS = "max_position_embeddings", "vocab_size"
 # Where a head is stored, and how heads lie among ranks: the tensors show both.
-_SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", "vocab_size")
+_SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", _ROWS)
 _SHOWN_BY_SHARDS = (*_SHOWN_BY_TENSORS, "kv_head_num", "separate_qkv")
-_POSITIONS = "max_position_embeddings"
 # Keys of config.json from which no model computes, or that another part compares; and others whose
 # weight does not depend on their values.
 _WEIGHTS: Mapping[str, Status] = {
@@ -44,9 +44,10 @@ _WEIGHTS: Mapping[str, Status] = {
         "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
         "eos_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
         "id2label", "label2id", "attention_dropout", "hidden_dropout", "initializer_range",
-        "tie_word_embeddings", "vocab_size",
+        TIE, _ROWS,
     ), EQUAL),
-    **dict.fromkeys(("bos_token_id", "pad_token_id"), UP_TO),
+    # transformers 4 takes LongRoPE's length next to the other parameters alone, 5 among them, too.
+    **dict.fromkeys(("bos_token_id", "pad_token_id", "original_max_position_embeddings"), UP_TO),
     _POSITIONS: DIFFERS,
 }  # fmt: skip
 # Classes that a library takes, and code that it may run.
@@ -143,20 +144,20 @@ def _stated(pair: Pair) -> Iterator[Remark]:
     elif not isinstance(sides[0], str):
         yield Remark(DIFFERS, _SETTING, CONFIG_NAME, sides[1])
     mine, theirs, *read = (_spelled(each, aliases) for each in (own, stated, *computed))
-    for name, _, _ in differing(own, stated):
+    # Where a side states null, a library passes over its default.
+    differ = (name for name, _, _ in differing(own, stated))
+    for name in dict.fromkeys((*differ, *sorted(own.keys() ^ stated.keys()))):
         key = _spelling(name, aliases)
         values = [each.get(key, [None]) for each in (mine, theirs, *read)]
         shown: Any = values[1][0]
+        # The library passes over a name that it keeps of neither side; others may not.
+        taken = [each[0] for each in values[2 if any(key in each for each in read) else 0 :]][:2]
         if any(not is_same(each, values[1][0]) for each in values[1]):
             status, shown = DIFFERS, values[1]  # two values, of which each library takes one
-        elif is_same(values[0][0], values[1][0]):
+        elif is_same(values[0][0], values[1][0]) and is_same(*taken):
             status = EQUAL
         else:
-            # The library passes over a name that it keeps of neither side; others may not.
-            changes = not is_same(values[2][0], values[3][0]) or not any(
-                key in each for each in read
-            )
-            status = _weight(pair, name, own, stated, changes=changes)
+            status = _weight(pair, name, own, stated, taken)
         yield differs(_SETTING, name, values[0][0], shown, status)
 
 
@@ -176,15 +177,20 @@ def _spelled(table: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, 
 
 
 def _weight(
-    pair: Pair, name: str, own: Mapping[str, Any], stated: Mapping[str, Any], *, changes: bool
+    pair: Pair,
+    name: str,
+    own: Mapping[str, Any],
+    stated: Mapping[str, Any],
+    taken: Sequence[Any],
 ) -> Status:
     """Return what it means that a key of config.json is not the source's own.
 
-    `changes` says whether transformers reads another value, too.
+    `taken` are the two values that transformers takes.
     """
     one, other = own.get(name), stated.get(name)
     top, kind = name.partition(".")[0], stated.get("model_type")
     is_same_kind = pair.facts.config.get("model_type") == kind
+    changes, is_rotary = not is_same(*taken), top.startswith("rope_")
     if top in _CLASSES:
         is_chosen = other is not None and one is not None and is_same_kind
         return DIFFERS if is_chosen or (top == _CODE and other is not None) else EQUAL
@@ -193,8 +199,13 @@ def _weight(
         return EQUAL if found in (usual, SOURCE_TYPES[pair.folder.data_type][1]) else UP_TO
     if top == QUANTIZATION and other is not None and any(key.startswith(f"{top}.") for key in own):
         return UP_TO
-    if top in _WEIGHTS and (changes or _WEIGHTS[top] != DIFFERS):
-        return _WEIGHTS[top]
+    weight = _WEIGHTS.get(top, DIFFERS)
+    # A library has a default of its own where a side states none.
+    is_default = changes and None in (one, other) and None not in taken
+    if is_default and not (is_rotary or top.endswith(_TOKEN)) and (top == _ROWS or weight != EQUAL):
+        return DIFFERS
+    if top in _WEIGHTS and (changes or weight != DIFFERS):
+        return weight
     if not changes:
         return EQUAL
     if pair.config is None:
@@ -206,7 +217,6 @@ def _weight(
         return EQUAL
     # The family has compared all of rotary embeddings, with what an absent parameter means, and
     # otherwise what it reads; flags may be another library's alone.
-    is_rotary = top.startswith("rope_")
     is_flag = top in _DERIVED or any(isinstance(each, bool) for each in values)
     if is_read and is_flag and not is_rotary:
         return DIFFERS
@@ -238,14 +248,14 @@ def _unknown(pair: Pair) -> Iterator[Remark]:
 
 def _table_rows(pair: Pair) -> Iterator[Remark]:
     """Yield that config.json states another vocabulary than the embedding has rows."""
-    stated = pair.folder.facts.config.get("vocab_size")
+    stated = pair.folder.facts.config.get(_ROWS)
     for written in pair.tensors:
         stored = pair.folder.reader.tensors.get(written.key)
         if stored is None or stated is None or not written.key.endswith(_TABLES):
             continue
         if (rows := stored[0].shape[0]) != stated:
             detail = f"{stated}, and {written.key} has {rows} rows"
-            yield Remark(DIFFERS, _SETTING, "vocab_size", detail)
+            yield Remark(DIFFERS, _SETTING, _ROWS, detail)
 
 
 def compare_generation(pair: Pair) -> Part:
@@ -260,11 +270,15 @@ def compare_generation(pair: Pair) -> Part:
          **_generation(facts)}
         for facts in sides
     )  # fmt: skip
-    findings = [
-        differs(_SETTING, key, one, other)
-        for key, one, other in differing(mine, theirs)
-        if key not in _WITHOUT_FUNCTION and (mine or not key.endswith(_TOKEN))
-    ]
+    files = {name for facts in sides for name in _generation(facts)}
+    findings = []
+    for key, one, other in differing(mine, theirs):
+        is_token = key.endswith(_TOKEN)
+        if key not in _WITHOUT_FUNCTION and (mine or not is_token):
+            # Libraries have defaults of such tokens in config.json, whatever ends an answer.
+            is_default = is_token and key not in files and None in (one, other)
+            findings.append(differs(_SETTING, key, one, other, UP_TO if is_default else DIFFERS))
+    alone = ", ".join(each.where for each in findings if each.status == UP_TO)
     try:
         ends, found = _ends(pair.facts, pair.config), _ends(pair.folder.facts, pair.folder.config)
     except ValueError as error:
@@ -274,7 +288,8 @@ def compare_generation(pair: Pair) -> Part:
         findings.append(differs("end tokens", "folder", sorted(ends), sorted(found), status))
     elif not ends:
         findings.append(Remark(EQUAL, "end tokens", "both", "neither side names some"))
-    return Part(name, f"end tokens {sorted(ends)}", tuple(findings))
+    up_to = (f"tokens that one side alone states ({alone})",) if alone else ()
+    return Part(name, f"end tokens {sorted(ends)}", tuple(findings), up_to)
 
 
 def _generation(facts: Facts) -> Mapping[str, Any]:

@@ -21,15 +21,13 @@ from export_scripts.numeric.arrays import DTYPES, Array, store, to_float32
 from export_scripts.numeric.dtypes import item_size
 from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import crc32
-from foundations.files.json_content import Table
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
-from inference.certify.pair import Pair
+from inference.certify.pair import Pair, stored_type
 
 # Methods that move errors from one value to another: how far from 1 the factor of a group of values
 # may be. Rounding to 4 bits alone leaves a factor within 0.03.
 _CALIBRATED = ("awq", "gptq")
 _MOST_FACTOR, _GROUP = 0.2, 128
-_FLOAT_METHODS = ("fp8", "float-quantized", "naive-quantized")
 _WORKERS = 2
 _MOST_MOVED_VALUES = 1 << 26  # columns are looked for in tensors up to this size
 _RANGES_SHOWN = 4
@@ -189,22 +187,19 @@ class _Unit:
         """Return what its type explains; None where its bytes have to be the source's."""
         settings = self.pair.folder.quantised
         if settings is not None and len(self.stored.stored) > 1:
-            return _quantised(settings)
+            method = str(settings.get("format") or settings.get("quant_method"))
+            return _quantised(stored_type(self.stored), method)
         if any(isinstance(each.source, (Adjusted, Compute)) for each in self.written.items):
             return replace(_STEPS[self.stored.dtype], of_largest=_SUMS)
         return None if types == {self.stored.dtype} else _STEPS[self.stored.dtype]
 
 
-def _quantised(settings: Table) -> _Rounding:
-    method = str(settings.get("format") or settings.get("quant_method"))
-    if method in _FLOAT_METHODS or "FP8" in str(settings.get("quant_algo")):
+def _quantised(kind: str, method: str) -> _Rounding:
+    """Return what the type of quantised values explains: fp8, or int with their bits."""
+    if kind == "fp8":
         return _FP8
-    groups = list((settings.get("config_groups") or {}).values())
-    own = groups[0]["weights"] if groups else settings
-    bits = int(own.get("num_bits") or own.get("bits") or own.get("w_bit") or 8)
-    step = 2 / ((1 << bits) - 1)
-    is_calibrated = method in _CALIBRATED
-    steps = 2.0 if is_calibrated else 0.52
+    bits, is_calibrated = int(kind.removeprefix("int")), method in _CALIBRATED
+    step, steps = 2 / ((1 << bits) - 1), 2.0 if is_calibrated else 0.52
     return _Rounding(
         f"{method}, {bits} bits", of_largest=step * steps, by_row=True, is_calibrated=is_calibrated
     )
@@ -223,6 +218,9 @@ def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
             else:
                 yield _Unit(pair, written.key, written, piece, written.shape)
     expected = {written.key for written in pair.tensors}
+    for key in pair.folder.lacking():
+        if key not in expected:
+            yield TensorRecord(key, "missing", reason="its own configuration asks for it")
     for key in stored:
         if key not in expected:
             yield _unexpected(pair, key)
@@ -428,6 +426,10 @@ def compare_tensors(
         progress: called with bytes done and in total.
     """
     every = {each.key: each for each in _units(pair)}
+    if pair.folder.is_unread:  # names are those of its method
+        for key, each in every.items():
+            if isinstance(each, TensorRecord) and each.state in ("missing", "extra"):
+                every[key] = replace(each, state="not comparable")
     units = {key: each for key, each in every.items() if isinstance(each, _Unit)}
     records = {key: each for key, each in every.items() if isinstance(each, TensorRecord)}
     records |= {key: done[key] for key in units if key in done}

@@ -427,6 +427,16 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "fewer heads than there are keys": (
         "llama", setting(num_key_value_heads=4), "settings", "kv_head_num", "4",
     ),
+    "a head of its own that is not stored": (
+        "gemma", setting(tie_word_embeddings=False), "tensors", "lm_head.weight", "missing",
+    ),
+    "a length that has another default": (
+        "phi3", setting(original_max_position_embeddings=None), "settings",
+        "original_max_position_embeddings", "None",
+    ),
+    "a count of rows that has another default": (
+        "bert", setting(vocab_size=None), "settings", "vocab_size", "None",
+    ),
     "another first token of answers": (
         "t5", setting(decoder_start_token_id=7), "settings",
         "decoder_start_token_id", "7",
@@ -573,8 +583,9 @@ def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Pat
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     in_4_bits(copy, method)
     copy.save()
-    certificate = made(source, copy.path)
+    certificate = made(source, copy.path, layers=True)
     assert certificate.status == "equal up to", certificate_text(certificate)
+    assert "(of its widened weights)" in part(certificate, "layers").compared
     states = {row["state"] for row in part(certificate, "tensors").rows}
     assert states == {"equal", "dequantised"}
     copy = Copy(shutil.copytree(source, tmp_path / "wrong"))
@@ -583,6 +594,15 @@ def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Pat
     (found,) = part(made(source, copy.path), "tensors").of("differs")
     assert found.where == "model.layers.1.mlp.up_proj.weight"
     assert "rows 5-5, " in found.detail
+
+
+def test_a_quantisation_that_is_not_read_is_no_difference(copy: Copy, sources: Sources) -> None:
+    for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
+        copy.tensors[f"{key.removesuffix('weight')}qweight"] = copy.tensors.pop(key).int()
+    copy.save()
+    copy.setting(quantization_config={"quant_method": "awq", "bits": 3})
+    certificate = made(sources("llama"), copy.path)
+    assert certificate.status == "not computed", certificate_text(certificate)
 
 
 def test_values_that_are_no_numbers_are_equal_to_themselves(
@@ -662,6 +682,20 @@ def unknown_quantisation(copy: Copy) -> None:
     fp8(copy, off=False)
     settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "rotation": "hadamard"}
     copy.setting(quantization_config=settings)
+
+
+def test_an_adapter_that_libraries_add_to_the_source_is_not_passed_over(
+    copy: Copy, sources: Sources
+) -> None:
+    save_file({"lora_A.weight": torch.ones(2, 2)}, copy.path / "adapter_model.safetensors")
+    (found,) = part(made(copy.path, sources("llama")), "tensors").of("not computed")
+    assert found.where == "adapter_model.safetensors"
+
+
+def test_a_token_that_one_release_states_is_a_bound(copy: Copy, sources: Sources) -> None:
+    copy.setting(eod_token_id=3)
+    certificate = made(sources("llama"), copy.path)
+    assert (certificate.status, "(eod_token_id)" in certificate.verdict) == ("equal up to", True)
 
 
 def test_a_setting_that_the_folder_lost_is_named(copy: Copy, sources: Sources) -> None:
@@ -777,6 +811,18 @@ def test_every_family_equals_its_source_in_every_layer(name: str, tmp_path: Path
     for stack in stacks.get(name, [""]):
         assert {f"{stack}embedding", f"{stack}layer 0"} <= places
     assert ("output" if name in ("bert", "t5-encoder") else "logits") in places
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
+def test_every_tensor_that_a_folder_lacks_is_named(name: str, tmp_path: Path) -> None:
+    source = write_model(name, tmp_path / "source")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    assert made(source, copy.path).status == "equal"
+    lost = set(copy.tensors) - {min(copy.tensors)}
+    copy.tensors = {key: each for key, each in copy.tensors.items() if key not in lost}
+    copy.save()
+    found = part(made(source, copy.path), "tensors").of("differs")
+    assert lost <= {each.where for each in found}
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
@@ -1028,6 +1074,7 @@ def test_certificate_is_written_signed_and_verified(
         (["{source}", "nowhere"], "holds neither config.json nor config.ini"),
         (["{source}", "{folder}", "--set", "head_num"], "--set head_num is not KEY=VALUE"),
         (["{other}", "{folder}"], "is a gpt model"),
+        (["{source}", "{adapter}"], "merge an adapter into its model before"),
     ],
 )
 def test_bad_input_is_reported_and_ends_with_2(
@@ -1036,6 +1083,9 @@ def test_bad_input_is_reported_and_ends_with_2(
     source = write_model("llama", tmp_path / "source")
     folder = convert_to(source, tmp_path)
     paths = {"source": source, "folder": folder, "other": write_model("gpt2", tmp_path / "other")}
+    paths["adapter"] = tmp_path / "adapter"
+    paths["adapter"].mkdir()
+    (paths["adapter"] / "adapter_config.json").write_text("{}")
     before = sorted(tmp_path.iterdir())
     assert main([each.format(**paths) for each in words]) == 2
     assert message in capsys.readouterr().err
