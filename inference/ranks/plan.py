@@ -4,11 +4,10 @@ JSON holds nothing but values: the connections of ranks are not authenticated, a
 them must not be able to run code.
 """
 
-import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,18 +15,15 @@ from inference.model.kv_cache import Array, Move, TableEntry
 from inference.model.step import Segment
 
 
-class Command(str, enum.Enum):
-    """A message to the ranks that holds nothing else."""
+class Command(NamedTuple):
+    """A message to the ranks that is not a step.
 
-    PING = "ping"  # answer: rank 0 checks that every rank is alive
-    STOP = "stop"
+    On "ping" they answer: rank 0 checks that every rank is alive. On "exchange" the weights of
+    `ft_dir` take the place of those that are loaded.
+    """
 
-
-@dataclass(frozen=True)
-class Exchange:
-    """A message to the ranks: the folder whose weights take the place of those that are loaded."""
-
-    ft_dir: str
+    name: Literal["ping", "stop", "exchange"]
+    ft_dir: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,24 +96,20 @@ _encode = json.JSONEncoder(
 ).encode
 
 
-def pack_message(message: StepPlan | Exchange | Command) -> bytes:
+def pack_message(message: StepPlan | Command) -> bytes:
     """Return a message to the ranks as `unpack_message` reads it."""
     if isinstance(message, Command):
         return _encode(message).encode()
-    if isinstance(message, Exchange):
-        return _encode(vars(message)).encode()
     segments = [(s.slot, s.start, s.count, s.shift) for s in message.segments]
     rows = [(row.count, row.slots, row.task) for row in message.encoder_rows]
     return _encode({**vars(message), "segments": segments, "encoder_rows": rows}).encode()
 
 
-def unpack_message(packed: bytes) -> StepPlan | Exchange | Command:
+def unpack_message(packed: bytes) -> StepPlan | Command:
     """Return the message that `pack_message` wrote."""
     fields: Any = json.loads(packed)
-    if isinstance(fields, str):
-        return Command(fields)
-    if "ft_dir" in fields:
-        return Exchange(**fields)
+    if isinstance(fields, list):
+        return Command(*fields)
     fields["segments"] = tuple(Segment(*each) for each in fields["segments"])
     fields["moves"] = tuple(map(tuple, fields["moves"]))
     fields["encoder_rows"] = tuple(EncoderRow(*each) for each in fields["encoder_rows"])

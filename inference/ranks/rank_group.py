@@ -1,5 +1,6 @@
 """All ranks of an engine: rank 0, the other processes, and their connections."""
 
+import itertools
 import logging
 from dataclasses import replace
 from time import monotonic, perf_counter, sleep
@@ -9,10 +10,10 @@ import torch
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.node_ranks import NodeRanks
-from inference.ranks.plan import Command, Exchange, StepPlan, pack_message
+from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.rendezvous import Rendezvous, device_problems
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import Milestone, failure_of, give_go, make_rank, numbered
+from inference.ranks.startup import failure_of, give_go, has_reached, make_rank
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RankGroup:
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
-        self._exchanges = 0
+        self._milestones = itertools.count()
 
     def start(self) -> None:
         """Load every rank and connect them.
@@ -72,23 +73,16 @@ class RankGroup:
     def _start_all(self) -> None:
         if self._others is None:
             self._others = NodeRanks(timeout_s=self._settings.rank_timeout_s)
-        others, store = self._others, self._others.store
-        others.announce(self._settings)
+        self._others.announce(self._settings)
         problems: dict[int, str] = {}
         try:
             self._rank = _load(self._settings)
         except RankError as error:
             problems[0] = str(error)
-        problems |= self._wait_until(others, "loaded")
-        if self._rank is not None and not problems:
-            problems = device_problems(store, range(1, self._count), self._rank.device)
-        if problems:
-            raise RankError(_joined(problems))
-        assert self._rank is not None
-        give_go(store, "loaded")
-        self._groups = self._rank.connect(store, self._settings)
-        self._rank.prepare()
-        self._meet("prepared")
+        self._meet("loaded", problems)
+        self._groups = self.rank.connect(self._others.store, self._settings)
+        self.rank.prepare()
+        self._meet("prepared", {})
 
     def exchange(self, ft_dir: str) -> None:
         """Have all ranks load the weights of a folder of the same config.ini in place of theirs.
@@ -100,33 +94,38 @@ class RankGroup:
             TimeoutError: Some ranks have not loaded within `start_timeout_s`.
         """
         started, settings = perf_counter(), replace(self._settings, ft_dir=ft_dir)
-        self._exchanges += 1
         if self._groups is not None:
-            self._groups.send_message(pack_message(Exchange(ft_dir)))
+            self._groups.send_message(pack_message(Command("exchange", ft_dir)))
         try:
             self.rank.exchange(settings)
         except _UNLOADED as error:
             raise RankError(f"{type(error).__name__}: {error}") from error
-        self._meet("loaded")
+        self._meet("loaded", {})
         self.rank.prepare()
-        self._meet("prepared")
+        self._meet("prepared", {})
         self._settings = settings
         logger.info("%d ranks exchanged in %.1f s", self._count, perf_counter() - started)
 
-    def _meet(self, milestone: Milestone) -> None:
-        """Let the other ranks go on once all have reached a milestone.
+    def _meet(self, done: str, problems: dict[int, str]) -> None:
+        """Let the other ranks go on once all have `done` the same; rank 0 may have failed.
 
         Raises:
             RankError: Some ranks failed, for the reasons given.
         """
         if self._others is None:
             return
-        name = numbered(milestone, self._exchanges)
-        if problems := self._wait_until(self._others, name):
+        milestone = next(self._milestones)
+        problems |= self._wait_until(self._others, milestone, done)
+        if not problems and self._groups is None:
+            devices = device_problems(self._others.store, range(1, self._count), self.rank.device)
+            problems |= devices
+        if problems:
             raise RankError(_joined(problems))
-        give_go(self._others.store, name)
+        give_go(self._others.store, milestone)
 
-    def _wait_until(self, others: Rendezvous | NodeRanks, milestone: str) -> dict[int, str]:
+    def _wait_until(
+        self, others: Rendezvous | NodeRanks, milestone: int, done: str
+    ) -> dict[int, str]:
         """Wait until every other rank has reached a milestone or failed; return the failures.
 
         The wait ends early when one of them has ended.
@@ -142,7 +141,7 @@ class RankGroup:
                 problem = failure_of(others.store, rank)
                 if problem is not None:
                     problems[rank] = problem
-                if problem is not None or others.store.check([f"{milestone}/{rank}"]):
+                if problem is not None or has_reached(others.store, rank, milestone):
                     waiting.discard(rank)
             if not waiting:
                 return problems
@@ -151,13 +150,11 @@ class RankGroup:
             names = ", ".join(map(str, sorted(waiting)))
             if monotonic() > deadline:
                 raise TimeoutError(
-                    f"ranks {names} have not {milestone} the model in {self._start_timeout_s:g} s"
+                    f"ranks {names} have not {done} the model in {self._start_timeout_s:g} s"
                 )
             if monotonic() > logged + _LOG_EVERY_S:
                 logged = monotonic()
-                logger.warning(
-                    "waiting for ranks %s, which have not %s the model", names, milestone
-                )
+                logger.warning("waiting for ranks %s, which have not %s the model", names, done)
             sleep(_POLL_S)
 
     @property
@@ -187,7 +184,7 @@ class RankGroup:
         if self._groups is None:
             return
         self._busy_since = monotonic()
-        self._groups.send_message(pack_message(Command.PING))
+        self._groups.send_message(pack_message(Command("ping")))
         self.rank.ping()
         self._busy_since = None
 
@@ -213,7 +210,7 @@ class RankGroup:
         """Stop the other ranks, and wait until they have ended."""
         if self._groups is not None:
             try:
-                self._groups.send_message(pack_message(Command.STOP))
+                self._groups.send_message(pack_message(Command("stop")))
                 self.rank.close()
             except RuntimeError as error:  # a rank that is gone already
                 logger.warning("stopping ranks: %s", error)

@@ -4,7 +4,6 @@ import contextlib
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,8 +18,6 @@ from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.encoder_decoder_rank import EncoderDecoderRank
 from inference.ranks.encoder_rank import EncoderRank
 from inference.ranks.settings import RankSettings
-
-_GO = "go"
 
 _KINDS: dict[type, type[DecoderRank] | type[EncoderDecoderRank] | type[EncoderRank]] = {
     DecoderArchitecture: DecoderRank,
@@ -40,22 +37,19 @@ def make_rank(settings: RankSettings) -> RankBase:
     return _KINDS[type(config.architecture())](settings)
 
 
-# States of a rank that the others wait for.
-Milestone = Literal["loaded", "prepared"]
-
-
-def numbered(milestone: Milestone, exchanges: int) -> str:
-    """Return the name in the store of a milestone of the start, or of an exchange of weights."""
-    return f"{milestone}{exchanges or ''}"
-
-
-def reach(store: Store, rank: int, milestone: str) -> None:
+def reach(store: Store, rank: int, milestone: int) -> None:
     """Report a milestone, and return once every rank has reached it, however slow the slowest is.
 
+    All ranks count them alike: loaded and prepared at the start, and in each exchange of weights.
     Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
     """
-    store.set(f"{milestone}/{rank}", "")
-    store.wait([f"{_GO}/{milestone}"], timedelta(days=1))
+    store.set(f"reached/{milestone}/{rank}", "")
+    store.wait([f"go/{milestone}"], timedelta(days=1))
+
+
+def has_reached(store: Store, rank: int, milestone: int) -> bool:
+    """Return whether a rank has reported a milestone."""
+    return bool(store.check([f"reached/{milestone}/{rank}"]))
 
 
 def report_failure(store: Store, rank: int, error: BaseException) -> None:
@@ -71,6 +65,6 @@ def failure_of(store: Store, rank: int) -> str | None:
     return str(json.loads(store.get(f"failed/{rank}")))
 
 
-def give_go(store: Store, milestone: str) -> None:
+def give_go(store: Store, milestone: int) -> None:
     """Let the ranks continue: connect once all have loaded, serve once all are prepared."""
-    store.set(f"{_GO}/{milestone}", "")
+    store.set(f"go/{milestone}", "")

@@ -5,6 +5,7 @@ The process ends when rank 0 does.
 
 import argparse
 import faulthandler
+import itertools
 import logging
 import signal
 import sys
@@ -17,10 +18,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from inference.ranks.node_ranks import join_node_store
-from inference.ranks.plan import Command, Exchange, StepPlan, unpack_message
+from inference.ranks.plan import Command, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import make_rank, numbered, reach, report_failure
+from inference.ranks.startup import make_rank, reach, report_failure
 from inference.system.launch_environment import LaunchEnvironment
 from inference.system.parent_process import end_with_parent
 from inference.system.process_memory import keep_loaded
@@ -71,25 +72,24 @@ def serve_started_rank(
 def _serve(settings: RankSettings, store: Store) -> int:
     """Run a rank until rank 0 stops it; return 1 if it failed."""
     torch.set_num_threads(settings.threads)
-    exchanges = 0
+    milestones = itertools.count()
     try:
         rank = make_rank(settings)
         store.set(f"device/{settings.rank}", device_name(rank.device))
-        reach(store, settings.rank, "loaded")
+        reach(store, settings.rank, next(milestones))
         groups = rank.connect(store, settings)
         rank.prepare()
-        reach(store, settings.rank, "prepared")
+        reach(store, settings.rank, next(milestones))
         keep_loaded()
         logger.info("ready")
-        while (message := unpack_message(groups.receive_message())) is not Command.STOP:
+        while (message := unpack_message(groups.receive_message())) != Command("stop"):
             if isinstance(message, StepPlan):
                 rank.run(message)
-            elif isinstance(message, Exchange):
-                exchanges += 1
+            elif message.name == "exchange":
                 rank.exchange(replace(settings, ft_dir=message.ft_dir))
-                reach(store, settings.rank, numbered("loaded", exchanges))
+                reach(store, settings.rank, next(milestones))
                 rank.prepare()
-                reach(store, settings.rank, numbered("prepared", exchanges))
+                reach(store, settings.rank, next(milestones))
                 keep_loaded()
             else:
                 rank.ping()

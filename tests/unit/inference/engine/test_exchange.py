@@ -122,10 +122,10 @@ def test_a_rank_that_is_killed_during_an_exchange_ends_the_engine(
     with serving(folders[0], tp_size=2) as engine:
         (process,) = processes_of(engine)
 
-        def killing(ranks: RankGroup, name: str) -> None:
-            if name == milestone:
+        def killing(ranks: RankGroup, done: str, problems: dict[int, str]) -> None:
+            if done == milestone:
                 os.kill(process, signal.SIGKILL)
-            meet(ranks, name)  # type: ignore[arg-type]
+            meet(ranks, done, problems)
 
         monkeypatch.setattr(RankGroup, "_meet", killing)
         with pytest.raises(EngineFailedError, match=r"rank 1: .*SIGKILL"):

@@ -45,9 +45,9 @@ def plain(plan: StepPlan) -> Any:
     return json.loads(json.dumps(asdict(plan), default=lambda array: array.tolist()))
 
 
-@pytest.mark.parametrize("command", Command)
+@pytest.mark.parametrize("command", [Command("ping"), Command("exchange", "/models/2")])
 def test_commands_survive_packing(command: Command) -> None:
-    assert unpack_message(pack_message(command)) is command
+    assert unpack_message(pack_message(command)) == command
 
 
 def test_segments_are_cut_into_even_runs() -> None:
