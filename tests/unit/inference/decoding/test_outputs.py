@@ -56,21 +56,6 @@ def test_types_are_the_declared_ones() -> None:
     }
 
 
-def test_answer_follows_the_prompt_without_a_gap_and_end_ids_fill_up() -> None:
-    outputs = assemble_outputs(PAIR, [answer(8, 9, reason="length"), answer(8, END, reason="end")])
-    assert outputs["output_ids"].tolist() == [
-        [[3, 4, 5, 8, 9, END, END]],
-        [[7, 8, END, END, END, END, END]],
-    ]
-    assert outputs["sequence_length"].tolist() == [[5], [5]]
-    assert outputs["response_input_lengths"].tolist() == [[3], [1]]
-
-
-def test_strict_lengths_count_the_rows_own_prompt() -> None:
-    outputs = assemble_outputs(PAIR, [answer(8, 9), answer(8, END)], strict_lengths=True)
-    assert outputs["sequence_length"].tolist() == [[5], [3]]
-
-
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [("end", [True, True]), ("stop", [True, True]), ("length", [True, False]), (None, [False] * 2)],
@@ -80,81 +65,99 @@ def test_limit_counts_as_finished_for_shorter_rows_only(reason: Any, expected: l
     assert outputs["is_finished"][:, 0].tolist() == expected
 
 
-def test_every_beam_has_its_own_copy_of_the_prompt() -> None:
-    request = batch(row((3, 4), 2, beam_width=2), padded_len=2)
-    result = SequenceResult(((8, 9), (END,)), (-1.0, -2.0), (), ("length", "end"))
-    outputs = assemble_outputs(request, [result])
-    assert outputs["output_ids"].tolist() == [[[3, 4, 8, 9], [3, 4, END, END]]]
-    assert outputs["sequence_length"].tolist() == [[4, 3]]
-    assert outputs["response_input_lengths"].tolist() == [[2, 2]]
-    assert outputs["is_finished"].tolist() == [[False, True]]
+def beams(*answers: tuple[int, ...], **more: Any) -> SequenceResult:
+    return SequenceResult(answers, (-1.0, -2.0), (), ("length", "end"), **more)
 
 
-def test_virtual_tokens_are_left_out() -> None:
-    prompt = PromptTable(P_TUNING, 2, start_id=52, task_id=0)
-    tuned = dataclasses.replace(row((52, 3, 53, 4), 2), prompt=prompt, returned_ids=(3, 4))
-    outputs = assemble_outputs(batch(tuned, row((7,), 2), padded_len=4), [answer(8), answer(9, 9)])
-    assert outputs["output_ids"].tolist() == [[[3, 4, 8, END]], [[7, 9, 9, END]]]
-    assert outputs["sequence_length"].tolist() == [[3], [4]]
-    assert outputs["response_input_lengths"].tolist() == [[2], [1]]
+TUNED = dataclasses.replace(
+    row((52, 3, 53, 4), 2),
+    prompt=PromptTable(P_TUNING, 2, start_id=52, task_id=0),
+    returned_ids=(3, 4),
+)
+SOFT = dataclasses.replace(
+    row((3, 4), 1),
+    prompt=PromptTable(SOFT_PROMPT, 5, start_id=52, embedding=np.zeros((5, 6), np.float32)),
+)
+EMPTY = dataclasses.replace(row((50,), 2), returned_ids=())
+EMBEDDING = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+OUTPUTS: dict[str, tuple[GenerationRequest, list[SequenceResult], dict[str, Any]]] = {
+    "end ids fill up": (
+        PAIR,
+        [answer(8, 9, reason="length"), answer(8, END, reason="end")],
+        {
+            "output_ids": [[[3, 4, 5, 8, 9, END, END]], [[7, 8, END, END, END, END, END]]],
+            "sequence_length": [[5], [5]],
+            "response_input_lengths": [[3], [1]],
+        },
+    ),
+    "each beam has the prompt": (
+        batch(row((3, 4), 2, beam_width=2), padded_len=2),
+        [beams((8, 9), (END,))],
+        {
+            "output_ids": [[[3, 4, 8, 9], [3, 4, END, END]]],
+            "sequence_length": [[4, 3]],
+            "response_input_lengths": [[2, 2]],
+            "is_finished": [[False, True]],
+        },
+    ),
+    "without virtual tokens": (
+        batch(TUNED, row((7,), 2), padded_len=4),
+        [answer(8), answer(9, 9)],
+        {
+            "output_ids": [[[3, 4, 8, END]], [[7, 9, 9, END]]],
+            "sequence_length": [[3], [4]],
+            "response_input_lengths": [[2], [1]],
+        },
+    ),
+    "without a soft prompt": (
+        batch(SOFT, padded_len=2),
+        [answer(8)],
+        {"output_ids": [[[3, 4, 8]]], "sequence_length": [[3]]},
+    ),
+    "an empty prompt": (
+        batch(EMPTY, padded_len=0),
+        [answer(8, 9)],
+        {"output_ids": [[[8, 9]]], "sequence_length": [[2]]},
+    ),
+    "log probs": (
+        batch(row((3,), 3, return_log_probs=True), row((4,), 3), padded_len=1),
+        [answer(8, END, log_probs=(-1.0, -0.5)), answer(8, 9, 9, log_probs=(-1.0,) * 3)],
+        {
+            "cum_log_probs": [[-1.5], [0.0]],
+            "output_log_probs": [[[-1.0, -0.5, 0.0]], [[0.0] * 3]],
+        },
+    ),
+    "embeddings of each beam": (
+        batch(row((3,), 1, beam_width=2), row((4,), 1, beam_width=2), padded_len=1),
+        [beams((8,), (9,), prompt=PromptResult(embedding=np.array(EMBEDDING))), beams((8,), (9,))],
+        {"context_embeddings": [[EMBEDDING] * 2, [[0.0] * 6] * 2]},
+    ),
+    "an encoder-decoder": (
+        batch(row((3,), 5), row((4,), 5), padded_len=1, encoder_decoder=True),
+        [answer(8, END), answer(8, 9, END)],
+        {"output_ids": [[[8, END, END, 0, 0]], [[8, 9, END, 0, 0]]], "sequence_length": [[2], [3]]},
+    ),
+    "beams of an encoder-decoder": (
+        batch(row((3,), 3, beam_width=2), padded_len=1, encoder_decoder=True),
+        [beams((8, END), (8, 9, END))],
+        {"output_ids": [[[8, END, 0], [8, 9, END]]]},
+    ),
+}
 
 
-def test_soft_prompt_does_not_show() -> None:
-    prompt = PromptTable(SOFT_PROMPT, 5, start_id=52, embedding=np.zeros((5, 6), np.float32))
-    request = batch(dataclasses.replace(row((3, 4), 1), prompt=prompt), padded_len=2)
-    outputs = assemble_outputs(request, [answer(8)])
-    assert outputs["output_ids"].tolist() == [[[3, 4, 8]]]
-    assert outputs["sequence_length"].tolist() == [[3]]
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_hold_prompts_and_answers(name: str) -> None:
+    request, results, expected = OUTPUTS[name]
+    outputs = assemble_outputs(request, results)
+    assert {name: outputs[name].tolist() for name in expected} == expected
+    assert ("cum_log_probs" in outputs) == ("cum_log_probs" in expected)
+    kinds = {value.dtype.name for value in outputs.values()}
+    assert ("int32" in kinds and "uint32" not in kinds) == request.encoder_decoder
 
 
-def test_empty_prompt_returns_the_answer_alone() -> None:
-    empty = dataclasses.replace(row((50,), 2), returned_ids=())
-    outputs = assemble_outputs(batch(empty, padded_len=0), [answer(8, 9)])
-    assert outputs["output_ids"].tolist() == [[[8, 9]]]
-    assert outputs["sequence_length"].tolist() == [[2]]
-
-
-def test_log_probs_are_zero_after_the_end_and_for_rows_that_did_not_ask() -> None:
-    request = batch(row((3,), 3, return_log_probs=True), row((4,), 3), padded_len=1)
-    outputs = assemble_outputs(
-        request, [answer(8, END, log_probs=(-1.0, -0.5)), answer(8, 9, 9, log_probs=(-1.0,) * 3)]
-    )
-    assert outputs["cum_log_probs"].tolist() == [[-1.5], [0.0]]
-    assert outputs["output_log_probs"].tolist() == [[[-1.0, -0.5, 0.0]], [[0.0] * 3]]
-    assert outputs["output_log_probs"].dtype == np.float32
-
-
-def test_log_probs_are_absent_unless_asked_for() -> None:
-    assert "cum_log_probs" not in assemble_outputs(PAIR, [answer(8), answer(9)])
-
-
-def test_context_embeddings_are_repeated_for_every_beam() -> None:
-    request = batch(
-        row((3,), 1, beam_width=2, return_context_embeddings=True),
-        row((4,), 1, beam_width=2),
-        padded_len=1,
-    )
-    embedding = np.arange(6, dtype=np.float32)
-    result = SequenceResult(((8,), (9,)), (-1.0, -2.0), (), ("length", "length"))
-    asked = dataclasses.replace(result, prompt=PromptResult(embedding=embedding))
-    outputs = assemble_outputs(request, [asked, result])
-    np.testing.assert_array_equal(outputs["context_embeddings"][0], [embedding, embedding])
-    assert not outputs["context_embeddings"][1].any()
-
-
-def test_encoder_decoder_answers_end_with_end_ids_then_zeros() -> None:
-    request = batch(row((3,), 5), row((4,), 5), padded_len=1, encoder_decoder=True)
-    outputs = assemble_outputs(request, [answer(8, END), answer(8, 9, END)])
-    assert outputs["output_ids"].tolist() == [[[8, END, END, 0, 0]], [[8, 9, END, 0, 0]]]
-    assert outputs["sequence_length"].tolist() == [[2], [3]]
-    assert {value.dtype.name for value in outputs.values()} == {"int32"}
-
-
-def test_encoder_decoder_beams_are_zero_past_their_end() -> None:
-    request = batch(row((3,), 3, beam_width=2), padded_len=1, encoder_decoder=True)
-    result = SequenceResult(((8, END), (8, 9, END)), (-1.0, -2.0), (), ("end", "end"))
-    outputs = assemble_outputs(request, [result])
-    assert outputs["output_ids"].tolist() == [[[8, END, 0], [8, 9, END]]]
+def test_strict_lengths_count_the_rows_own_prompt() -> None:
+    outputs = assemble_outputs(PAIR, [answer(8, 9), answer(8, END)], strict_lengths=True)
+    assert outputs["sequence_length"].tolist() == [[5], [3]]
 
 
 # Streaming

@@ -26,32 +26,6 @@ def best_ids(logits: list[float]) -> list[int]:
     return sorted(range(VOCAB), key=lambda token: (-logits[token], token))
 
 
-def first_token(logits: list[float], options: SamplingParams) -> int:
-    sampler = Sampler(VOCAB)
-    decoded = sampler.begin(SequenceRequest((1,), 1, options, (1,)))
-    sampler.step([decoded], torch.tensor([logits]))
-    return int(decoded.tokens[0])
-
-
-@given(LEVELS)
-def test_best_token_is_the_lowest_of_equal_ids(logits: list[float]) -> None:
-    plain = SamplingParams(end_id=END)
-    ruled = SamplingParams(end_id=END, return_log_probs=True)
-    assert first_token(logits, plain) == first_token(logits, ruled) == best_ids(logits)[0]
-
-
-@given(LEVELS, st.integers(2, VOCAB - 1), st.integers(0, 2**32))
-def test_top_k_keeps_the_lowest_of_equal_ids(logits: list[float], top_k: int, seed: int) -> None:
-    options = SamplingParams(end_id=END, top_k=top_k, random_seed=seed)
-    assert first_token(logits, options) in best_ids(logits)[:top_k]
-
-
-@given(st.floats(0.05, 0.95), st.integers(0, 2**32))
-def test_nucleus_keeps_the_lowest_of_equal_ids(top_p: float, seed: int) -> None:
-    options = SamplingParams(end_id=END, top_k=0, top_p=top_p, random_seed=seed)
-    assert first_token([1.0] * VOCAB, options) <= top_p * VOCAB
-
-
 @settings(max_examples=50)
 @given(LEVELS, st.integers(2, 4), st.booleans())
 def test_beams_are_those_of_the_earlier_parents_and_lower_ids(

@@ -74,13 +74,6 @@ def random_states(rows: int, width: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((rows, width, 24)).astype(np.float32)
 
 
-def test_padding_has_no_say(bert: EncoderEngine) -> None:
-    states = random_states(2, 6)
-    first = bert.encode(states_request(bert, states, [3, 6])).hidden
-    states[0, 3:] = 1e30
-    assert torch.equal(bert.encode(states_request(bert, states, [3, 6])).hidden, first)
-
-
 def test_more_rows_than_fit_in_a_step_are_all_answered(bert: EncoderEngine) -> None:
     states = random_states(12, 600)
     hidden = bert.encode(states_request(bert, states, [600] * 12)).hidden

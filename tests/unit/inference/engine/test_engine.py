@@ -16,7 +16,6 @@ import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
-from inference.decoding.outputs import assemble_outputs
 from inference.decoding.rows import GenerationRequest, RequestError
 from inference.engine.capacity import Capacity, plan_capacity
 from inference.engine.engine import Engine
@@ -26,7 +25,6 @@ from inference.engine.sequence import GenerationStep
 from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement, RankSettings
 from tests.contract import request_of
-from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
 
 SLOTS = 6
@@ -50,93 +48,6 @@ def answers(engine: Engine, request: GenerationRequest) -> list[tuple[int, ...]]
 def prompts_of(count: int, *, seed: int = 0) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     return [list(map(int, generator.integers(0, 50, 1 + 3 * b))) for b in range(count)]
-
-
-def test_rows_of_a_batch_equal_the_rows_alone(engine: Engine) -> None:
-    prompts, lengths = prompts_of(9), [3, 20, 7, 11, 1, 30, 5, 9, 14]
-    together = answers(engine, request_of(engine, prompts, lengths))
-    alone = [
-        answers(engine, request_of(engine, [prompt], length))[0]
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
-    assert together == alone
-    assert [len(row) for row in together if engine.limits.end_id not in row] == [
-        length
-        for row, length in zip(together, lengths, strict=True)
-        if engine.limits.end_id not in row
-    ]
-
-
-def test_greedy_answer_follows_from_the_logits(engine: Engine) -> None:
-    prompt = [7, 3, 11, 2]
-    answer = answers(engine, request_of(engine, [prompt], 10))[0]
-    ids = list(prompt)
-    for token in answer:
-        assert int(prompt_logits(engine, ids)[-1].argmax()) == token
-        ids.append(token)
-
-
-def test_long_prompts_come_in_chunks_with_the_same_answer(ft_dir: Path) -> None:
-    # A bound this small leaves the least chunk once the speed is known.
-    options = EngineOptions(max_lanes=4, max_stall_s=1e-6)
-    prompts = [[1, 2, 3], *([5, 9, 4] * 20 for _ in range(3))]
-    with (
-        Engine(ft_dir, Placement(device="cpu"), options=options) as chunked,
-        Engine(ft_dir, Placement(device="cpu")) as whole,
-    ):
-        for _ in range(2):
-            request = request_of(whole, prompts, 15)
-            assert answers(chunked, request) == answers(whole, request)
-
-
-def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) -> None:
-    prompts = [[3, 1, 4, 1, 5], [9, 2]]
-    options = {"num_prompt_log_probs": [3, 0], "num_log_probs": [2, 1]}
-    request = request_of(engine, prompts, 3, **options)
-    result = engine.generate(request)
-    for prompt, row, asked in zip(prompts, result.rows, (3, 0), strict=True):
-        ids = [*prompt, *row.output_ids[0]]
-        expected = torch.log_softmax(prompt_logits(engine, ids), -1)
-        scores = [*row.prompt.scores, *row.scores]
-        first = 1 if asked else len(prompt)
-        assert len(scores) == len(ids) - first
-        for place, score in enumerate(scores, first):
-            before = expected[place - 1]
-            assert score.log_prob == pytest.approx(float(before[ids[place]]), abs=1e-4)
-            assert score.top_ids[0] == int(before.argmax())
-            # The best token is what greedy decoding takes.
-            assert place < len(prompt) or score.top_log_probs[0] == score.log_prob
-    tensors = assemble_outputs(request, result.rows)
-    assert tensors["top_token_ids"].shape == (2, 1, request.padded_len + 3, 3)
-    best = result.rows[0].prompt.scores[0].log_prob
-    assert tensors["token_log_probs"][0, 0, 1] == np.float32(best)
-    assert not tensors["token_log_probs"][1, 0, : len(prompts[1])].any()
-    assert answers(engine, request) == answers(engine, request_of(engine, prompts, 3))
-
-
-def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
-    prompt = [4, 8, 15, 16, 23]
-    request = request_of(engine, [prompt, [3]], 2, is_return_context_embeddings=True)
-    first, short = (row.prompt.embedding for row in engine.generate(request).rows)
-    assert first is not None
-    assert short is not None
-    assert first.shape == short.shape == (24,)
-    assert np.abs(first).max() > 0
-    (row,) = engine.generate(request_of(engine, [[3]], 2, is_return_context_embeddings=True)).rows
-    assert row.prompt.embedding is not None
-    np.testing.assert_allclose(short, row.prompt.embedding, atol=1e-5)  # sums in fp32
-
-
-def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:
-    steps: list[GenerationStep] = []
-    request = request_of(engine, prompts_of(3), 8, end_id=52)
-    result = engine.submit(request, on_step=steps.append).result()
-    lengths = [len(row.output_ids[0]) for row in result.rows]
-    assert len(steps) == max(lengths) - 1
-    for number, step in enumerate(steps, start=1):
-        for row, final, length in zip(step.rows, result.rows, lengths, strict=True):
-            assert row is not None
-            assert row.output_ids[0] == final.output_ids[0][: min(number, length)]
 
 
 def test_new_tokens_make_up_the_answers_but_for_the_last_step(engine: Engine) -> None:
@@ -346,18 +257,6 @@ def test_keys_and_values_leave_a_gpu_room_for_the_largest_step(
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
         budget = plan_capacity(architecture, settings, EngineOptions(max_seq_len=64)).cache_bytes
         assert budget < free - work
-
-
-def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) -> None:
-    broken = write_gpt(tmp_path)
-    (broken / "model.layers.1.mlp.dense_4h_to_h.bias.bin").unlink()
-    short = broken / "model.layers.0.attention.dense.weight.0.bin"
-    short.write_bytes(short.read_bytes()[:-4])
-    engine = Engine(broken, Placement(device="cpu"))
-    with pytest.raises(EngineFailedError) as error:
-        engine.start()
-    assert "model.layers.1.mlp.dense_4h_to_h.bias.bin" in str(error.value)
-    assert "model.layers.0.attention.dense.weight.0.bin" in str(error.value)
 
 
 def test_weights_that_are_not_finite_fail_the_start(tmp_path: Path) -> None:

@@ -167,19 +167,6 @@ def test_rows_in_lock_step_begin_together() -> None:
         assert [row and len(row.output_ids[0]) for row in frame.rows] == [number] * 3
 
 
-def test_cancelling_frees_slots_before_the_next_step() -> None:
-    scheduler = make_scheduler(4)
-    running = make_running([9, 9], prompt_lens=[2000, 3], beam_width=2)
-    scheduler.add(running)
-    step = scheduler.plan()
-    assert step is not None
-    running.future.cancel()
-    run(scheduler, step)
-    assert scheduler.load().running == 0
-    assert not scheduler.requests
-    assert scheduler.plan() is None
-
-
 def test_beams_share_the_prompt_and_then_follow_their_parents() -> None:
     scheduler = make_scheduler(3)
     scheduler.add(make_running([5], prompt_lens=[7], beam_width=3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -99,12 +98,6 @@ def test_long_turns_come_in_chunks(ft_dir: Path) -> None:
         converse(engine, [[[1, 2, 3]], [[5, 9, 4] * 8], [[8, 1] * 8]], output_len=2)
 
 
-def test_ranks_and_stages_keep_the_conversation(tmp_path: Path) -> None:
-    folder = write_gpt(tmp_path, tp_size=2)
-    with Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu")) as engine:
-        converse(engine, TURNS[:2])
-
-
 def test_ranks_that_choose_know_what_the_conversation_has_seen(
     ft_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,15 +115,6 @@ def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:
     assert len(steps) == len(result.rows[0].output_ids[0]) - 1
     history = [3, 9, 4, *first.rows[0].output_ids[0], 5]
     assert {step.request.rows[0].returned_ids for step in steps} == {tuple(history)}
-
-
-def test_other_requests_run_next_to_a_session(engine: Engine) -> None:
-    engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
-    others = [engine.submit(request_of(engine, [[4, b]], 20)) for b in range(2 * SLOTS)]
-    turn = engine.submit(request_of(engine, [[5]]), turn=LAST)
-    assert turn.result(30).rows
-    assert all(other.result(30).rows for other in others)
-    assert engine.load().running == 0
 
 
 def test_starting_again_forgets_the_earlier_session(engine: Engine) -> None:
@@ -298,69 +282,3 @@ def test_a_session_that_was_only_started_makes_room_and_others_stay(
         with pytest.raises(RequestError, match="session 2 is unknown"):
             engine.generate(request_of(engine, [[5]]), turn=SessionTurn(2))
         assert engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1, ends=True)).rows
-
-
-TURNS_OF_A_RUN = 40  # times 100 in `make soak`
-
-
-class Conversations:
-    """Turns of sessions, each compared with the answer to the whole conversation."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.held: dict[int, list[int]] = {}
-
-    def take_turn(self, name: int, prompt: list[int], *, starts: bool, ends: bool) -> None:
-        """Send a turn, valid or not, and compare its answer."""
-        turn = SessionTurn(name, starts=starts, ends=ends)
-        before = [] if starts else self.held.get(name)
-        whole = [*(before or []), *prompt]
-        extra = {"session_len": SESSION_LEN} if starts else {}
-        request = request_of(self.engine, [prompt], **extra)
-        if before is None or len(whole) + OUTPUT_LEN > SESSION_LEN:
-            with pytest.raises(RequestError):
-                self.engine.generate(request, turn=turn)
-            if starts or ends:
-                self.held.pop(name, None)
-            return
-        (row,) = self.engine.generate(request, turn=turn).rows
-        alone = self.engine.generate(request_of(self.engine, [whole])).rows[0]
-        assert row.output_ids == alone.output_ids
-        ended = row.finish_reasons[0] != "length"
-        self.held[name] = whole + list(row.output_ids[0][: -1 if ended else None])
-        if ends:
-            del self.held[name]
-
-    def leave(self, name: int) -> None:
-        """Send a turn and cancel it; if it is too late for that, the session goes on."""
-        if name not in self.held or len(self.held[name]) + 1 + OUTPUT_LEN > SESSION_LEN:
-            return
-        future = self.engine.submit(request_of(self.engine, [[5]]), turn=SessionTurn(name))
-        future.cancel()
-        try:
-            (row,) = future.result(30).rows
-        except CancelledError:
-            del self.held[name]
-        else:
-            ended = row.finish_reasons[0] != "length"
-            self.held[name] += [5, *row.output_ids[0][: -1 if ended else None]]
-
-
-@pytest.mark.soak
-def test_sessions_hold_what_was_said_whatever_the_turns(engine: Engine, soak: int) -> None:
-    chance = random.Random(3)
-    conversations = Conversations(engine)
-    for _ in range(TURNS_OF_A_RUN * soak):
-        name = chance.randrange(SLOTS - 2)  # room for the answers to whole conversations
-        if chance.random() < 0.1:
-            conversations.leave(name)
-            continue
-        conversations.take_turn(
-            name,
-            [chance.randrange(40) for _ in range(chance.choice((1, 1, 3, 20)))],
-            starts=chance.random() < (0.1 if name in conversations.held else 0.9),
-            ends=chance.random() < 0.15,
-        )
-    for name in list(conversations.held):
-        conversations.take_turn(name, [1], starts=False, ends=True)
-    assert engine.load().running == 0

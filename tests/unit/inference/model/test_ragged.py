@@ -31,14 +31,6 @@ def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> t
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
-    rows = ragged_rows(lengths, CPU)
-    parts = states(sum(lengths))
-    ours = EncoderStep(rows, RULES).attention(parts[0], layer=0, new=torch.cat(parts[1:], 1))
-    assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
-
-
 @pytest.mark.parametrize("spoilt", range(3))
 def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
     rows = ragged_rows([2, 3, 5], CPU)
@@ -54,16 +46,16 @@ def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
-    rows = ragged_rows(lengths, CPU)
-    parts = states(sum(lengths))
-    width = max(lengths)
+def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
+    rows, parts, width = ragged_rows(lengths, CPU), states(sum(lengths)), max(lengths)
+    expected = attend_alone(parts, rows, 0.5)
     attentions = torch.zeros(len(lengths), 2, 3, width, width)
-    step = EncoderStep(rows, RULES, attentions=attentions)
-    ours = step.attention(parts[0], layer=1, new=torch.cat(parts[1:], 1))
+    for asked in (None, attentions):
+        step = EncoderStep(rows, RULES, attentions=asked)
+        ours = step.attention(parts[0], layer=1, new=torch.cat(parts[1:], 1))
+        assert torch.allclose(ours, expected, atol=1e-5)
     others, weights = attentions.unbind(1)
     assert not others.any()
-    assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
     for row, length in enumerate(lengths):
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
         assert not weights[row, :, length:].any()

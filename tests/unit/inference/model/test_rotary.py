@@ -80,27 +80,6 @@ def test_longrope_has_other_factors_beyond_the_original_length(length: int) -> N
     torch.testing.assert_close(angles.sin[:, 0], sin[0])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_scores_depend_on_the_distance_alone(interleaved: bool) -> None:
-    turn = table(Rotary(dims=4), interleaved=interleaved)
-    q, k = torch.randn(1, 2, 6), torch.randn(1, 2, 6)
-
-    def score(at: int, to: int) -> torch.Tensor:
-        turned = [turn(torch.tensor([p])).rotate(x) for x, p in ((q, at), (k, to))]
-        return (turned[0] * turned[1]).sum(-1)
-
-    torch.testing.assert_close(score(9, 4), score(25, 20))
-    assert not score(9, 4).allclose(score(9, 5))
-
-
-def test_only_the_first_dimensions_turn() -> None:
-    turn = table(Rotary(dims=4))
-    x = torch.randn(5, 2, 6)
-    turned = turn(POSITIONS).rotate(x)
-    assert turned[..., 4:].equal(x[..., 4:])
-    assert turned[0].equal(x[0])
-
-
 def test_layers_without_longrope_pass_over_the_shift_of_those_with_it() -> None:
     scaling = {"original_max_position_embeddings": 4}
     shift = position_shift(Rotary(dims=16, kind="longrope", scaling=scaling), 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional
 
 from inference.model.cached_attention import AttentionMask, GroupedAttention
 from inference.model.kv_cache import CacheShape, KVCache
@@ -12,7 +11,6 @@ from inference.model.layers import alibi_slopes
 from inference.model.step import (
     AttentionRules,
     Segment,
-    attention_bias,
 )
 
 CACHE = KVCache(
@@ -57,21 +55,6 @@ def test_very_unequal_lengths_are_not_padded() -> None:
     assert spans(attention_of(segments)) == [(0, 1, 1, 11), (1, 2, 1, 1501)]
 
 
-def test_a_later_chunk_sees_all_before_it() -> None:
-    (group,) = attention_of([Segment(0, 3, 2)]).groups
-    (mask,) = group.masks.values()
-    assert mask.bias is not None
-    assert mask.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
-
-
-def test_a_sliding_window_hides_farther_tokens() -> None:
-    bias = attention_bias(torch.tensor([4]), 2, 6, AttentionRules(), 3)
-    assert bias[0, 0].isinf().tolist() == [
-        [True, True, False, False, False, True],
-        [True, True, True, False, False, False],
-    ]
-
-
 def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
     rules = AttentionRules(sliding_window=3, sliding_layers=(True, False))
     assert [rules.window(layer) for layer in range(2)] == [3, None]
@@ -90,42 +73,9 @@ def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
     assert hidden == [[False, False, False, True], [True, False, False, False]]
 
 
-def test_linear_bias_grows_with_the_distance() -> None:
-    rules = AttentionRules(alibi_slopes=torch.tensor([0.5, 0.25]))
-    bias = attention_bias(torch.tensor([2]), 1, 3, rules)
-    assert bias[0, :, 0].tolist() == [[-1.0, -0.5, 0.0], [-0.5, -0.25, 0.0]]
-
-
 @pytest.mark.parametrize("heads", [4, 6, 8, 12])
 def test_slopes_are_those_of_the_library(heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mask = torch.ones(1, 2)
     expected = bloom.build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
     assert alibi_slopes(heads).allclose(expected)
-
-
-def test_biased_attention_equals_causal_attention() -> None:
-    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
-    whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    bias = attention_bias(torch.tensor([5]), 4, 9, AttentionRules())
-    part = functional.scaled_dot_product_attention(q[:, :, 5:], k, v, attn_mask=bias)
-    torch.testing.assert_close(part, whole[:, :, 5:])
-
-
-@pytest.mark.parametrize(
-    "segments",
-    [
-        [Segment(4, 7, 1), Segment(5, 7, 1)],
-        [Segment(4, 7, 1), Segment(5, 8, 1)],  # other places
-        [Segment(4, 7, 1), Segment(6, 7, 1)],  # a slot between them
-        [Segment(4, 7, 2)],  # several tokens
-    ],
-)
-def test_keys_and_values_are_stored_at_their_tokens(segments: list[Segment]) -> None:
-    attention = attention_of(segments)
-    new = torch.randn(2, 4, 4)  # (N, 2 * heads, D)
-    attention(torch.randn(2, 2, 4), layer=0, new=new)
-    tokens = [(s.slot, place) for s in segments for place in range(s.start, s.stop)]
-    for (slot, place), expected in zip(tokens, new, strict=True):
-        keys, values = CACHE.reader(slot, 1, place + 1)(0)
-        assert torch.cat((keys[0, :, place], values[0, :, place])).equal(expected)

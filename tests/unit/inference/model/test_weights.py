@@ -12,7 +12,6 @@ import torch
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
-from inference.model.decoder import Decoder
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.layout import ParallelLayout
 from tests.ft_folders import write_gpt
@@ -42,28 +41,11 @@ def test_only_matrices_take_the_type_they_are_kept_in(tmp_path: Path) -> None:
     assert weights.rows("model.wte", range(3, 9)).dtype == torch.float32
 
 
-def test_every_type_is_the_computed_one_by_default(tmp_path: Path) -> None:
-    weights = open_weights(write_gpt(tmp_path), None)
-    assert weights.matrix("model.layers.1.mlp.dense_4h_to_h.weight").dtype == torch.float32
-
-
 def test_a_table_that_is_embedding_and_head_is_held_once(tmp_path: Path) -> None:
     weights = open_weights(write_gpt(tmp_path), None)
     table = weights.rows("model.wte", range(3, 9))
     assert weights.rows("model.wte", range(3, 9), is_matrix=True).data_ptr() == table.data_ptr()
     assert weights.rows("model.wte", range(9)).data_ptr() != table.data_ptr()
-
-
-def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
-    ft_dir = write_gpt(tmp_path)
-    for matrix_dtype in (None, torch.float16):
-        weights = open_weights(ft_dir, matrix_dtype)
-        architecture = weights.reader.config.architecture()
-        assert isinstance(architecture, DecoderArchitecture)
-        decoder = Decoder(weights, architecture, reduce=None)
-        assert decoder.dtype == torch.float32
-        assert decoder.head is not None
-        assert decoder.head(torch.ones(2, 24)).dtype == torch.float32
 
 
 def test_a_scale_that_is_not_finite_is_reported_once(tmp_path: Path) -> None:

@@ -7,20 +7,6 @@ import pytest
 from inference.parallel.layout import ParallelLayout
 
 
-def test_tensor_ranks_are_consecutive() -> None:
-    layout = ParallelLayout(5, tp_size=2, pp_size=3)
-    assert (layout.tp_rank, layout.pp_rank) == (1, 2)
-    assert layout.tp_ranks == [4, 5]
-    assert layout.previous_rank == 3
-    assert layout.is_last_stage
-    assert list(layout.last_stage_ranks) == [4, 5]
-
-
-def test_stages_hold_all_layers_once() -> None:
-    stages = [ParallelLayout(rank, pp_size=3).layers(12) for rank in range(3)]
-    assert [layer for stage in stages for layer in stage] == list(range(12))
-
-
 def test_stages_that_do_not_divide_the_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pipeline_para_size=3 does not divide num_layer=4; use"):
         ParallelLayout(0, pp_size=3).layers(4)

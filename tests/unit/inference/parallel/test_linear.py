@@ -30,15 +30,6 @@ class Sum:
         return added(self.total.clone(), bias=bias, residual=residual)
 
 
-def test_columns_join_to_the_whole() -> None:
-    x, weight, bias = torch.randn(5, 8), torch.randn(8, 12), torch.randn(12)
-    parts = [
-        make_gemm(w, b, activation="relu")(x)
-        for w, b in zip(weight.chunk(RANKS, 1), bias.chunk(RANKS), strict=True)
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), torch.relu(x @ weight + bias))
-
-
 def test_rows_sum_to_the_whole_with_one_bias() -> None:
     x, weight, bias = torch.randn(5, 12), torch.randn(12, 8), torch.randn(8)
     residual, add = torch.randn(5, 8), Sum()
