@@ -5,6 +5,7 @@ The model is put together of all training ranks first, so that one process compu
 
 # Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
 
+import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,23 @@ _UNFUSED = {
 }
 # low and high frequency factor and length before the scaling, which GPTModel does not ask for.
 _LLAMA31 = [1.0, 4.0, 8192]
+_SCALINGS = (None, "linear", "llama3")
+_ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": lambda values: functional.relu(values).square(),
+}
+# Fields of a config that GPTModel gets below, or that are not of what is computed; other traits
+# than these have to be the usual ones.
+_PASSED = frozenset({
+    "activation_type", "attention_scale", "exact_gelu", "has_attention_dense_bias",
+    "has_mlp_bias", "has_qkv_bias", "layernorm_eps", "max_pos_seq_len", "norm_one_plus",
+    "norm_type", "query_key_norm", "rotary_base", "rotary_factor", "rotary_high_freq_factor",
+    "rotary_interleaved", "rotary_layers", "rotary_low_freq_factor",
+    "rotary_original_max_position_embeddings", "rotary_scaling_type", "tensor_para_size",
+    "tie_word_embeddings",
+})  # fmt: skip
 
 
 def _compute(
@@ -68,7 +86,9 @@ def _network(
         specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         configs = importlib.import_module("megatron.core.transformer.transformer_config")
         config = configs.TransformerConfig(**options)
-        layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        layer = specs.get_gpt_layer_local_spec(
+            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        )
         network = gpt.GPTModel(config, layer, **model).eval()
     except ImportError as error:  # 0.19 imports triton also on a CPU, and does not require it
         raise ValueError(f"{title} needs {error.name}: pip install {error.name}") from error
@@ -113,16 +133,30 @@ def load_megatron(plan: ConversionPlan) -> Source:
         ValueError: megatron-core's own modules cannot compute such a model.
     """
     traits = core_traits(plan.facts)
-    if traits.source.get("window_size"):
-        raise ValueError("megatron-core's attention has no window without Transformer Engine")
+    if reasons := _reasons(plan.config, traits):
+        raise ValueError(f"megatron-core's own modules are not computed with {', '.join(reasons)}")
     names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaling = [getattr(plan.config, f"rotary_{name}", None) for name in names]
     if getattr(plan.config, "rotary_scaling_type", None) == "llama3" and scaling != _LLAMA31:
         raise ValueError(f"megatron-core scales rotary positions by {_LLAMA31}, not by {scaling}")
     state, model = _state(plan, traits), _model(plan, traits)
     title = f"megatron-core {importlib.import_module('megatron.core').__version__}, GPTModel"
-    compute = partial(_compute, title, _config(traits, state), model, state)
+    compute = partial(_compute, title, _config(plan.config, traits, state), model, state)
     return Source(title, model["vocab_size"], model["max_sequence_length"], compute)
+
+
+def _reasons(config: Any, traits: MegatronTraits) -> list[str]:
+    """Return each trait that GPTModel does not get, with its value."""
+    reasons = [
+        f"{field.name} = {value!s:.100}"
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING and field.name not in _PASSED
+        if (value := getattr(config, field.name)) != field.default
+    ]
+    scaling = getattr(config, "rotary_scaling_type", None)
+    reasons += [] if scaling in _SCALINGS else [f"rotary_scaling_type = {scaling}"]
+    is_known = traits.activation in _ACTIVATIONS
+    return reasons + ([] if is_known else [f"activation = {traits.activation}"])
 
 
 def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tensor]:
@@ -149,13 +183,22 @@ def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tens
     return state
 
 
-def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _config(
+    config: Any, traits: MegatronTraits, state: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the arguments of TransformerConfig; older releases lack some that are not usual."""
     layer = "decoder.layers.0."
     # megatron-core knows by functional.gelu itself that it has a fused kernel.
     is_plain = traits.fused_gelu or traits.exact_gelu
-    gelu = functional.gelu if is_plain else partial(functional.gelu, approximate="tanh")
-    activations = {"gelu": gelu, "silu": functional.silu, "relu": functional.relu}
+    tanh = partial(functional.gelu, approximate="tanh")
+    is_tanh = traits.activation == "gelu" and not is_plain
+    optional = {
+        "no_rope_freq": traits.source.get("no_rope_freq"),
+        "softmax_scale": getattr(config, "attention_scale", None),
+        "qk_layernorm": getattr(config, "query_key_norm", None) and True,
+    }
     return {
+        **{name: value for name, value in optional.items() if value},
         "num_layers": traits.num_layer,
         "hidden_size": traits.hidden,
         "num_attention_heads": traits.head_num,
@@ -165,7 +208,7 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
         "layernorm_epsilon": traits.layernorm_eps,
         "normalization": "RMSNorm" if traits.normalization.startswith("rmsnorm") else "LayerNorm",
         "gated_linear_unit": traits.gated,
-        "activation_func": activations[traits.activation],
+        "activation_func": tanh if is_tanh else _ACTIVATIONS[traits.activation],
         "rotary_interleaved": bool(traits.source.get("rotary_interleaved")),
         "add_bias_linear": layer + "self_attention.linear_proj.bias" in state,
         "add_qkv_bias": layer + "self_attention.linear_qkv.bias" in state,

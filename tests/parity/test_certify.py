@@ -959,6 +959,41 @@ def test_gated_gelu_has_the_form_that_megatron_core_computes(
     assert max(row["relative"] for row in rows) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_computed"),
+    [
+        ({"activation": "squared-relu"}, True),
+        ({"no_rope_freq": [0, 1], "softmax_scale": 0.2}, True),
+        ({"qk_layernorm": True}, True),
+        ({"window_size": [4, 0]}, False),
+        ({"attn_logit_softcapping": 4.0}, False),
+        ({"apply_embedding_scaling": True}, False),
+    ],
+    ids=str,
+)
+def test_traits_of_megatron_core_are_computed_or_named(
+    changes: dict[str, Any], is_computed: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
+    torch.manual_seed(0)
+    state = core_state()
+    for layer in range(2):
+        attention = f"model.decoder.layers.{layer}.self_attention."
+        if "activation" in changes:
+            name = f"model.decoder.layers.{layer}.mlp.linear_fc1.weight"
+            state[name] = state[name][:56].clone()
+        if "qk_layernorm" in changes:
+            state |= {f"{attention}{part}_layernorm.weight": torch.randn(8) for part in "qk"}
+    source = write_core(tmp_path / "model.nemo", state, **changes)
+    folder = convert_to(source, tmp_path, output_format="fastertransformer", tp_size=1)
+    layers = part(made(source, folder, layers=True), "layers")
+    assert bool(layers.rows) is is_computed, layers
+    if is_computed:
+        assert max(row["relative"] for row in layers.rows) < 1e-5
+    else:
+        assert any("not computed with" in each.detail for each in layers.findings)
+
+
 def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_path: Path) -> None:
     source = shared / "golden/gptj_slim/tiny/source"
     given = (("head_num", "4"), ("rotary_embedding", "2"))
