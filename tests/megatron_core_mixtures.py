@@ -39,6 +39,11 @@ _SIGMOID = {
     "moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
 _GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+_YARN = {
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 8.0,
+    "yarn_original_max_position_embeddings": 16, "yarn_beta_fast": 4.0, "yarn_beta_slow": 1.0,
+    "yarn_mscale": None, "yarn_mscale_all_dim": None, "yarn_correction_range_round_to_int": False,
+}  # fmt: skip
 
 # model type of transformers -> settings of TransformerConfig
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -58,9 +63,17 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **_LATENT, **_GROUPS, "moe_shared_expert_intermediate_size": 40,
         "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5,
     },
+    "gpt_oss": {
+        **_GROUPED, "add_bias_linear": True, "moe_layer_freq": 1, "softmax_type": "learnable",
+        "activation_func": "quick_gelu", "activation_func_clamp_value": 0.4,
+        "glu_linear_offset": 1.0, "window_size": [4, 0], "window_attn_skip_freq": 2,
+        "rotary_base": 150000, **_YARN,
+    },
 }  # fmt: skip
-# Arguments of GPTModel, which Megatron-LM and Bridge state among the settings.
-_OF_MODEL = ("rotary_percent", "rotary_base")
+# Arguments of GPTModel, and attributes of the settings that TransformerConfig does not declare;
+# Megatron Bridge states all of them among the settings.
+_OF_MODEL = ("rotary_percent", "rotary_base", "position_embedding_type")
+_ADDED = "yarn_"
 
 
 @dataclass(frozen=True)
@@ -101,8 +114,15 @@ class PlainAttention(torch.nn.Module):
         return torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2)
 
 
+def _window_mask(queries: int, keys: int, window: Sequence[int]) -> torch.Tensor:
+    """Return where attention in a window does not reach, which megatron-core computes on a GPU."""
+    ones = torch.ones(queries, keys, dtype=torch.bool)
+    return ~ones.triu(keys - queries - window[0]).tril(keys - queries + window[1])
+
+
 def _model(save: Mixture, settings: Mapping[str, Any]) -> Any:
     from megatron.core import parallel_state
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import (
@@ -110,12 +130,18 @@ def _model(save: Mixture, settings: Mapping[str, Any]) -> Any:
         TransformerConfig,
     )
 
-    of_model = {key: settings[key] for key in _OF_MODEL if key in settings}
     is_latent = settings.get("multi_latent_attention")
-    of_config = {key: value for key, value in settings.items() if is_latent or key not in _OF_MODEL}
-    ranks = {key: size for key, size in save.sizes.items() if not key.startswith("expert_tensor")}
+    of_model = {"position_embedding_type": "rope"}
+    of_model |= {key: settings[key] for key in _OF_MODEL if key in settings}
+    added = {key: value for key, value in settings.items() if key.startswith(_ADDED)}
+    of_config = {
+        key: value
+        for key, value in settings.items()
+        if key not in added and (is_latent or key not in _OF_MODEL)
+    }
+    is_quick = of_config.pop("activation_func", None) == "quick_gelu"
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
-        activation_func=torch.nn.functional.silu,
+        activation_func=quick_gelu if is_quick else torch.nn.functional.silu,
         use_cpu_initialization=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -125,8 +151,10 @@ def _model(save: Mixture, settings: Mapping[str, Any]) -> Any:
         pipeline_dtype=torch.float32,
         moe_token_dispatcher_type="allgather",
         **of_config,
-        **ranks,
+        **save.sizes,
     )
+    if added.get("yarn_rotary_scaling_factor"):  # else Megatron Bridge hides that it is there
+        vars(config).update(added)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs if is_latent else ():
         layer.submodules.self_attention.submodules.core_attention = PlainAttention
@@ -135,7 +163,6 @@ def _model(save: Mixture, settings: Mapping[str, Any]) -> Any:
         spec,
         vocab_size=VOCABULARY,
         max_sequence_length=64,
-        position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -148,13 +175,14 @@ def _args(settings: Mapping[str, Any]) -> argparse.Namespace:
     renamed = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
     args = {renamed.get(key, key): value for key, value in settings.items()}
     args.pop("gated_linear_unit")
+    is_quick = args.pop("activation_func", None) == "quick_gelu"
     groups = settings.get("num_query_groups")
     return argparse.Namespace(
-        **{**args, "num_query_groups": groups or 1},
+        **{"position_embedding_type": "rope", **args, "num_query_groups": groups or 1},
         group_query_attention=groups is not None,
-        swiglu=True,
+        swiglu=not is_quick,
+        quick_geglu=is_quick,
         max_position_embeddings=64,
-        position_embedding_type="rope",
         untie_embeddings_and_output_weights=True,
     )
 
@@ -192,12 +220,14 @@ def _save(save: Mixture) -> None:
 
 def main() -> int:
     """Save the checkpoints of a plan."""
+    from megatron.core.fusions import fused_softmax
     from megatron.core.transformer import multi_latent_attention as latent
 
     # Up to 0.16 these are None without Transformer Engine.
     for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
         if not isinstance(vars(latent)[name], type):
             vars(latent)[name] = type(name, (), {})
+    vars(fused_softmax)["get_sliding_window_causal_mask"] = _window_mask
     return be_ranks(lambda item: _save(Mixture(**item)))
 
 

@@ -175,6 +175,21 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# A mixture with sizes of its own: MXFP4 has blocks of 32 values.
+GPT_OSS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {"vocab_size": 53, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5,
+         "num_local_experts": 6, "num_experts_per_tok": 3, "max_position_embeddings": 40,
+         "bos_token_id": 1, "eos_token_id": 2,
+         "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "truncate": False,
+             "original_max_position_embeddings": 16,
+         }},
+    ),
+}  # fmt: skip
+
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
@@ -336,7 +351,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 def model_of(name: str, **changes: Any) -> Any:
     """Return a random model whose every parameter matters: none is left at zero or one."""
-    known = {**MODELS, **MIXTURES}
+    known = {**MODELS, **MIXTURES, **GPT_OSS}
     base = max((each for each in known if name.startswith(each)), key=len)
     class_name, settings = known[base]
     settings = {**settings, **(VARIANTS[name] if name != base else {}), **changes}

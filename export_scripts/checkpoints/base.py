@@ -6,6 +6,7 @@ every name and shape; `StoredTensor.load` maps the bytes when a conversion needs
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import math
@@ -76,6 +77,10 @@ class Piece:
         """
         return (self,)
 
+    def select(self, index: int) -> Piece:
+        """Return the values at `index` of the first axis; nothing is read."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class StoredTensor(Piece):
@@ -113,6 +118,16 @@ class StoredTensor(Piece):
         steps = None if self.stride is None else [step * dtype.itemsize for step in self.stride]
         return np.ndarray(self.shape, dtype, maps.map(self.path), self.offset, steps)
 
+    def select(self, index: int) -> StoredTensor:
+        """Return the values at `index` of the first axis; nothing is read."""
+        step = self.stride[0] if self.stride else math.prod(self.shape[1:])
+        return dataclasses.replace(
+            self,
+            offset=self.offset + index * step * SOURCE_TYPES[self.dtype][0],
+            shape=self.shape[1:],
+            stride=self.stride[1:] if self.stride else None,
+        )
+
 
 @dataclass(frozen=True)
 class ComputedPiece(Piece):
@@ -131,6 +146,12 @@ class ComputedPiece(Piece):
     def load(self, maps: FileMaps) -> Array:
         """Return the values, computed in memory."""
         return self.compute(maps)
+
+    def select(self, index: int) -> ComputedPiece:
+        """Return the values at `index` of the first axis, for which all are computed."""
+        return ComputedPiece(
+            self.dtype, self.shape[1:], self.inputs, lambda maps: self.compute(maps)[index]
+        )
 
 
 Pieces = tuple[Piece, ...]  # of one tensor, in order of training tensor-parallel rank

@@ -5,7 +5,6 @@ A chunk is a box of the whole tensor. The layout over training ranks no longer m
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import operator
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import FileMaps, Piece, Pieces, StoredTensor
-from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
+from export_scripts.numeric.dtypes import Shape
 from foundations.errors import listed, refuse
 
 if TYPE_CHECKING:
@@ -33,20 +32,25 @@ class ChunkedTensor(Piece):
 
     dtype: str
     shape: Shape
-    chunks: Mapping[ChunkOffset, StoredTensor]
+    chunks: Mapping[ChunkOffset, Piece]
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of, in order of their places.
+    def ordered(self) -> Pieces:
+        """The chunks in order of their places.
 
         In this order, chunks that fill a shape lie at the same places if they have the same sizes.
         """
         return tuple(self.chunks[begin] for begin in sorted(self.chunks))
 
     @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors it consists of."""
+        return tuple(stored for chunk in self.ordered for stored in chunk.stored)
+
+    @property
     def pieces(self) -> Pieces:
         """The tensor as one piece: itself, or its only chunk."""
-        return self.stored if len(self.chunks) == 1 else (self,)
+        return self.ordered if len(self.chunks) == 1 else (self,)
 
     def load(self, maps: FileMaps) -> Array:
         """Return the tensor gathered in memory."""
@@ -65,11 +69,11 @@ class ChunkedTensor(Piece):
         if axis is None:
             return (self,)
         before, after = self.shape[:axis], self.shape[axis + 1 :]
-        for values in self.stored:
+        for values in self.ordered:
             size = values.shape[axis]
             if values.shape != (*before, size, *after) or size % unit:
                 return (self,)
-        return self.stored
+        return self.ordered
 
     def problems(self) -> list[str]:
         """Return the reason the chunks do not make the whole: overlap, excess or holes."""
@@ -102,7 +106,7 @@ class ChunkedTensor(Piece):
         ]
         if outside or overlapping:
             return (outside + overlapping)[:1]
-        held, whole = (sum(math.prod(t.shape) for t in self.stored), math.prod(self.shape))
+        held, whole = (sum(math.prod(t.shape) for t in self.ordered), math.prod(self.shape))
         if held < whole:
             return [f"its chunks hold {held} of its {whole} values: some are missing"]
         return []
@@ -110,7 +114,7 @@ class ChunkedTensor(Piece):
     def select(self, index: int) -> ChunkedTensor:
         """Return the values at `index` of the first axis."""
         chunks = {
-            begin[1:]: _row(values, index - begin[0])
+            begin[1:]: values.select(index - begin[0])
             for begin, values in self.chunks.items()
             if 0 <= index - begin[0] < values.shape[0]
         }
@@ -118,11 +122,10 @@ class ChunkedTensor(Piece):
 
 
 def chunked(piece: Piece) -> ChunkedTensor:
-    """Return a piece of a stored tensor, or of one in chunks, as the latter."""
+    """Return a piece as a tensor in chunks, of which it may be the only one."""
     if isinstance(piece, ChunkedTensor):
         return piece
-    (stored,) = piece.stored
-    return ChunkedTensor(piece.dtype, piece.shape, {(0,) * len(piece.shape): stored})
+    return ChunkedTensor(piece.dtype, piece.shape, {(0,) * len(piece.shape): piece})
 
 
 def refuse_holes(tensors: Mapping[str, ChunkedTensor], where: object) -> None:
@@ -143,17 +146,6 @@ def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
     return ChunkedTensor(first.dtype, shape, {**first.chunks, **moved})
 
 
-def _end(begin: ChunkOffset, values: StoredTensor) -> ChunkOffset:
+def _end(begin: ChunkOffset, values: Piece) -> ChunkOffset:
     """Return the index behind a chunk's last value on each axis."""
     return tuple(map(operator.add, begin, values.shape))
-
-
-def _row(values: StoredTensor, index: int) -> StoredTensor:
-    """Return the values at `index` of the first axis; nothing is read."""
-    step = values.stride[0] if values.stride else math.prod(values.shape[1:])
-    return dataclasses.replace(
-        values,
-        offset=values.offset + index * step * SOURCE_TYPES[values.dtype][0],
-        shape=values.shape[1:],
-        stride=values.stride[1:] if values.stride else None,
-    )

@@ -27,6 +27,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     json_file,
 )
+from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import CheckpointMismatchError, listed, refuse
 from foundations.files.json_content import Table
@@ -72,6 +73,7 @@ _KNOWN: Mapping[str, frozenset[str]] = {
         "model_seqlen block_name_to_quantize module_name_preceding_first_block pad_token_id "
         "use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
         "modules_in_block_to_quantize modules_to_not_convert act_group_aware",
+        "mxfp4": "modules_to_not_convert dequantize",
     }.items()
 }
 # Keys of a group of compressed-tensors, and of its weights.
@@ -102,6 +104,8 @@ class _Form:
     fit: Callable[[Parts], tuple[Shape, Widen]]
     # Returns the scales of rows (out, groups) of FP8 values that fit, and the inputs of each.
     scales: Callable[[Parts], tuple[Piece, int]] | None = None
+    # Whether the first axis of each part is that of experts, whose matrices are one tensor.
+    is_stacked: bool = False
 
 
 def quantization(reader: CheckpointReader) -> Table | None:
@@ -189,7 +193,7 @@ def _wide_tensors(
     for key in plain:
         name = key.removesuffix(form.value)
         ends = (form.value, *(end for end in form.companions if name + end in plain))
-        is_wide = len(ends) == 1 and plain[key][0].dtype not in ("fp8", "int32", "int8")
+        is_wide = len(ends) == 1 and plain[key][0].dtype in FLOATING_TYPES
         if name == key or is_wide:
             continue
         taken |= {name + end for end in ends}
@@ -198,6 +202,9 @@ def _wide_tensors(
             continue
         parts = {end: plain[name + end][0].stored[0] for end in ends}
         try:
+            if form.is_stacked:
+                tensors[name] = _of_experts(form, parts)
+                continue
             tensors[f"{name}.weight"] = (_wide(*form.fit(parts), parts),)
             if form.scales is not None:
                 scales, group = form.scales(parts)
@@ -212,6 +219,19 @@ def _wide_tensors(
         if key not in taken and not key.endswith((*SCALES_OF_ACTIVATIONS, ".weight_shape"))
     }
     return rest | tensors, fp8, groups
+
+
+def _of_experts(form: _Form, parts: Parts) -> Pieces:
+    """Return the matrices of all experts as one piece, of which each can be computed by itself."""
+    counts = {part.shape[0] if part.shape else 0 for part in parts.values()}
+    if len(counts) > 1 or 0 in counts:
+        raise ValueError(f" has parts of {' and '.join(map(str, sorted(counts)))} experts")
+    chunks: dict[Shape, Piece] = {}
+    for number in range(*counts):
+        own = {end: part.select(number) for end, part in parts.items()}
+        shape, widen = form.fit(own)
+        chunks[(number, *(0 for _ in shape))] = _wide((1, *shape), widen, own)
+    return ChunkedTensor("fp32", (len(chunks), *shape), chunks).pieces
 
 
 def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
@@ -401,10 +421,28 @@ def _check_groups(parts: Parts, width: int, words: int, out: int) -> None:
         raise ValueError(f".scales has {groups} groups, which do not divide {width} inputs")
 
 
+def _mxfp4(_: Table) -> _Form:
+    """The experts of gpt-oss, (experts, out, in / 32, 16) bytes of two values in E2M1.
+
+    32 values have a power of two together. OCP Microscaling Formats (MX) 1.0; transformers,
+    integrations/mxfp4.py, convert_moe_packed_tensors.
+    """
+
+    def fit(parts: Parts) -> tuple[Shape, Widen]:
+        rows, groups, _ = _sizes(parts, "_blocks", ("uint8",), None, None, 16)
+        _sizes(parts, "_scales", ("uint8",), rows, groups)
+        return (groups * 32, rows), lambda widening, loaded: widening.mxfp4(
+            loaded["_blocks"], loaded["_scales"]
+        )
+
+    return _Form("_blocks", {"_scales": True}, fit, is_stacked=True)
+
+
 _FORMS: Mapping[str, Callable[[Table], _Form]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

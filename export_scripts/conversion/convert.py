@@ -30,6 +30,7 @@ from export_scripts.conversion.request import (
 )
 from export_scripts.conversion.tokenizer import with_tokenizer
 from export_scripts.conversion.torch_dist import plan_torch_dist
+from export_scripts.families.mapping.source_mapping import ENTRY
 from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 from foundations import __version__
@@ -272,7 +273,11 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
                 **({} if tensor.pieces[0][1] else {"split": tensor.items[0].tensor.split}),
                 "shape": list(tensor.shape),
                 "dtype": first.type_of(tensor),
-                "source": [*dict.fromkeys(key for item in tensor.items for key, _ in item.reads)],
+                "source": [
+                    *dict.fromkeys(
+                        key.partition(ENTRY)[0] for item in tensor.items for key, _ in item.reads
+                    )
+                ],
             }
             for first, *_ in plan.files
             for tensor in first.tensors

@@ -36,8 +36,8 @@ _NEW = "in FP8: "
 _WEIGHT = ".weight"
 # Matrices that servers keep wide: of routers, and of the gate of a shared expert.
 _WIDE = (".mlp.router.", ".mlp.shared.gate.")
-# transformers' class of a family of decoders, and the one whose matrices are not nn.Linear.
-_DECODER, _CONV1D = "ForCausalLM", "gpt2"
+# transformers' class of a family of decoders, and those that have other matrices than nn.Linear.
+_DECODER, _OTHER_MATRICES = "ForCausalLM", ("gpt2", "gpt_oss")
 
 
 @dataclass
@@ -117,7 +117,7 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
     assert form is not None
     config = json_object(folder.extra_files["config.json"], "config.json")
     classes = config.get("architectures") or [""]
-    if _DECODER not in classes[0] or config.get("model_type") == _CONV1D:
+    if _DECODER not in classes[0] or config.get("model_type") in _OTHER_MATRICES:
         refuse(
             [
                 f"{source.facts.reader.path}: a {classes[0]} has no form in FP8 that servers load: "

@@ -28,7 +28,7 @@ from export_scripts.conversion.tensor_plan import (
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, Scalar, View, same
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 from foundations.errors import CheckpointMismatchError, refuse
@@ -279,7 +279,7 @@ def written_views(
     table = mapping.sources(facts, source.config)
     # Tensors carried along keep their names, before which transformers' prefix may lack.
     own = source.facts if mapping is source.mapping and mapping.carried else None
-    written: dict[str, dict[int, tuple[TensorPlan, View]]] = {}
+    written: dict[str, dict[tuple[int, int], tuple[TensorPlan, View]]] = {}
     homeless: dict[str, None] = {}
     reasons = []
     for (spec, index, tensor), item in zip(
@@ -293,12 +293,15 @@ def written_views(
         if not views and not isinstance(origin, Compute):
             homeless[spec.name] = None
         for pattern, view in views:
-            key = pattern.format(**index)
+            key, _, entry = pattern.format(**index).partition(ENTRY)
             key = (own.resolve(key) or key) if own else key
+            place = int(entry or 0), view.place
+            if entry:  # One of those that follow each other in a tensor.
+                view = dataclasses.replace(view, shape=(1, *view.shape))
             pieces = written.setdefault(key, {})
-            if view.place in pieces and not is_tied:
+            if place in pieces and not is_tied:
                 reasons.append(f"{key} would also stand for {tensor.name}, whose values differ")
-            pieces.setdefault(view.place, (item, view))
+            pieces.setdefault(place, (item, view))
     tensors = (
         WrittenTensor(key, tuple(parts), parts[0][0].tensor.dtype)
         for key, pieces in written.items()

@@ -1,6 +1,7 @@
 """Source of each FT tensor, with names and shapes checked before any is read."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.conversion.torch_archive import Archive
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Parts, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.numeric.dtypes import Shape
@@ -116,6 +117,7 @@ def plan_tensors(
     missing: list[str] = []
     shapes: list[str] = []
     stated: list[str] = []
+    entries: Counter[str | None] = Counter()
     for spec, index, tensor in mapping.family.expand(config):
         source = table.get(tensor.name) or table.get(spec.name)
         if source is None:
@@ -134,6 +136,7 @@ def plan_tensors(
             if not isinstance(source, Copy):
                 stated.append(f"{tensor.name} is computed of what is stored, and {_KEPT}")
         missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
+        entries.update(facts.resolve(key) for key, _ in plan.reads if ENTRY in key)
         if not absent:
             shapes += _shape_problems(plan, facts, config, tp_size)
     unknown = [
@@ -141,6 +144,11 @@ def plan_tensors(
         f"{mapping.title} (--allow '{key}' leaves it out)"
         for key in facts.keys()  # noqa: SIM118 - not a mapping
         if not (key in used or mapping.is_ignored(key) or request.allows(key))
+    ]
+    shapes += [
+        f"{key} has {facts.rows(key)} entries, of which the model has {count}"
+        for key, count in entries.items()
+        if key is not None and count != facts.rows(key)
     ]
     where = str(facts.reader.path)
     return tuple(plans), [

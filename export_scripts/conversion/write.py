@@ -138,7 +138,8 @@ class _Group:
         names = (name, *(item.tensor.name for item in tensor.items))
         if self._is_finite or any(map(self.plan.request.allows, names)):
             return []
-        extents = [_source_extent(self._built[item]) for item in tensor.items]
+        parts = (self._built.get(each) or build_parts(self.plan, each) for each in tensor.items)
+        extents = [_source_extent(each) for each in parts]
         largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
         if bad:
             return [
@@ -200,11 +201,12 @@ class _Group:
             self._is_finite, self._checksum = True, 0
             if tensor.archive:
                 yield tensor.archive.parts()[0]
-            for item in tensor.items:
+            for number, (item, view) in enumerate(tensor.pieces):
+                if number:  # All experts of a layer do not fit into memory.
+                    self._keep([each for each, _ in tensor.pieces[number:]])
                 if item not in self._built:
                     problems += self._damage(item)
                     self._built[item] = build_parts(self.plan, item)
-            for item, view in tensor.pieces:
                 parts = self._built[item]
                 if view is not None:
                     parts = taken(parts, view)

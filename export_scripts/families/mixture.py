@@ -31,10 +31,10 @@ from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.families.mapping.names import Names, whole_names
-from export_scripts.families.mapping.rotary import scaling_fields, yarn_growth
+from export_scripts.families.mapping.rotary import yarn_growth
 from export_scripts.families.mapping.settings import Settings
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Constant, Sources
+from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
+from export_scripts.families.mapping.sources import Constant, Copy, Nesting, Rows, Sources
 from foundations.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
@@ -66,6 +66,14 @@ class _Experts:
     dense_inter_size: int = 0  # width of that MLP
     shared_inter_size: int = 0  # width of the expert that reads every token; 0: there is none
     has_shared_gate: bool = False  # whether its output is weighed by a sigmoid
+    # Router and experts have biases, and the halves of an expert's gate alternate.
+    has_expert_bias: bool = False
+    has_sinks: bool = False  # scores of each head compete with one more, of no position
+    # An expert's gate is f x sigmoid(alpha x f) x (g + offset) of its halves f and g, where the
+    # limit bounds f from above, and g on both sides.
+    gate_alpha: float = 1.0
+    gate_offset: float = 0.0
+    gate_limit: float | None = None
     q_lora_rank: int | None = None  # None: queries are not compressed
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None  # dimensions of a head that are not rotated
@@ -100,6 +108,11 @@ class MixtureConfig(DenseConfig, _Experts):
     def first_dense(self) -> int:
         """Layers without experts before the first that has them."""
         return (*self.expert_layers, True).index(True)
+
+    @property
+    def gate_up_width(self) -> int:
+        """Width of both halves of an expert's gate."""
+        return 2 * self.inter_size
 
     @property
     def has_head_norms(self) -> bool:
@@ -172,6 +185,18 @@ def _names(
         "attention.key_value_down_norm": "self_attn.kv_a_layernorm",
         "attention.key_value_up": "self_attn.kv_b_proj",
     }
+
+
+def _gpt_oss_sources(*_: Any) -> Sources:
+    """Return the sources of what is in no module of its own: a tensor for all experts, or sinks."""
+    names = {"gate_up": "gate_up_proj", "dense_4h_to_h": "down_proj"}
+    ends = {"weight": "", "bias": "_bias"}
+    keys = {f"{LAYER}attention.sinks": f"{LAYER}self_attn.sinks"} | {
+        f"{LAYER}{EXPERT}{ours}.{kind}": f"{LAYER}mlp.experts.{theirs}{end}{ENTRY}{{expert}}"
+        for ours, theirs in names.items()
+        for kind, end in ends.items()
+    }
+    return {name: Copy(key) for name, key in keys.items()}
 
 
 def _dense(settings: Settings, layers: tuple[int, ...]) -> Fields:
@@ -376,12 +401,58 @@ _DECODERS = (
         read=_softmax_groups,
         written=_v2_written,
     ),
+    _Mixture(
+        model_type="gpt_oss",
+        model="GptOssForCausalLM",
+        title="gpt-oss",
+        keys=(
+            *_KEYS,
+            "intermediate_size",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "attention_bias",
+            "swiglu_alpha",
+            "swiglu_limit",
+        ),
+        fixed={"has_expert_bias": True, "has_sinks": True, "gate_offset": 1.0},
+        names={**_names("mlp"), "mlp.router": "mlp.router"},
+        sources=_gpt_oss_sources,
+        window=Window(
+            128, slides=lambda _, values: [n % 2 == 0 for n in range(values["num_layer"])]
+        ),
+        head_dim=64,
+        rotary_base=150000.0,
+        rotary_usual={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        warnings=lambda _, config: _gate_warnings(config),
+    ),
 )
+
+_GPT_OSS_GATE = 1.702, 7.0
+
+
+def _gate_warnings(config: MixtureConfig) -> list[str]:
+    gate = config.gate_alpha, config.gate_limit
+    if not config.has_expert_bias or gate == _GPT_OSS_GATE:
+        return []
+    return [
+        f"swiglu_alpha and swiglu_limit are {gate}: transformers 4 and vLLM compute every gpt-oss "
+        f"with {_GPT_OSS_GATE}: load the folder with transformers 5"
+    ]
+
 
 MIXTURE_HUGGINGFACE = tuple(decoder.mapping() for decoder in _DECODERS)
 
 _CORE_EXPERT = "mlp.experts.local_experts.{expert}."
 _CORE_SHARED = "mlp.shared_experts."
+# Kinds of softmax with a score of no position, which is 0 with the first.
+# megatron/core/transformer/dot_product_attention.py
+_SINKS = ("off-by-one", "learnable")
+_QUICK_GELU = 1.702  # x sigmoid(1.702 x); megatron/core/fusions/fused_bias_geglu.py
 _BALANCING = (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -394,8 +465,6 @@ def _core_reasons(facts: Facts) -> list[str]:
         for kind in (balancing if isinstance(balancing, list) else [balancing])
         if kind not in _BALANCING
     ]
-    if traits.bias:
-        reasons.append("add_bias_linear = true: experts with biases")
     if traits.query_groups != traits.head_num and source.get("multi_latent_attention"):
         reasons.append(
             f"num_query_groups = {traits.query_groups} with multi_latent_attention: expected none"
@@ -471,17 +540,10 @@ def _core_latent(traits: MegatronTraits) -> Fields:
                 f"mscale = {mscale:g}, mscale_all_dim = {all_dim:g}: transformers takes both, or "
                 "1 and 0"
             )
-        scaling = scaling_fields(
-            "yarn",
-            {
-                "factor": factor,
-                "original_max_position_embeddings": settings.integer(original),
-                "beta_fast": settings.number("beta_fast", default=32.0),
-                "beta_slow": settings.number("beta_slow", default=1.0),
-                "attention_factor": yarn_growth(factor, mscale) / yarn_growth(factor, all_dim),
-                "truncate": True,
-            },
-        ) | {"mscale": mscale, "mscale_all_dim": all_dim}
+        scaling = core.yarn_fields(settings, original, (mscale, all_dim)) | {
+            "mscale": mscale,
+            "mscale_all_dim": all_dim,
+        }
     elif kind != "rope":
         settings.note(f"rope_type = {kind!r:.100}: known: rope, yarn")
     elif yarn_growth(factor, all_dim) != 1:
@@ -515,6 +577,11 @@ def _core_config(facts: Facts) -> MixtureConfig:
         return {
             "model_name": "mixture",
             "has_mlp_bias": False,
+            "has_expert_bias": traits.bias,
+            "has_sinks": traits.source.get("softmax_type") in _SINKS,
+            "gate_alpha": _QUICK_GELU if traits.activation == "quick_gelu" else 1.0,
+            "gate_offset": core.number(settings, "glu_linear_offset") or 0.0,
+            "gate_limit": core.number(settings, "activation_func_clamp_value"),
             "inter_size": settings.integer("moe_ffn_hidden_size", default=traits.inter_size),
             "expert_num": traits.expert_num,
             "dense_layers": dense,
@@ -569,6 +636,18 @@ def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
         },
     )
     table = core.core_sources(facts, names, MIXTURE.layout)
+    halves = Nesting("hf", ("f", "h"), {"h": 2})
+    table |= {
+        f"{LAYER}{EXPERT}gate_up.{kind}": Rows(
+            f"{CORE_LAYER}{_CORE_EXPERT}linear_fc1.{kind}", 0, lambda _: halves
+        )
+        for kind in ("weight", "bias")
+    }
+    table[f"{LAYER}attention.sinks"] = (
+        Copy(f"{CORE_LAYER}self_attention.core_attention.softmax_offset", cut=0)
+        if facts.config.get("softmax_type") == "learnable"
+        else Constant(("head_num",))
+    )
     if not facts.config.get("moe_router_enable_expert_bias"):
         table[f"{LAYER}{_CORRECTION}.bias"] = Constant(("expert_num",))
     return table
@@ -598,7 +677,8 @@ def _core_warnings(facts: Facts, config: MixtureConfig) -> list[str]:
         f"moe_expert_capacity_factor = {factor}: training dropped tokens beyond an expert's "
         "capacity; engines that load the folder drop none"
     ]
-    return assumed_tokens_warning(facts, config) + (dropped if factor else [])
+    warnings = assumed_tokens_warning(facts, config) + _gate_warnings(config)
+    return warnings + (dropped if factor else [])
 
 
 MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(

@@ -8,6 +8,9 @@ import numpy as np
 
 from export_scripts.numeric.arrays import Array, to_float32
 
+# Magnitudes of E2M1 by its three lower bits; the fourth is the sign.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = np.array([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], np.float32)
 # AutoAWQ, awq/modules/linear/gemm.py: column of each of the 4-bit integers in a word.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -83,6 +86,17 @@ def gptq(
             f"g_idx names groups from {group.min()} to {group.max()}; the scales have {groups}"
         )
     return np.ascontiguousarray(((values - zeros[group]) * scales[group]).T)
+
+
+def mxfp4(blocks: Array, scales: Array) -> Array:
+    """Return the values (1, in, out) of blocks (out, in / 32, 16) of two E2M1 values in a byte.
+
+    The lower half of a byte comes first. Scales (out, in / 32) are exponents from 127; 255 is NaN.
+    """
+    halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    power = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(np.int32) - 127))
+    values = np.take(_E2M1, halves) * power[..., None].astype(np.float32)
+    return values.reshape(len(values), -1).T[None]
 
 
 def wide(values: Array) -> Array:

@@ -22,7 +22,7 @@ from tests.unit.export_scripts.conversion.test_mixtures import request
 TOLERANCE = 1e-5
 
 # These have every kind of layer that is cut.
-CUT_MODELS = ("qwen3_moe", "deepseek_v3")
+CUT_MODELS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 CUTS = {
     "tp": {"tensor_model_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
@@ -55,6 +55,18 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"layernorm_epsilon": 1e-3}, "latent_eps is 0.001"),
     ("deepseek_v3", {"moe_router_topk": 2}, "group_score is 1"),
     ("deepseek_v3", {"moe_router_num_groups": None, "moe_router_group_topk": None}, "deepseek_v3"),
+    ("gpt_oss", {"softmax_type": "off-by-one", "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.3},
+     "gpt_oss"),
+    ("gpt_oss", {"yarn_correction_range_round_to_int": True, "window_size": None}, "gpt_oss"),
+    ("gpt_oss", {"position_embedding_type": "rope", "yarn_rotary_scaling_factor": None},
+     "gpt_oss"),
+    ("gpt_oss", {"position_embedding_type": "rope"}, "yarn_rotary_scaling_factor"),
+    ("gpt_oss", {"softmax_type": "vanilla"}, "has_sinks is False"),
+    ("gpt_oss", {"glu_linear_offset": 0.0}, "gate_offset is 0.0"),
+    ("gpt_oss", {"activation_func_clamp_value": None}, "gate_limit is None"),
+    ("gpt_oss", {"activation_func": "silu"}, "gpt_oss"),
+    ("gpt_oss", {"moe_layer_freq": [0, 1, 1, 1]}, "layers.0.mlp.linear_fc1.bias"),
+    ("gpt_oss", {"qk_layernorm": True}, "query_key_norm is head"),
     ("deepseek_v2", {"moe_router_topk": 4}, "group_score is 2"),
     ("deepseek_v2", {"moe_router_pre_softmax": False}, "normalized_routing is True"),
     ("deepseek_v2", {"moe_router_num_groups": None, "moe_router_group_topk": None}, "deepseek_v2"),
@@ -69,7 +81,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         whole = str(folder / name)
         saves.append(Mixture(whole, name))
         for cut, sizes in CUTS.items() if name in CUT_MODELS else ():
-            saves.append(Mixture(f"{whole}-{cut}", name, whole=whole, sizes=sizes))
+            # With biases, experts are not cut by tensors.
+            own = {"expert_tensor_parallel_size": 1} if name == "gpt_oss" else {}
+            saves.append(Mixture(f"{whole}-{cut}", name, whole=whole, sizes={**sizes, **own}))
     for number, (name, changes, _) in enumerate(CHANGES):
         saves.append(Mixture(str(folder / str(number)), name, changes))
     save_all(saves, folder)

@@ -29,7 +29,7 @@ from export_scripts.families.mapping.megatron_traits import (
     unknown_model,
 )
 from export_scripts.families.mapping.names import completed, named_sources
-from export_scripts.families.mapping.rotary import rotary_fraction, scaling_fields
+from export_scripts.families.mapping.rotary import rotary_fraction, scaling_fields, yarn_growth
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Sources
@@ -44,6 +44,10 @@ _PRESENT = {
     "has_mlp_bias": "mlp.linear_fc1.bias",
     "has_output_norms": "mlp.linear_fc2.post_layernorm.weight",
 }
+
+_ROTARY = ("rope", "yarn")
+# Activations that are silu with a factor in its sigmoid.
+_SIGMOID_GATED = {"quick_gelu": "silu"}
 
 # NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
 # parameters, their names in either library, and their defaults.
@@ -62,11 +66,11 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     traits = core_traits(facts)
     norm = traits.normalization.removesuffix("1p")
     known: dict[str, tuple[str, Collection[str]]] = {
-        "activation": (traits.activation, GATED),
+        "activation": (traits.activation, (*GATED, "quick_gelu") if is_mixture else GATED),
         "normalization": (norm, ("rmsnorm",) if is_mixture else ("rmsnorm", "layernorm")),
     }
     if is_mixture:
-        known["position_embedding_type"] = (traits.position, ("rope",))
+        known["position_embedding_type"] = (traits.position, _ROTARY)
     reasons = [
         f"{key} = {value} cannot be represented; known: {', '.join(values)}"
         for key, (value, values) in known.items()
@@ -92,6 +96,7 @@ def core_config(
     """
     traits = core_traits(facts)
     settings = traits.settings
+    activation = _SIGMOID_GATED.get(traits.activation, traits.activation)
     is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
     rotary_layers = _layers(traits, "no_rope_freq")
     if rotary_layers == () and not settings.problems:
@@ -113,7 +118,7 @@ def core_config(
         "norm_type": traits.normalization.removesuffix("1p"),
         "norm_one_plus": _keeps_one_plus(traits),
         "query_key_norm": "head" if traits.source.get("qk_layernorm") else None,
-        "activation_type": GATED[traits.activation] if traits.gated else traits.activation,
+        "activation_type": GATED[activation] if traits.gated else activation,
     }
     return settings.built(kind, facts, **{**fields, **own(traits)})
 
@@ -293,6 +298,27 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
         "rotary_embedding": int(traits.size_per_head * min(traits.rotary_fraction, 1.0)),
         "rotary_base": traits.rotary_base,
     }
+    yarn = "yarn_rotary_scaling_factor"
+    if traits.position == "yarn":  # of whole heads, whatever rotary_percent says
+        names = "yarn_mscale", "yarn_mscale_all_dim"
+        is_plain = any(source.get(name) is None for name in names)
+        weights = (1.0, 0.0) if is_plain else tuple(number(settings, each) or 0.0 for each in names)
+        return {
+            **fields,
+            "rotary_embedding": traits.size_per_head,
+            **yarn_fields(
+                settings,
+                "yarn_original_max_position_embeddings",
+                weights,
+                prefix="yarn_",
+                truncate=bool(source.get("yarn_correction_range_round_to_int")),
+            ),
+        }
+    if source.get(yarn) is not None:
+        settings.note(
+            f"{yarn} = {source[yarn]!r:.100} with position_embedding_type = rope: some releases "
+            "scale sine and cosine by it, and others do not"
+        )
     factor, scaled = traits.rotary_interpolation, None
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
@@ -319,6 +345,34 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     return fields if scaled.get("rotary_factor") == 1 else {**fields, **scaled}
 
 
+def yarn_fields(
+    settings: Settings,
+    original: str,
+    weights: tuple[float, ...],
+    *,
+    prefix: str = "",
+    truncate: bool = True,
+) -> Fields:
+    """Return the fields of YaRN, whose settings begin with `prefix`.
+
+    `original` is the key of the length before, `weights` are mscale and mscale_all_dim.
+    megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py
+    """
+    factor = settings.number(f"{prefix}rotary_scaling_factor")
+    growth, growth_of_all = (yarn_growth(factor, weight) for weight in weights)
+    return scaling_fields(
+        "yarn",
+        {
+            "factor": factor,
+            "original_max_position_embeddings": settings.integer(original),
+            "beta_fast": settings.number(f"{prefix}beta_fast", default=32.0),
+            "beta_slow": settings.number(f"{prefix}beta_slow", default=1.0),
+            "attention_factor": growth / growth_of_all,
+            "truncate": truncate,
+        },
+    )
+
+
 def core_sources(facts: Facts, names: Mapping[str, str], layout: Layout = DENSE.layout) -> Sources:
     """Return the source of each tensor of a layout."""
     # A distributed checkpoint keeps whole tensors.
@@ -335,7 +389,7 @@ DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         name=f"{gpt.format}-core-dense",
         title=gpt.title.replace("GPT", "Llama-style decoder"),
         family=DENSE,
-        matches=lambda facts: is_core(facts) and core_traits(facts).position == "rope",
+        matches=lambda facts: is_core(facts) and core_traits(facts).position in _ROTARY,
         config=lambda facts: core_config(facts, DenseConfig),
         weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,

@@ -1,6 +1,7 @@
 """Source mappings: one record per source architecture and format of a family."""
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.sources import Copy, Sources
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table
+
+# In a key, between the name of a tensor and the number of the entry of its first axis that is read.
+ENTRY = "#"
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,16 @@ class Facts:
     def resolve(self, key: str) -> str | None:
         """Return the name under which the source stores `key`, or None if it does not.
 
-        A name in the mapping's table may start with a prefix the source leaves out.
+        A name in the mapping's table may start with a prefix the source leaves out, and end in
+        the number of an entry of the first axis, which the tensor has.
         """
+        name, _, entry = key.partition(ENTRY)
         known = self.reader.tensors
-        if key in self.extra or key in known:
-            return key
-        bare = key.removeprefix(self.prefix)
+        if entry and int(entry) >= self.rows(name):
+            return None
+        if name in self.extra or name in known:
+            return name
+        bare = name.removeprefix(self.prefix)
         return bare if self.prefix and bare in known else None
 
     def has(self, key: str) -> bool:
@@ -79,7 +87,13 @@ class Facts:
         name = self.resolve(key)
         if name is None:
             raise KeyError(key)
-        return self.extra[name] if name in self.extra else self.reader.tensors[name]
+        found = self.extra[name] if name in self.extra else self.reader.tensors[name]
+        _, _, entry = key.partition(ENTRY)
+        if not entry:
+            return found
+        ends = itertools.accumulate(piece.shape[0] for piece in found)
+        piece, end = next(each for each in zip(found, ends, strict=True) if int(entry) < each[1])
+        return (piece.select(int(entry) - end + piece.shape[0]),)
 
     def fp8(self, key: str) -> tuple[Piece, Piece] | None:
         """Return a matrix that is stored in FP8, and its scales; None for others."""

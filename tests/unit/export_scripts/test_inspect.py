@@ -52,14 +52,14 @@ def test_a_mixture(tmp_path: Path) -> None:
         assert TARGET.format("mixtral") in uses(path)
 
 
-QUANTISED: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+QUANTISED: dict[str, Any] = {"quantization_config": {"quant_method": "hqq"}}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model_type": "gemma9"}, "unknown architecture (model type gemma9"),
-        (QUANTISED, "quant_method = mxfp4: known are fp8"),
+        (QUANTISED, "quant_method = hqq: known are fp8"),
     ],
 )
 def test_what_passes_through_alone(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

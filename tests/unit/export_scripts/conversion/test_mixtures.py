@@ -149,7 +149,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq = [0, 1, 1]"),
         ({"multi_latent_attention": True, "num_query_groups": 4}, "has no mscale_all_dim"),
         ({"moe_router_pre_softmax": True}, "normalized_routing is False in the model"),
-        ({"add_bias_linear": True}, "experts with biases"),
+        ({"add_bias_linear": True}, "mlp.router.bias is missing"),
         ({"normalization": "LayerNorm"}, "known: rmsnorm"),
         ({"position_embedding_type": "learned_absolute"}, "known: rope"),
         ({"swiglu": False}, "written with a gate alone"),
