@@ -28,8 +28,10 @@ Fault = tuple[str, tuple[str, ...], int]
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "slipway": (
         ("server killed", ("-m inference.host",), 9),
+        ("engine killed", ("inference.host.engine_process",), 9),
         ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
         ("server stopped", ("-m inference.host",), 19),
+        ("engine stopped", ("inference.host.engine_process",), 19),
         ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
     ),
     "tritonserver": (

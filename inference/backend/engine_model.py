@@ -124,12 +124,12 @@ class EngineModel(TritonModel):
         self.engine = self._taken_engine() or self._started_engine()
         keep_loaded()
         self.metrics = ModelMetrics(
-            host.metric_family,
             self.name,
             arguments.instance,
             self.engine.load,
             served_identity(self.settings.checkpoint_path, arguments.parameters),
         )
+        host.show(self.metrics)
         self._running = 0  # requests
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._stopping = threading.Event()
@@ -234,10 +234,7 @@ class EngineModel(TritonModel):
         outcome = "cancelled"
         try:
             while (step := await came.get()) is not None:
-                outputs = outputs_of(step)
-                if request.wants_tokens and came.items:
-                    continue  # what comes next has these, too
-                if outputs is not None:
+                if (outputs := outputs_of(step)) is not None:
                     yield outputs, False
             times = getattr(future.result(), "times", None)
             queued(getattr(times, "queued_s", None) or 0.0)
@@ -284,7 +281,6 @@ class EngineModel(TritonModel):
     def release(self) -> None:
         """Leave the engine to another model."""
         self._stopping.set()
-        self.metrics.stop()
         self._watcher.join()
 
     def _watch(self) -> None:

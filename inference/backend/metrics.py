@@ -8,22 +8,21 @@ Triton's own durations of these models end when `execute` has taken a request ov
 answer (2.51, pb_metric_reporter.cc); a server in front of it counts its own.
 """
 
-import contextlib
+import math
 import os
-import queue
 import re
-import threading
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from inference.backend.instances import Instance
 from inference.engine.load import EngineLoad, RequestTimes
 from inference.system.supervision import RESTARTS_VARIABLE
 
-_INTERVAL_S = 0.5
+HISTOGRAM = "HISTOGRAM"
+# The end of a name, labels, and the value.
+Sample: TypeAlias = tuple[str, Mapping[str, str], object]
 _BUCKETS: dict[str, list[float]] = {
     "seconds": [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120],
     "step_seconds": [0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1],
@@ -42,6 +41,11 @@ class MetricRow(NamedTuple):
     vllm: str
     text: str
 
+    @property
+    def bounds(self) -> list[float]:
+        """The upper bounds of a histogram's buckets, without infinity."""
+        return _BUCKETS.get(self.buckets, [])
+
 
 _, *_ROWS = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
 METRICS = tuple(MetricRow(*row.split("\t")) for row in _ROWS)
@@ -49,10 +53,6 @@ METRICS = tuple(MetricRow(*row.split("\t")) for row in _ROWS)
 _LINE = re.compile(
     r"(?P<start># \w+ )?(?P<name>(slipway_|vllm:)\w+?)(?P<part>_bucket|_sum|_count)?"
     r"(?P<rest>[ {].*)"
-)
-_OF_REQUESTS = tuple(each for each in METRICS if each.kind == "HISTOGRAM")
-_OF_LOAD = tuple(
-    each for each in METRICS if each not in _OF_REQUESTS and hasattr(EngineLoad, each.field)
 )
 
 
@@ -70,96 +70,120 @@ def renamed_metric(
     return f"{found['start'] or ''}{name}{found['part'] or ''}{rest}"
 
 
-class ModelMetrics:
-    """Keeps the metrics of one model up to date, from a thread of its own.
+@dataclass
+class ModelMetric:
+    """One metric with its labels.
 
-    A change of a metric goes through the server's process. The load is therefore read twice a
-    second, and requests are noted here to be reported later.
+    Attributes:
+        value: of a histogram the sum of what was observed.
+        counts: how many observed values each bound of a histogram, and infinity, takes in.
+        unreported: observed values, where another thread takes them away.
     """
+
+    row: MetricRow
+    labels: Mapping[str, str]
+    value: float = 0.0
+    counts: list[int] = field(default_factory=list)
+    unreported: list[float] | None = None
+
+    def observe(self, value: float) -> None:
+        """Add a value to a histogram."""
+        self.value += value
+        bounds = (*self.row.bounds, math.inf)
+        before = self.counts or [0] * len(bounds)
+        self.counts = [n + (value <= bound) for n, bound in zip(before, bounds, strict=True)]
+        if self.unreported is not None:
+            self.unreported.append(value)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the end of a name, labels and value of each line."""
+        value = f"{self.value:.17g}"
+        if self.row.kind != HISTOGRAM:
+            yield "", self.labels, value
+            return
+        bounds = [*(f"{bound:g}" for bound in self.row.bounds), "+Inf"]
+        counts = self.counts or [0] * len(bounds)
+        yield "_count", self.labels, counts[-1]
+        yield "_sum", self.labels, value
+        for bound, count in zip(bounds, counts, strict=True):
+            yield "_bucket", {**self.labels, "le": bound}, count
+
+
+class ModelMetrics:
+    """The metrics of one model, changed by the thread that answers its requests."""
 
     def __init__(
         self,
-        family: Any,
         model: str,
         instance: Instance,
         load: Callable[[], EngineLoad],
         about: Mapping[str, str],
     ) -> None:
-        """Declare the metrics with a MetricFamily and begin to report; the thread calls `load`.
+        """Begin to count; `load` is called where metrics are read, `about` says what is served.
 
-        `about` says what is served. The metrics of one of several instances have its number as the
-        label `engine`.
+        The metrics of one of several instances have its number as the label `engine`.
         """
         self._load = load
-        self._last = EngineLoad()
-        self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = False
         labels = {"model": model}
         if instance.count > 1:
             labels["engine"] = str(instance.index)
-        self._families = []  # in Triton a metric lasts as long as its family
-        self._metrics: dict[tuple[str, str], Any] = {}  # by name, and value of the own label
-        for each in METRICS:
-            if not hasattr(family, each.kind):  # HISTOGRAM is in releases from 2.51 on
-                continue
-            own = family(name=each.name, description=each.text, kind=getattr(family, each.kind))
-            more = {"buckets": _BUCKETS[each.buckets]} if each.buckets in _BUCKETS else {}
-            self._families.append(own)
-            key, _, values = each.label.partition("=")
+        self._metrics: dict[tuple[str, str], ModelMetric] = {}  # by name and own label
+        for row in METRICS:
+            key, _, values = row.label.partition("=")
             for value in values.split(","):
-                added = {key: value} if value else {}
-                if each.name == "slipway_model_info":
-                    added = dict(about)
-                self._metrics[each.name, value] = own.Metric(labels=labels | added, **more)
-        self._metrics["slipway_model_info", ""].set(1)
+                self._metrics[row.name, value] = ModelMetric(
+                    row, labels | ({key: value} if value else {})
+                )
+        info = self._metrics["slipway_model_info", ""]
+        info.labels, info.value = {**labels, **about}, 1
         restarts = float(os.environ.get(RESTARTS_VARIABLE) or 0)
-        self._metrics["slipway_server_restarts_total", ""].increment(restarts)
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Report no more."""
-        self._stopping = True
-        self._thread.join()
+        self._metrics["slipway_server_restarts_total", ""].value = restarts
 
     def completed(self, seconds: float, times: RequestTimes | None) -> None:
         """Note a request that was answered, how long that took, and its moments in the engine."""
         self.ended("completed")
         for reason in getattr(times, "reasons", ()):
-            self._count("slipway_sequences_finished_total", reason)
-        for each in _OF_REQUESTS:
-            value = seconds if each.field == "seconds" else getattr(times, each.field, None)
-            if value is not None and (histogram := self._metrics.get((each.name, ""))) is not None:
-                self._ended.put(partial(histogram.observe, value))
+            self._metrics["slipway_sequences_finished_total", reason].value += 1
+        for each in self._metrics.values():
+            if each.row.kind == HISTOGRAM:
+                name = each.row.field
+                value = seconds if name == "seconds" else getattr(times, name, None)
+                if value is not None:
+                    each.observe(value)
 
     def ended(self, outcome: str) -> None:
         """Note a request that ended: completed, cancelled, failed or refused."""
-        self._count("slipway_requests_total", outcome)
+        self._metrics["slipway_requests_total", outcome].value += 1
 
     def refused(self, reason: str) -> None:
         """Note a request that was not taken: invalid, busy or unavailable."""
         self.ended("refused")
-        self._count("slipway_requests_refused_total", reason)
+        self._metrics["slipway_requests_refused_total", reason].value += 1
 
-    def _count(self, name: str, value: str) -> None:
-        self._ended.put(partial(self._metrics[name, value].increment, 1))
+    def read(self) -> Iterable[ModelMetric]:
+        """Return the metrics as they are now, in the order of the table."""
+        load = self._load()
+        for each in self._metrics.values():
+            if each.row.kind != HISTOGRAM and hasattr(load, each.row.field):
+                each.value = getattr(load, each.row.field)
+        return self._metrics.values()
 
-    def _run(self) -> None:
-        due = time.monotonic()
-        while not self._stopping:
-            if (left_s := due - time.monotonic()) <= 0:
-                self._report_load()
-                due = time.monotonic() + _INTERVAL_S
-                continue
-            with contextlib.suppress(queue.Empty):
-                self._ended.get(timeout=left_s)()
 
-    def _report_load(self) -> None:
-        last, self._last = self._last, self._load()
-        for each in _OF_LOAD:
-            value, before = getattr(self._last, each.field), getattr(last, each.field)
-            metric = self._metrics[each.name, ""]
-            if each.kind == "GAUGE" and value != before:
-                metric.set(value)
-            elif value > before:
-                metric.increment(value - before)
+def exposition(metrics: Sequence[ModelMetric]) -> Iterator[str]:
+    """Yield the lines of `/metrics` about models."""
+    for row in METRICS if metrics else ():
+        samples = (sample for each in metrics if each.row == row for sample in each.samples())
+        yield from family_lines(row.name, row.text, row.kind.lower(), samples)
+
+
+def family_lines(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Iterator[str]:
+    """Yield the lines of the metrics of one name."""
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+    for end, labels, value in samples:
+        pairs = ",".join(f'{key}="{_escaped(each)}"' for key, each in labels.items())
+        yield f"{name}{end}{{{pairs}}} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

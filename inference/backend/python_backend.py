@@ -53,7 +53,6 @@ class GenerationModel(EngineModel):
         for warning in parsed.warnings:
             self.host.warn(warning)
         as_declared = request.streams is None
-        tokens: list[list[int]] = [[] for _ in parsed.rows]
         frames = FrameStream(
             parsed,
             strict_lengths=self.settings.strict_lengths,
@@ -61,12 +60,10 @@ class GenerationModel(EngineModel):
         )
 
         def tokens_of(state: Sequence[Sequence[int]] | GenerationResult) -> Outputs:
-            """Return the tokens so far, lists that grow with each step."""
-            if not isinstance(state, Sequence):
-                return {TOKENS: [row.output_ids[0] for row in state.rows]}
-            for ids, new in zip(tokens, state, strict=True):
-                ids += new
-            return {TOKENS: tokens}
+            """Return the tokens of a step, or, of a result, all."""
+            if isinstance(state, Sequence):
+                return {TOKENS: state}
+            return {TOKENS: [row.output_ids[0] for row in state.rows]}
 
         def outputs_of(state: GenerationStep) -> Outputs | None:
             """Return the answer so far, None if the step has not added to it."""

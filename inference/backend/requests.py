@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from inference.backend.metrics import ModelMetrics
     from inference.decoding.rows import SessionTurn
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,15 @@ class ModelError(Exception):
 
 
 @dataclass(frozen=True)
+class RawTensor:
+    """An output in the bytes of KServe's protocol, as another process has sent it."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    raw: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class InferRequest:
     """One request to a model, whatever protocol it came by.
 
@@ -42,8 +52,8 @@ class InferRequest:
         is_canary: sent by the server itself, to see whether the model answers.
         streams: whether a generation answers after each of its steps; None: as its model's
             configuration says.
-        wants_tokens: an engine's answer is what it has generated so far, a list of tokens for each
-            row, in place of tensors; steps that come faster than they are taken are left out.
+        wants_tokens: an engine's responses have the new tokens of each row in place of tensors, and
+            the last one all.
         parameters: those that only models of others read.
     """
 
@@ -60,9 +70,8 @@ class InferRequest:
 class ModelHost(Protocol):
     """The server around a model."""
 
-    @property
-    def metric_family(self) -> Any:
-        """The factory of metrics: Triton's class MetricFamily, or one like it."""
+    def show(self, metrics: ModelMetrics) -> None:
+        """Show a model's metrics among the server's."""
 
     def warn(self, message: str) -> None:
         """Write to the server's log."""

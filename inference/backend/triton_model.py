@@ -20,12 +20,14 @@ import numpy as np
 
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance
+from inference.backend.metrics import HISTOGRAM, ModelMetric, ModelMetrics
 from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Responses
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
 _WATCH_S = 0.1
+_REPORT_S = 0.5
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
 _POLL_S = 0.01
@@ -109,9 +111,6 @@ class TritonHost:
     """
 
     def __init__(self, name: str) -> None:
-        import triton_python_backend_utils as pb_utils
-
-        self.metric_family = pb_utils.MetricFamily
         self._name = name
         self._parent = os.getppid()
         self._running: dict[asyncio.Task[None], Any] = {}  # to the sender of its responses
@@ -124,6 +123,38 @@ class TritonHost:
     def post(self, call: Callable[[], None]) -> None:
         """Call a function in the event loop's thread."""
         self._loop.call_soon_threadsafe(call)
+
+    def show(self, metrics: ModelMetrics) -> None:
+        """Report metrics to the server twice a second.
+
+        A change of one goes through the server's process: a thread of its own waits for that.
+        """
+        threading.Thread(target=self._report, args=(metrics,), name="metrics", daemon=True).start()
+
+    def _report(self, metrics: ModelMetrics) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        family, found = pb_utils.MetricFamily, list[tuple[ModelMetric, Any]]()
+        families = {}  # a metric lasts as long as its family
+        for each in metrics.read():
+            row = each.row
+            if not hasattr(family, row.kind):  # HISTOGRAM is in releases from 2.51 on
+                continue
+            if row.name not in families:
+                kind = getattr(family, row.kind)
+                families[row.name] = family(name=row.name, description=row.text, kind=kind)
+            more = {"buckets": row.bounds} if row.kind == HISTOGRAM else {}
+            found.append((each, families[row.name].Metric(labels=dict(each.labels), **more)))
+            each.unreported = []
+        while not self._is_closing:
+            for each, shown in found:
+                values, each.unreported = each.unreported or (), []
+                for value in values:
+                    shown.observe(value)
+                if each.row.kind != HISTOGRAM and (change := each.value - shown.value()):
+                    shown.increment(change)
+            time.sleep(_REPORT_S)
+            metrics.read()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the event loop; returns at once."""

@@ -1,6 +1,9 @@
 """The requests that clients may send, and the errors that they may see."""
 
 import re
+from http import HTTPStatus
+
+from inference.front.guard import RejectedError
 
 LIVE_PATH, READY_PATH, STATS_PATH = "/v2/health/live", "/v2/health/ready", "/v2/models/stats"
 OPENAPI_PATH, INDEX_PATH = "/openapi.json", "/v2/repository/index"
@@ -35,6 +38,12 @@ _SOCKETS = "slipway-sockets-"  # of the folder that they are in
 _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
 # Ids of sessions as the server has them, see sessions.py.
 _SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
+_STATUS = {
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "UNIMPLEMENTED": HTTPStatus.NOT_IMPLEMENTED,
+}
 
 
 def parts_of_path(method: str, path: str) -> dict[str, str] | None:
@@ -66,3 +75,12 @@ def without_internal_names(text: str) -> str:
     if _SOCKETS in text:
         return UNREACHABLE
     return _SESSION.sub(r"this \1", _INTERNAL_NAME.sub("(internal)", text))
+
+
+class InferError(RejectedError):
+    """A model does not answer a request. `grpc_code` is the name of gRPC's status."""
+
+    def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
+        text = without_internal_names(message) or "the model does not answer"
+        super().__init__(text, _STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR))
+        self.grpc_code = code

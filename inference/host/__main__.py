@@ -6,7 +6,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from inference.front.link import HostSettings
-from inference.host.process import serve_host
+from inference.host.engine_start import start_early
 
 
 def main() -> None:
@@ -17,6 +17,10 @@ def main() -> None:
     # Idle connections are cheap, as long as there are descriptors for them.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if settings.triton is None:
+        start_early(settings.repository)
+    from inference.host.process import serve_host  # takes time to import
+
     serve_host(settings, connection)
 
 

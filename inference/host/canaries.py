@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from inference.front.link import CanaryTimes
-from inference.host.calls import InferError
+from inference.front.rules import InferError
 from inference.host.hosted import Hosted
 from inference.host.models import HostedModel
 from inference.server.processes import descendants, process_state

@@ -11,8 +11,8 @@ from google.protobuf import json_format
 
 from inference.front import rules
 from inference.front.openapi import openapi, schemas_of
+from inference.front.rules import InferError
 from inference.front.validation import GenerateRequest, IndexRequest, SentRequest
-from inference.host.calls import InferError
 from inference.host.models import HostedModel
 
 _EXTENSIONS = (

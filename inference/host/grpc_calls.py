@@ -28,10 +28,10 @@ from inference.front.infer_messages import (
     without_raw_tensors,
 )
 from inference.front.request_log import REQUEST_ID, accepted_id, named_call
+from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.tracing import Tracer
 from inference.front.validation import SentRequest
-from inference.host.calls import InferError
 from inference.host.describe import (
     config_message,
     found_model,

@@ -10,7 +10,7 @@ from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.triton.model_config import parameters_of
 from inference.backend.requests import Array, InferRequest
-from inference.host.calls import InferError, Mailbox
+from inference.front.rules import InferError
 from inference.host.models import HostedModel, engines_of
 from inference.host.probe import is_interactive, probe_tensors
 from inference.host.repository import Repository, UnservedError
@@ -38,9 +38,9 @@ class Hosted:
         assert isinstance(former.repository, Repository)
         self.repository.former = former.repository
 
-    async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
+    async def load(self, say: Callable[[str], None]) -> None:
         """Load every model, and send each a small request. Raises UnservedError."""
-        await self.repository.load(mailbox, say)
+        await self.repository.load(say)
         models, folder = self.repository.models, self.repository.folder
         for name, model in models.items():
             hidden = _hidden_size(weights_of(model, folder))
@@ -97,7 +97,7 @@ class Hosted:
     def advanced(self) -> int:
         """Return a number that grows with the work that is finished: requests and steps."""
         models = self.repository.models
-        steps = sum(each.engine.steps for each in engines_of(models))
+        steps = sum(each.steps for each in engines_of(models))
         return steps + sum(model.responses for model in models.values())
 
     def open_sessions(self) -> int:

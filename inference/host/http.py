@@ -18,6 +18,7 @@ from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
 from inference.front.request_log import REQUEST_ID, request_id
+from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import (
     check_index,
@@ -25,7 +26,6 @@ from inference.front.validation import (
     read_generate,
     read_infer,
 )
-from inference.host.calls import InferError
 from inference.host.describe import (
     api_description,
     config_json,

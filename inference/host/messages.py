@@ -10,9 +10,9 @@ from tritonclient.grpc import service_pb2
 
 from inference.backend.requests import Array, InferRequest, Outputs
 from inference.decoding.rows import SessionTurn
+from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import GenerateRequest, RequestParameters, SentRequest
-from inference.host.calls import InferError
 from inference.host.models import HostedModel
 from inference.host.tensors import array_of, compact_json, datatype_of, json_elements, raw_of
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as schema
 
-from inference.backend.engine_model import EngineModel
 from inference.backend.requests import Array, InferRequest, ModelError, Responses
-from inference.backend.triton_model import TritonModel
+from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
+from inference.front.rules import InferError
 from inference.front.tracing import describe_model
-from inference.host.calls import InferError
+from inference.host.engines import EngineProcess
 from inference.host.statistics import ModelStatistics
 
 _SHAPE_NOTE = (
@@ -234,10 +234,13 @@ class HostedModel:
         return replace(request, tensors=request.tensors | changed) if changed else request
 
 
-class HostedInstances(HostedModel):
-    """A model in this process: its instances, which take requests in turn."""
+HostedInstance = EngineProcess | TensorModel
 
-    def __init__(self, config: Any, version: str, instances: Sequence[TritonModel]) -> None:
+
+class HostedInstances(HostedModel):
+    """A model that this process loads: its instances, which take requests in turn."""
+
+    def __init__(self, config: Any, version: str, instances: Sequence[HostedInstance]) -> None:
         super().__init__(config, version)
         self.instances = tuple(instances)
         self._turns = cycle(self.instances)
@@ -258,11 +261,11 @@ class HostedInstances(HostedModel):
         except ModelError as error:
             raise InferError(str(error), error.code) from None
 
-    def _instance(self, request: InferRequest) -> TritonModel:
+    def _instance(self, request: InferRequest) -> HostedInstance:
         """Return an instance: of a session the one that has it."""
         if request.turn is None or not self.keeps_sessions:
             return next(self._turns)
-        found: TritonModel = self.sessions.take(request.turn, lambda: next(self._turns))
+        found: HostedInstance = self.sessions.take(request.turn, lambda: next(self._turns))
         return found
 
 
@@ -333,8 +336,8 @@ class HostedEnsemble(HostedModel):
                         yield each, final and is_last
 
 
-def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineModel]:
-    """Yield the models with an engine, every instance."""
+def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineProcess]:
+    """Yield the processes of engines, every instance."""
     for model in models.values():
         if isinstance(model, HostedInstances):
-            yield from (each for each in model.instances if isinstance(each, EngineModel))
+            yield from (each for each in model.instances if isinstance(each, EngineProcess))

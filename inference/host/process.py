@@ -27,7 +27,6 @@ from inference.front.link import HostSettings, OwnerLink
 from inference.front.request_log import with_ids
 from inference.front.tracing import close_tracer, tracer_of
 from inference.front.workers import Workers
-from inference.host.calls import Mailbox
 from inference.host.canaries import Canaries
 from inference.host.grpc_calls import KServeGrpc
 from inference.host.hosted import Hosted
@@ -94,7 +93,6 @@ class _Host:
         """Listen, load, follow the owner's orders, and finish what has begun at the end."""
         settings = self._settings
         self._link = OwnerLink(self._connection)
-        self._mailbox = Mailbox(asyncio.get_running_loop())
         self._workers = Workers()
         try:
             repository = self._repository(settings.repository)
@@ -179,7 +177,7 @@ class _Host:
         self._canaries = Canaries(hosted, self._settings.canaries, leave=self._leave)
 
     async def _load(self, hosted: Hosted) -> None:
-        await hosted.load(self._mailbox, lambda line: self._link.tell(says=line))
+        await hosted.load(lambda line: self._link.tell(says=line))
         if self._settings.openai is None:
             return
         from inference.host.openai import open_endpoint  # takes time to import

@@ -12,14 +12,14 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as schema
 from tritonclient.grpc import service_pb2_grpc
 
-from inference.backend.requests import InferRequest, Outputs, Responses
+from inference.backend.requests import InferRequest, Outputs, RawTensor, Responses
 from inference.front.grpc_server import CHANNEL_OPTIONS
+from inference.front.rules import InferError
 from inference.front.tracing import outgoing
-from inference.host.calls import InferError
 from inference.host.messages import FINAL_PARAMETER
 from inference.host.models import HostedModel, TensorFacts
 from inference.host.release_2_51 import Cancellations
-from inference.host.tensors import RawTensor, raw_of
+from inference.host.tensors import raw_of
 from inference.system.supervision import CANARY_PARAMETER
 
 # The beginning of an error on a stream, which carries no status; without it the request is wrong.

@@ -9,13 +9,12 @@ import ast
 import asyncio
 import functools
 import pkgutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,19 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
 from inference.backend.engine_model import EngineModel
 from inference.backend.instances import Instance
-from inference.backend.requests import Array, InferRequest, Tensors
+from inference.backend.metrics import exposition
+from inference.backend.requests import Array, InferRequest, ModelError, Tensors
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.workers import Workers
-from inference.host.calls import Mailbox
+from inference.host.engine_start import end_early
+from inference.host.engines import EngineProcess
 from inference.host.models import (
     HostedEnsemble,
     HostedInstances,
     HostedModel,
 )
-from inference.host.statistics import MetricRegistry
 
 _MODULES = "inference.backend."
 _ELSEWHERE = "serve this repository with deploy.server=tritonserver"
@@ -77,7 +77,6 @@ class Repository:
 
     Attributes:
         configs: the configuration of each, and the version that is served.
-        registry: the metrics that the models declare.
         former: the one whose engines this one takes over where their models agree; it is given up.
     """
 
@@ -91,13 +90,10 @@ class Repository:
         Raises UnservedError for models that cannot be served here.
         """
         self.folder = folder
-        self.registry = MetricRegistry()
         self.models: dict[str, HostedModel] = {}
         self._leave, self._workers = leave, workers
         self._loaded_ns = time.time_ns()
-        # By the instance of a model. The end of a thread is that of the processes it has started.
-        self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._engines: dict[str, EngineModel] = {}
+        self._engines: dict[str, EngineProcess] = {}  # by the instance of a model
         self.configs: dict[str, tuple[Any, str]] = {}
         if not folder.is_dir():
             raise UnservedError([f"{folder} is not a folder"])
@@ -111,31 +107,29 @@ class Repository:
         if not self.configs:
             raise UnservedError([f"{folder} holds no model"])
 
-    async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
+    async def load(self, say: Callable[[str], None]) -> None:
         """Load every model; `say` gets a line for each. Raises UnservedError.
 
         Nothing stays loaded then.
         """
-        await asyncio.to_thread(self._load, mailbox, say)
-
-    def _load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
         problems = []
         simple = [n for n, (config, _) in self.configs.items() if not _is_ensemble(config)]
         # Engines first: text models load while their ranks start.
         simple.sort(key=lambda name: not _is_engine(self.folder / name, self.configs[name][0]))
-        with ThreadPoolExecutor(max(len(simple), 1), thread_name_prefix="load") as pool:
-            loading = {name: pool.submit(self._loaded, name, mailbox, say) for name in simple}
+        loads = [self._loaded(name, say) for name in simple]
+        loaded = await asyncio.gather(*loads, return_exceptions=True)
+        await asyncio.to_thread(end_early)
         if self.former is not None:
-            self.former._close()
-        for name, future in loading.items():
-            if (error := future.exception()) is None:
-                self.models[name] = future.result()
+            await self.former.close()
+        for name, found in zip(simple, loaded, strict=True):
+            if isinstance(found, HostedModel):
+                self.models[name] = found
             else:  # whatever a model's files hold
-                problems.append(f"model {name}: {_readable(error)}")
+                problems.append(f"model {name}: {_readable(found)}")
         if not problems:
             problems += [self._ensemble_problem(name) for name in self._in_order()]
         if problems := list(filter(None, problems)):
-            self._close()
+            await self.close()
             raise UnservedError(problems)
         self.models = dict(sorted(self.models.items()))
 
@@ -146,18 +140,16 @@ class Repository:
         return TextsPlace(folder, version, config.SerializeToString(), self._loaded_ns)
 
     async def metrics(self) -> list[str]:
-        """Return the lines of the metrics that the models declare."""
-        return list(self.registry.lines())
+        """Return the lines of the metrics that the engines count. Raises RejectedError."""
+        try:
+            found = [each for engine in self._engines.values() for each in await engine.metrics()]
+        except ModelError as error:
+            raise RejectedError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
+        return list(exposition(found))
 
     async def close(self) -> None:
         """End the engines."""
-        await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        for each in self._engines.values():
-            each.close()
-        for thread in self._threads.values():
-            thread.shutdown()
+        await asyncio.gather(*(each.close() for each in self._engines.values()))
 
     def _problem_of(self, path: Path) -> str:
         """Read a configuration; return why it cannot be served here, "" for one that can."""
@@ -192,35 +184,28 @@ class Repository:
         except CycleError as error:
             raise ValueError(f"the ensembles {', '.join(parts)} contain each other") from error
 
-    def _loaded(self, name: str, mailbox: Mailbox, say: Callable[[str], None]) -> HostedModel:
+    async def _loaded(self, name: str, say: Callable[[str], None]) -> HostedModel:
         config, version = self.configs[name]
+        folder = self.folder / name
         say(f"loading {name}")
-        host = EngineHost(name, self.registry, mailbox.post, self._leave)
         arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-        count, instances = 1, list[EngineModel | TensorModel]()
-        if _is_engine(self.folder / name, config):
-            groups = arguments.get("instance_group") or [{}]
-            count = sum(int(group.get("count", 1)) or 1 for group in groups)
+        model = _kind(folder, config)
+        if isinstance(model, TensorModel):
+            model.apart = partial(self._apart, self.texts_place(name))
+            await asyncio.to_thread(model.load, ModelArguments(arguments, folder, version=version))
+            say(f"loaded {name}")
+            return HostedInstances(config, version, [model])
+        groups = arguments.get("instance_group") or [{}]
+        count = sum(int(group.get("count", 1)) or 1 for group in groups)
+        instances = []
         for number in range(count):
-            own = ModelArguments(
-                arguments, self.folder / name, version=version, instance=Instance(number, count)
-            )
-            model = _kind(self.folder / name, config)
-            if isinstance(model, TensorModel):
-                model.apart = partial(self._apart, self.texts_place(name))
             key = f"{name}_{number}"
-            thread = None
-            if self.former is not None:
-                thread = self.former._threads.pop(key, None)
-                if isinstance(model, EngineModel):
-                    model.former = self.former._engines.pop(key, None)
-            # A thread of its own, which may be confined to some cores.
-            thread = thread or ThreadPoolExecutor(1, thread_name_prefix=key)
-            self._threads[key] = thread
-            thread.submit(model.load, own, host).result()
-            if isinstance(model, EngineModel):
-                self._engines[key] = model
-            instances.append(model)
+            engine = self.former._engines.pop(key, None) if self.former is not None else None
+            engine = self._engines[key] = engine or EngineProcess(folder, self._leave)
+            place = Instance(number, count)
+            own = ModelArguments(arguments, folder, version=version, instance=place)
+            await engine.load(type(model), own)
+            instances.append(engine)
         say(f"loaded {name}")
         return HostedInstances(config, version, instances)
 
@@ -269,24 +254,6 @@ def try_texts(folder: Path) -> None:
     for name, (config, _) in found.configs.items():
         if not _is_ensemble(config) and isinstance(_kind(folder / name, config), TensorModel):
             _texts_at(found.texts_place(name))
-
-
-@dataclass(frozen=True)
-class EngineHost:
-    """This server, as a model with an engine sees it."""
-
-    name: str
-    metric_family: MetricRegistry
-    post: Callable[[Callable[[], None]], None]
-    lose: Callable[[str], None]
-
-    def warn(self, message: str) -> None:
-        """Write to the log."""
-        sys.stderr.write(f"warning: {self.name}: {message}\n")
-
-    def leave(self, reason: str) -> None:
-        """Have the server end, once every request has its answer."""
-        self.post(partial(self.lose, f"{self.name} is out of service: {reason}"))
 
 
 def _read_config(path: Path) -> Any:

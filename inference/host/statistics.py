@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from inference.backend.metrics import METRICS, renamed_metric
+from inference.backend.metrics import METRICS, Sample, family_lines, renamed_metric
 
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
@@ -116,14 +116,10 @@ def with_vllm_names(metrics: str) -> str:
     )
 
 
-# The end of a name, labels, and the value.
-_Sample: TypeAlias = tuple[str, Mapping[str, str], object]
-
-
 def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:
     """Yield the lines of the metrics that Triton has of each model, under its names."""
     for name, text, count in _METRICS:
-        samples: list[_Sample] = []
+        samples: list[Sample] = []
         for model in models:
             value = getattr(model, count, 0)
             each = value if isinstance(value, dict) else {"": value}
@@ -132,91 +128,4 @@ def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:
                 labels = {"model": model.name, **more, "version": model.version}
                 samples.append(("", labels, number // 1000 if count.endswith("_ns") else number))
         kind = "gauge" if count == "pending" else "counter"
-        yield from _family(f"nv_inference_{name}", text, kind, samples)
-
-
-def _family(name: str, text: str, kind: str, samples: Iterable[_Sample]) -> Iterator[str]:
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} {kind}"
-    for end, labels, value in samples:
-        yield f"{name}{end}{{{_labels(labels)}}} {value}"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    def escaped(text: str) -> str:
-        return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-    return ",".join(f'{name}="{escaped(text)}"' for name, text in labels.items())
-
-
-class LabelledMetric:
-    """One metric with its labels, of any kind, which one thread changes."""
-
-    def __init__(self, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
-        self._labels, self._buckets = dict(labels), tuple(buckets)
-        self._value = 0.0
-        self._counts = [0] * len(buckets)
-        self._observed = 0
-
-    def increment(self, change: float) -> None:
-        """Add to a counter or a gauge."""
-        self._value += change
-
-    def set(self, value: float) -> None:
-        """Set a gauge."""
-        self._value = value
-
-    def observe(self, value: float) -> None:
-        """Add a value to a histogram."""
-        self._value += value
-        self._observed += 1
-        for number, bound in enumerate(self._buckets):
-            self._counts[number] += value <= bound
-
-    def samples(self) -> Iterator[_Sample]:
-        """Yield the values: of a histogram, if there are buckets."""
-        value = f"{self._value:.17g}"
-        if not self._buckets:
-            yield "", self._labels, value
-            return
-        yield "_count", self._labels, self._observed
-        yield "_sum", self._labels, value
-        for bound, count in zip(self._buckets, self._counts, strict=True):
-            yield "_bucket", {**self._labels, "le": f"{bound:g}"}, count
-        yield "_bucket", {**self._labels, "le": "+Inf"}, self._observed
-
-
-class MetricFamily:
-    """Metrics of one name, which differ in their labels."""
-
-    def __init__(self, name: str, text: str, kind: str) -> None:
-        self._name, self._text, self._kind = name, text, kind
-        self._metrics: list[LabelledMetric] = []
-
-    def Metric(self, labels: Mapping[str, str], buckets: Sequence[float] = ()) -> LabelledMetric:  # noqa: N802 - as Triton
-        """Return a new metric of this family."""
-        self._metrics.append(LabelledMetric(labels, buckets))
-        return self._metrics[-1]
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the exposition."""
-        samples = (sample for metric in self._metrics for sample in metric.samples())
-        yield from _family(self._name, self._text, self._kind, samples)
-
-
-class MetricRegistry:
-    """The metrics that models declare; it is called as Triton's class MetricFamily is."""
-
-    GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
-
-    def __init__(self) -> None:
-        self._families: dict[str, MetricFamily] = {}
-
-    def __call__(self, *, name: str, description: str, kind: str) -> MetricFamily:
-        """Return the family of a name, which several engines may share."""
-        return self._families.setdefault(name, MetricFamily(name, description, kind))
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the exposition."""
-        for family in self._families.values():
-            yield from family.lines()
+        yield from family_lines(f"nv_inference_{name}", text, kind, samples)

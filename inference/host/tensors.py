@@ -4,14 +4,13 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from inference.backend.requests import Array
+from inference.backend.requests import Array, RawTensor
+from inference.front.rules import InferError
 from inference.front.validation import DATATYPES
-from inference.host.calls import InferError
 
 _NAMES = {np.dtype(kind): name for name, kind in DATATYPES.items() if name != "BF16"}
 _SIZES = {"BF16": 2} | {
@@ -21,15 +20,6 @@ _SIZES = {"BF16": 2} | {
 }
 _AT_ONCE = 1 << 10  # elements, which take a millisecond or two
 _LENGTH = struct.Struct("<I")
-
-
-@dataclass(frozen=True)
-class RawTensor:
-    """An output in the bytes of KServe's protocol, as another server has sent it."""
-
-    datatype: str
-    shape: tuple[int, ...]
-    raw: bytes = field(repr=False)
 
 
 def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
@@ -62,41 +52,26 @@ def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
     return texts
 
 
-def datatype_of(value: Any) -> str:
-    """Return KServe's name of the type of an output: an array, a torch tensor or a raw one."""
-    if isinstance(value, RawTensor):
-        return value.datatype
-    if isinstance(value, np.ndarray):
-        return _NAMES[value.dtype]
-    kind = str(value.dtype).removeprefix("torch.")
-    return {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}[kind]
+def datatype_of(value: Array | RawTensor) -> str:
+    """Return KServe's name of the type of an output."""
+    return value.datatype if isinstance(value, RawTensor) else _NAMES[value.dtype]
 
 
-def raw_of(value: Any) -> bytes:
-    """Return the bytes of an output: an array, a torch tensor or a raw one."""
+def raw_of(value: Array | RawTensor) -> bytes:
+    """Return the bytes of an output."""
     if isinstance(value, RawTensor):
         return value.raw
-    if not isinstance(value, np.ndarray):
-        value = value.contiguous().cpu()
-        half = datatype_of(value) == "BF16"
-        return bytes((value.view(_int16()) if half else value).numpy().tobytes())
     if value.dtype != np.object_:
         return value.tobytes()
     texts = [each if isinstance(each, bytes) else str(each).encode() for each in value.reshape(-1)]
     return b"".join(part for text in texts for part in (_LENGTH.pack(len(text)), text))
 
 
-def as_array(value: Any) -> Array:
-    """Return an output, an array, a torch tensor or a raw one, as an array."""
+def as_array(value: Array | RawTensor) -> Array:
+    """Return an output as an array."""
     if isinstance(value, RawTensor):
         return array_of(value.raw, value.datatype, value.shape, name="output")
-    return value if isinstance(value, np.ndarray) else np.asarray(value.float().cpu().numpy())
-
-
-def _int16() -> Any:
-    import torch
-
-    return torch.int16
+    return value
 
 
 def json_elements(value: Any) -> bytes:

@@ -21,7 +21,6 @@ from tritonclient.grpc import service_pb2
 from inference.front.guard import RejectedError
 from inference.front.link import TritonOptions
 from inference.front.rules import UNREACHABLE
-from inference.host.calls import Mailbox
 from inference.host.models import HostedModel
 from inference.host.release_2_51 import is_crash, without_its_clocks
 from inference.host.remote import TritonConnection, remote_models
@@ -71,7 +70,7 @@ class TritonRepository:
         self._watching: asyncio.Task[None] | None = None
         self._reports: list[str] = []
 
-    async def load(self, _: Mailbox, say: Callable[[str], None]) -> None:
+    async def load(self, say: Callable[[str], None]) -> None:
         """Start the server, and take its models once they are ready; `say` gets a line for each.
 
         Raises UnservedError; no process is left then.

@@ -25,7 +25,11 @@ from tests.waiting import until
 
 # Words of the command lines of processes that are killed, one after the other.
 VICTIMS = {
-    SLIPWAY: (("-m inference.host",), ("-m inference.host",), ("inference.ranks.worker", "--rank")),
+    SLIPWAY: (
+        ("-m inference.host",),
+        ("inference.host.engine_process",),
+        ("inference.ranks.worker", "--rank"),
+    ),
     TRITONSERVER: (
         ("bin/tritonserver", "--model-repository"),
         ("python_backend_stub", "preprocessing"),

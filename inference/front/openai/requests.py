@@ -48,18 +48,6 @@ BAN = -100.0  # a token with this bias is never chosen
 _T = TypeVar("_T", bound="RequestRecord")
 
 
-def _whole(default: int | None, least: int, most: int) -> Any:
-    return Field(default, ge=least, le=most, description=f"a whole number from {least} to {most}")
-
-
-def _number(default: float, least: float, most: float) -> Any:
-    return Field(default, ge=least, le=most, description=f"a number from {least:g} to {most:g}")
-
-
-def _flag(*, default: bool = False) -> Any:
-    return Field(default, description="true or false")
-
-
 _Stop = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
 _Stops = Annotated[
     _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)],
@@ -104,7 +92,7 @@ def _one_by_one(value: Any) -> Any:
 _TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 _StopIds = Annotated[
     list[Annotated[_TokenId, BeforeValidator(_whole_number)]],
-    Field(max_length=MOST_STOP_IDS, description=f"a list of at most {MOST_STOP_IDS} token ids"),
+    Field(max_length=MOST_STOP_IDS),
 ]
 _Text = Annotated[str, AfterValidator(_check_length)]
 _Ids = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
@@ -207,8 +195,8 @@ class RequestRecord(BaseModel):
 class StreamOptions(RequestRecord):
     """Options of a stream."""
 
-    include_usage: bool = _flag()
-    continuous_usage_stats: bool = _flag()  # in each chunk; not OpenAI's
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # in each chunk; not OpenAI's
     include_obfuscation: Literal[False] = False
 
 
@@ -279,36 +267,32 @@ class Tool(_Open):
 class Sampling(RequestRecord):
     """Options of the choice of answers, which both kinds of requests have."""
 
-    n: int = _whole(1, 1, MOST_CHOICES)
-    temperature: float = _number(1.0, 0.0, 2.0)
-    top_p: float = _number(1.0, 0.0, 1.0)
-    seed: int | None = _whole(None, -_INT64 - 1, _INT64)
-    presence_penalty: float = _number(0.0, -2.0, 2.0)
-    frequency_penalty: float = _number(0.0, -2.0, 2.0)
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, ge=0.0, le=1.0)
+    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: _Biases = {}
     stop: _Stops = []
-    max_tokens: int | None = _whole(None, 0, _INT32)
-    stream: bool = _flag()
-    stream_options: StreamOptions = Field(
-        StreamOptions(),
-        description="an object with include_usage, continuous_usage_stats, or a false "
-        "include_obfuscation",
-    )
-    model: str = Field("", description="a string")
+    max_tokens: int | None = Field(None, ge=0, le=_INT32)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    model: str = ""
     # Not OpenAI's; spelled as in other servers.
-    top_k: int = _whole(0, -1, _INT32)
-    min_p: float = _number(0.0, 0.0, 1.0)
-    repetition_penalty: float = _number(1.0, 1e-3, 1e3)
-    min_tokens: int = _whole(0, 0, _INT32)
-    ignore_eos: bool = _flag()
+    top_k: int = Field(0, ge=-1, le=_INT32)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, ge=1e-3, le=1e3)
+    min_tokens: int = Field(0, ge=0, le=_INT32)
+    ignore_eos: bool = False
     stop_token_ids: _StopIds = []
-    skip_special_tokens: bool = _flag(default=True)
-    prompt_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
-    return_token_ids: bool = _flag()
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    return_token_ids: bool = False
     # One of the keys of `grammars.STRUCTURES`, and its value; empty for any text.
     structured_outputs: Annotated[dict[str, Any], BeforeValidator(_one_structure)] = {}
 
-    echo: bool = _flag()
+    echo: bool = False
 
     @property
     def best(self) -> int | None:
@@ -353,9 +337,9 @@ class CompletionRequest(Sampling):
 
     kind: ClassVar[str] = "completions"
     prompt: _Prompts
-    max_tokens: int | None = _whole(16, 0, _INT32)
-    add_special_tokens: bool = _flag(default=True)
-    logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
+    max_tokens: int | None = Field(16, ge=0, le=_INT32)
+    add_special_tokens: bool = True
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
 
     @property
     def best(self) -> int | None:
@@ -386,21 +370,17 @@ class ChatRequest(Sampling):
         "this server takes nothing else",
     )
     # As a template takes them; an answer is the text that the model makes of them.
-    tools: list[Tool] = Field([], max_length=MOST_TOOLS, description="a list of functions")
-    tool_choice: Literal["none", "auto"] = Field(
-        "auto", description='"none" or "auto": an answer is not made to call a tool'
-    )
-    parallel_tool_calls: bool = _flag(default=True)
+    tools: list[Tool] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto"] = "auto"  # no answer is made to call a tool
+    parallel_tool_calls: bool = True
     # A template has its own words for it.
-    reasoning_effort: str | None = Field(None, description="a string")
-    add_generation_prompt: bool = _flag(default=True)
-    continue_final_message: bool = _flag()
-    add_special_tokens: bool = _flag()
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_names)] = Field(
-        {}, description="an object with variables of the chat template"
-    )
-    logprobs: bool = _flag()
-    top_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_names)] = {}
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
 
     @property
     def best(self) -> int | None:
@@ -426,25 +406,23 @@ class EmbeddingRequest(RequestRecord):
 
     kind: ClassVar[str] = "embeddings"
     input: _Prompts
-    model: str = Field("", description="a string")
-    encoding_format: Literal["float", "base64"] = Field("float", description='"float" or "base64"')
+    model: str = ""
+    encoding_format: Literal["float", "base64"] = "float"
 
 
 class TokenizeRequest(RequestRecord):
     """A request of /tokenize."""
 
-    prompt: Annotated[str, AfterValidator(_check_length)] = Field(description="a string")
-    model: str = Field("", description="a string")
-    add_special_tokens: bool = _flag(default=True)
+    prompt: Annotated[str, AfterValidator(_check_length)]
+    model: str = ""
+    add_special_tokens: bool = True
 
 
 class DetokenizeRequest(RequestRecord):
     """A request of /detokenize."""
 
-    tokens: list[_TokenId] = Field(
-        max_length=MOST_TOKENS, description=f"at most {MOST_TOKENS} token ids", fail_fast=True
-    )
-    model: str = Field("", description="a string")
+    tokens: list[_TokenId] = Field(max_length=MOST_TOKENS, fail_fast=True)
+    model: str = ""
 
 
 def read_request(
@@ -513,4 +491,6 @@ def _words(kind: type[RequestRecord], error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["msg"]).removeprefix("Value error, ")
     place = f"number {inner[0]}: " if inner and isinstance(inner[0], int) else ""
-    return f"{place}must be {kind.model_fields[str(name)].description}"
+    described = kind.model_fields[str(name)].description
+    words = str(error["msg"]).replace("Input should", "must")
+    return place + (f"must be {described}" if described else words)

@@ -74,19 +74,6 @@ def test_steps_come_in_order_and_the_result_last() -> None:
     asyncio.run(main())
 
 
-def test_steps_of_tokens_that_a_later_one_has_too_are_left_out() -> None:
-    async def main() -> None:
-        model = Model(post)
-        asking = asyncio.create_task(answers(model, InferRequest({}, wants_tokens=True)))
-        await asyncio.sleep(0)
-        for step in ("one", "one two"):
-            model.on_step(step)
-        model.future.set_result("all")
-        assert await asking == [("all", True)]
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("error", "answer", "noted"),
     [
@@ -173,7 +160,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonHost]:
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
         TritonModelException=RuntimeError,
         TritonError=_Error,
-        MetricFamily=None,
         Tensor=SimpleNamespace(from_dlpack=lambda name, value: (name, value)),
         InferenceResponse=lambda outputs=None, *, error=None: (
             outputs if error is None else (error.text, error.code)

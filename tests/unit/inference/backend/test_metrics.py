@@ -12,8 +12,7 @@ import yaml
 from inference.backend import metrics
 from inference.backend.instances import Instance
 from inference.engine.load import EngineLoad, RequestTimes
-from inference.host.statistics import MetricRegistry, with_vllm_names
-from tests.waiting import until
+from inference.host.statistics import with_vllm_names
 
 ROOT = Path(__file__).resolve().parents[4]
 NAMES = {f"{e.name}_bucket" if e.kind == "HISTOGRAM" else e.name for e in metrics.METRICS}
@@ -40,14 +39,13 @@ def test_names_are_by_prometheus_conventions() -> None:
 
 
 def test_requests_and_load_change_the_metrics_of_their_rows() -> None:
-    registry, load = MetricRegistry(), EngineLoad(running=2, slots=4, prompt_tokens=5)
-    kept = metrics.ModelMetrics(registry, "m", Instance(1, 2), lambda: load, {"version": "7"})
+    load = EngineLoad(running=2, slots=4, prompt_tokens=5)
+    kept = metrics.ModelMetrics("m", Instance(1, 2), lambda: load, {"version": "7"})
     times = RequestTimes(10.0, began=11.0, generated_tokens=3, reasons=("end", "stop"))
     kept.completed(2.0, times)
     kept.refused("busy")
-    until(lambda: 'outcome="refused"} 1' in "\n".join(registry.lines()), "the report")
-    kept.stop()
-    lines = {line.replace('{model="m",engine="1"', "{") for line in registry.lines()}
+    found = metrics.exposition([*kept.read()])
+    lines = {line.replace('{model="m",engine="1"', "{") for line in found}
     assert lines >= {
         "slipway_running_sequences{} 2",
         "slipway_cache_used_ratio{} 0.5",

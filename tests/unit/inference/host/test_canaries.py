@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from inference.front.link import CanaryTimes
+from inference.front.rules import InferError
 from inference.host import canaries
-from inference.host.calls import InferError
 from inference.host.canaries import Canaries, Computed, computed_by
 from inference.server.processes import process_state
 from tests.waiting import until

@@ -18,8 +18,8 @@ from inference.front.access import OPEN_ACCESS
 from inference.front.context import FrontContext
 from inference.front.http_server import http_server
 from inference.front.request_log import with_ids
+from inference.front.rules import InferError
 from inference.front.workers import Workers
-from inference.host.calls import InferError
 from inference.host.http import KServeHttp
 from inference.host.models import HostedModel
 from inference.system.ports import pick_free_ports

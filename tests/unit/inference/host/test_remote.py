@@ -13,15 +13,15 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
-from inference.backend.requests import InferRequest
+from inference.backend.requests import InferRequest, RawTensor
 from inference.decoding.rows import SessionTurn
+from inference.front.rules import InferError
 from inference.front.validation import SentRequest
-from inference.host.calls import InferError
 from inference.host.messages import infer_response
 from inference.host.models import HostedModel
 from inference.host.release_2_51 import Cancellations
 from inference.host.remote import TritonConnection, remote_models, stream_error
-from inference.host.tensors import RawTensor, as_array
+from inference.host.tensors import as_array
 from tests.fake_triton import FakeTriton, RefusedError, served
 
 CONFIG = {

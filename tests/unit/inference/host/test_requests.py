@@ -14,13 +14,15 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from inference.backend.metrics import METRICS, ModelMetric, family_lines
 from inference.backend.requests import InferRequest, Responses
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.infer_messages import read_message
+from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import GenerateRequest, read_generate, read_infer
-from inference.host.calls import InferError, Mailbox
+from inference.host.engine_process import Mailbox
 from inference.host.messages import (
     generate_request,
     generated,
@@ -30,7 +32,7 @@ from inference.host.messages import (
     with_bytes,
 )
 from inference.host.models import HostedModel, OpenSessions
-from inference.host.statistics import MetricRegistry, triton_metrics
+from inference.host.statistics import triton_metrics
 from inference.host.tensors import array_of, raw_of
 
 CONFIG = {
@@ -196,14 +198,17 @@ def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
     lines = list(triton_metrics([model.statistics]))
     assert 'nv_inference_request_success{model="m",version="1"} 1' in lines
     assert 'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 1' in lines
-    registry = MetricRegistry()
-    family = registry(name="slipway_s", description="Seconds", kind=registry.HISTOGRAM)
-    metric = family.Metric(labels={"model": 'a"b'}, buckets=[0.1, 1])
-    for value in (0.05, 0.5, 5):
+
+
+def test_a_histogram_counts_what_is_up_to_each_bound() -> None:
+    row = next(each for each in METRICS if each.name == "slipway_request_queue_seconds")
+    metric = ModelMetric(row, {"model": 'a"b'})
+    for value in (0.005, 0.5, 500):
         metric.observe(value)
-    assert [line.rpartition(" ")[2] for line in registry.lines()][2:] == [
-        "3", "5.5499999999999998", "1", "2", "3"
-    ]  # fmt: skip
+    lines = [*family_lines(row.name, row.text, "histogram", metric.samples())][2:]
+    assert lines[0] == 'slipway_request_queue_seconds_count{model="a\\"b"} 3'
+    found = {line.split('le="')[-1] for line in lines}
+    assert {'0.005"} 1', '0.25"} 1', '0.5"} 2', '120"} 2', '+Inf"} 3'} <= found
 
 
 def test_a_canary_that_a_busy_model_refuses_is_no_failure() -> None:

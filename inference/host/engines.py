@@ -1,0 +1,139 @@
+"""Models with an engine, each in a process of its own, as the server's process asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from inference.backend.arguments import ModelArguments
+from inference.backend.engine_model import EngineModel
+from inference.backend.metrics import ModelMetric
+from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
+from inference.host.engine_process import GIVE_UP, LOST, READ_METRICS, LoadOrder, Mailbox
+from inference.host.engine_start import started_engine
+
+_END_S = 10.0  # for the ranks to end
+
+
+class EngineProcess:
+    """The process of one engine; it ends with this one.
+
+    Attributes:
+        steps: that the engine has made, as far as it has said.
+    """
+
+    def __init__(self, folder: Path, lose: Callable[[str], None]) -> None:
+        """Start it for the model of a folder; `lose` is called with the reason once it has failed.
+
+        It ends with the thread that starts it, which is the event loop's.
+        """
+        self.steps = 0
+        self._name, self._lose = folder.name, lose
+        self._numbers = itertools.count(LOST + 1)
+        self._waiting: dict[int, asyncio.Queue[Any]] = {}
+        self._process, self._link = started_engine(str(folder.parent))
+        self._loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(self._loop)
+        self._loop.add_reader(self._link.fileno(), self._read)
+
+    async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
+        """Load a model, see `LoadOrder`. Raises ValueError if that is impossible."""
+        if problem := await self._asked(LoadOrder(kind, arguments)):
+            raise ValueError(problem)
+
+    async def metrics(self) -> list[ModelMetric]:
+        """Return the metrics of the model. Raises ModelError."""
+        found: list[ModelMetric] = await self._asked(READ_METRICS)
+        return found
+
+    async def infer(
+        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
+    ) -> Responses:
+        """Yield the responses, see `TritonModel`."""
+        tokens: list[list[int]] = []
+        final = False
+        with self._order(request) as (number, answers):
+            try:
+                while not final:
+                    answer = await answers.get()
+                    if isinstance(answer, ModelError):
+                        final = True
+                        raise answer
+                    outputs, final, waited_s = answer
+                    if TOKENS in outputs and not final:
+                        tokens = tokens or [[] for _ in outputs[TOKENS]]
+                        for ids, new in zip(tokens, outputs[TOKENS], strict=True):
+                            ids += new
+                        if not answers.empty():
+                            continue  # what comes next has these, too
+                        outputs = {TOKENS: tokens}
+                    if final:
+                        queued(waited_s)
+                    yield outputs, final
+            finally:
+                if not final:
+                    self._send(number, GIVE_UP)
+
+    async def _asked(self, order: Any) -> Any:
+        with self._order(order) as (_, answers):
+            answer = await answers.get()
+        if isinstance(answer, ModelError):
+            raise answer
+        return answer
+
+    @contextlib.contextmanager
+    def _order(self, order: Any) -> Any:
+        """Send an order; yield its number, and the queue of its answers."""
+        number = next(self._numbers)
+        answers = self._waiting[number] = asyncio.Queue[Any]()
+        try:
+            self._send(number, order)
+            yield number, answers
+        finally:
+            del self._waiting[number]
+
+    def _send(self, number: int, order: Any) -> None:
+        try:
+            self._link.send_bytes(pickle.dumps((number, order), pickle.HIGHEST_PROTOCOL))
+        except OSError:  # it has ended, or was closed
+            if (answers := self._waiting.get(number)) is not None:
+                answers.put_nowait(ModelError("the model's process has ended", "UNAVAILABLE"))
+
+    def _read(self) -> None:
+        try:
+            self.steps, batch = pickle.loads(self._link.recv_bytes())
+        except (EOFError, OSError):
+            self._loop.remove_reader(self._link.fileno())
+            self.steps, batch = self.steps, [(LOST, "its process has ended")]
+        for number, answer in batch:
+            self._mailbox.post(partial(self._take, number, answer))
+
+    def _take(self, number: int, answer: Any) -> None:
+        if number == LOST:
+            self._end(answer)
+        elif number in self._waiting:
+            self._waiting[number].put_nowait(answer)
+
+    def _end(self, reason: str) -> None:
+        text = f"{self._name} is out of service: {reason}"
+        for each in self._waiting.values():
+            each.put_nowait(ModelError(text, "UNAVAILABLE"))
+        self._lose(text)
+
+    async def close(self) -> None:
+        """End the engine, and its ranks; may be called again."""
+        if self._link.closed:
+            return
+        self._loop.remove_reader(self._link.fileno())
+        self._link.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _END_S)
+        self._process.kill()
+        self._process.wait()

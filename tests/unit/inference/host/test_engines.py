@@ -1,0 +1,133 @@
+"""Requests to an engine in a process of its own: answers, errors, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.backend.arguments import ModelArguments
+from inference.backend.requests import TOKENS, InferRequest, ModelError, RawTensor
+from inference.host.engines import EngineProcess
+from tests.unit.inference.host.engine_models import Scripted
+
+LIMIT_S = 60.0
+Use = Callable[[EngineProcess, list[str]], Coroutine[Any, Any, None]]
+
+
+def asked(does: str, **more: Any) -> InferRequest:
+    return InferRequest({"do": np.array([does.encode()], object)}, **more)
+
+
+async def answers(engine: EngineProcess, request: InferRequest, **more: Any) -> list[Any]:
+    found: list[Any] = []
+    async for outputs, final in engine.infer(request, **more):
+        grows = TOKENS in outputs
+        found.append(({TOKENS: [[*i] for i in outputs[TOKENS]]} if grows else outputs, final))
+    return found
+
+
+def with_engine(use: Use, **parameters: str) -> None:
+    """Run `use` with a loaded engine, and the reasons for which it is lost."""
+    given = {key: {"string_value": value} for key, value in parameters.items()}
+    arguments = ModelArguments({"name": "m", "parameters": given}, "/there/m")
+
+    async def main() -> None:
+        lost: list[str] = []
+        engine = EngineProcess(Path("/there/m"), lost.append)
+        try:
+            await engine.load(Scripted, arguments)
+            await use(engine, lost)
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_outputs_come_without_torch_and_tokens_as_they_grow() -> None:
+    async def use(engine: EngineProcess, lost: list[str]) -> None:
+        (half, first), (text, last) = await answers(engine, asked("tensors"))
+        assert (first, last, engine.steps) == (False, True, 7)
+        assert half["half"] == RawTensor("BF16", (2,), b"\x80\x3f" * 2)
+        assert half["whole"].tolist() == [0, 1]
+        assert (text["text"].tolist(), text["said"].tolist()) == ([b"a"], [1])
+        waited: list[float] = []
+        *_, (found, final) = await answers(engine, asked("tokens"), queued=waited.append)
+        assert found == {TOKENS: [[1, 3, 4], [2, 5, 6, 7]]}
+        assert (final, waited, lost) == (True, [0.5], [])
+
+    with_engine(use, a="b")
+
+
+def test_steps_that_are_taken_at_once_are_the_tokens_so_far() -> None:
+    async def use(engine: EngineProcess, _: list[str]) -> None:
+        found = await answers(engine, asked("tokens"))
+        states = [[[1], [2]], [[1, 3], [2]], [[1, 3, 4], [2, 5, 6]], [[1, 3, 4], [2, 5, 6, 7]]]
+        seen = [each[TOKENS] for each, _ in found]
+        assert seen == [each for each in states if each in seen]
+        assert seen[-1] == states[-1]
+
+    with_engine(use)
+
+
+def test_a_refusal_is_that_of_its_request_alone() -> None:
+    async def use(engine: EngineProcess, lost: list[str]) -> None:
+        other = asyncio.create_task(answers(engine, asked("tokens")))
+        with pytest.raises(ModelError) as caught:
+            await answers(engine, asked("refuse"))
+        assert (str(caught.value), caught.value.code) == ("too busy", "UNAVAILABLE")
+        assert await other
+        assert not lost
+
+    with_engine(use)
+
+
+def test_a_request_that_is_given_up_is_cancelled_there() -> None:
+    async def use(engine: EngineProcess, _: list[str]) -> None:
+        asking = asyncio.create_task(answers(engine, asked("wait")))
+        await answers(engine, asked("tokens"))  # the other has begun, too
+        asking.cancel()
+        await asyncio.wait([asking])
+        found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
+        while not found["slipway_requests_total", "cancelled"]:
+            found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
+
+    with_engine(use)
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"), [("end", "its process has ended"), ("leave", "a rank is gone")]
+)
+def test_a_lost_engine_fails_its_requests_with_the_reason(does: str, reason: str) -> None:
+    async def use(engine: EngineProcess, lost: list[str]) -> None:
+        waiting = asyncio.create_task(answers(engine, asked("wait")))
+        with pytest.raises(ModelError) as caught:
+            await answers(engine, asked(does))
+        assert caught.value.code == "UNAVAILABLE"
+        with pytest.raises(ModelError):
+            await waiting
+        assert lost == [f"m is out of service: {reason}"]
+
+    with_engine(use)
+
+
+def test_a_model_that_cannot_be_loaded_says_why() -> None:
+    async def use(_: EngineProcess, __: list[str]) -> None:
+        raise AssertionError("it is loaded")
+
+    with pytest.raises(ValueError, match="its weights are \ufffd none"):
+        with_engine(use, refuse="1")
+
+
+def test_a_closed_engine_leaves_no_process() -> None:
+    async def use(engine: EngineProcess, lost: list[str]) -> None:
+        await engine.close()
+        with pytest.raises(ModelError):
+            await answers(engine, asked("tokens"))
+        assert not lost
+
+    with_engine(use)
