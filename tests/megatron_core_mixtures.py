@@ -218,16 +218,22 @@ def _save(save: Mixture) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main() -> int:
-    """Save the checkpoints of a plan."""
-    from megatron.core.fusions import fused_softmax
+def without_transformer_engine() -> None:
+    """Let multi-latent attention be built where Transformer Engine is not installed."""
     from megatron.core.transformer import multi_latent_attention as latent
 
     # Up to 0.16 these are None without Transformer Engine.
     for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
         if not isinstance(vars(latent)[name], type):
             vars(latent)[name] = type(name, (), {})
+
+
+def main() -> int:
+    """Save the checkpoints of a plan."""
+    from megatron.core.fusions import fused_softmax
+
     vars(fused_softmax)["get_sliding_window_causal_mask"] = _window_mask
+    without_transformer_engine()
     return be_ranks(lambda item: _save(Mixture(**item)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests.megatron_core_mixtures import PlainAttention, without_transformer_engine
 from tests.megatron_ranks import be_ranks, run_ranks
 
 
@@ -49,17 +51,31 @@ def load_all(
 def _settings(args: argparse.Namespace, load: Load) -> Any:
     """Return megatron-core's settings of Megatron-LM's arguments, as its training makes them."""
     from megatron.core.activations import squared_relu
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     given, functional = vars(args), torch.nn.functional
-    same = (
+    same: tuple[str, ...] = (
         "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
         "normalization", "add_bias_linear", "num_query_groups", "qk_layernorm", "add_qkv_bias",
         "no_rope_freq", "window_size", "window_attn_skip_freq",
-        "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+        "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq",
+        "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups",
+        "moe_router_topk_scaling_factor", "moe_router_group_topk", "moe_shared_expert_gate",
+        "moe_shared_expert_intermediate_size", "rotary_interleaved",
     )  # fmt: skip
+    latent = (
+        "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim",
+        "qk_pos_emb_head_dim", "rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow",
+        "original_max_position_embeddings", "mscale", "mscale_all_dim",
+    )  # fmt: skip
+    kind: Any = TransformerConfig
+    if given.get("multi_latent_attention"):
+        kind, same = MLATransformerConfig, same + latent
     usual = functional.silu if args.swiglu else functional.gelu
-    return TransformerConfig(
+    return kind(
         **{name: given[name] for name in same if given.get(name) is not None},
         layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=args.swiglu,
@@ -83,14 +99,23 @@ def _model(args: argparse.Namespace, load: Load) -> Any:
     """Return this rank's share of the model that the arguments are of, with its own layers."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
 
     settings, given = _settings(args, load), vars(args)
-    layers = get_gpt_layer_local_spec(
-        num_experts=settings.num_moe_experts,
-        qk_layernorm=settings.qk_layernorm,
-        normalization=settings.normalization,
-    )
+    is_uneven = isinstance(settings.moe_layer_freq, list)
+    if is_uneven:
+        layers = get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
+        for layer in layers.layer_specs if given.get("multi_latent_attention") else ():
+            layer.submodules.self_attention.submodules.core_attention = PlainAttention
+    else:
+        layers = get_gpt_layer_local_spec(
+            num_experts=settings.num_moe_experts,
+            qk_layernorm=settings.qk_layernorm,
+            normalization=settings.normalization,
+        )
     facts = {
         # Megatron-LM pads the vocabulary where the ranks do not divide it.
         "vocab_size": -(-args.padded_vocab_size // load.tp_size) * load.tp_size,
@@ -155,10 +180,20 @@ def _hybrid_model(settings: Any, layer: Any, pattern: str, facts: dict[str, Any]
     return model.MambaModel(settings, spec, hybrid_override_pattern=pattern, **facts)
 
 
-def _in_transformer_engine(key: str, *, is_hybrid: bool, has_experts: bool) -> str:
+def _in_transformer_engine(key: str, args: argparse.Namespace) -> str:
     """Return the name of a norm of megatron-core's own layers in those of Transformer Engine."""
-    if is_hybrid:
-        key = key.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    given, attention = vars(args), "self_attention."
+    number = next(iter(re.findall(r"layers\.(\d+)\.", key)), None)
+    has_experts = given.get("num_experts") is not None
+    if number is not None and isinstance(given.get("moe_layer_freq"), list):
+        has_experts = bool(given["moe_layer_freq"][int(number)])
+    if given.get("hybrid_layer_pattern") is not None:
+        key = key.replace("input_layernorm.", f"{attention}linear_qkv.layer_norm_")
+    if given.get("multi_latent_attention"):
+        key = key.replace(f"{attention}linear_qkv.layer_norm_", "input_layernorm.")
+        for part in ("q", "kv"):
+            norm = f"{attention}linear_{part}_up_proj.layer_norm_"
+            key = key.replace(f"{attention}{part}_layernorm.", norm)
     fused, apart = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
     return key.replace(fused, apart) if has_experts else key.replace(apart, fused)
 
@@ -172,13 +207,9 @@ def _logits(load: Load) -> torch.Tensor | None:
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter.data, 7.0)
     wanted = model.sharded_state_dict()
-    names = {
-        "is_hybrid": getattr(args, "hybrid_layer_pattern", None) is not None,
-        "has_experts": getattr(args, "num_experts", None) is not None,
-    }
     for each in wanted.values():
         if hasattr(each, "key"):
-            each.key = _in_transformer_engine(each.key, **names)
+            each.key = _in_transformer_engine(each.key, args)
     loaded = dist_checkpointing.load({"model": wanted}, load.folder)
     model.load_state_dict(loaded["model"])
     ids = torch.tensor([load.ids])
@@ -217,6 +248,7 @@ def main() -> int:
         ones = torch.ones(queries, keys, dtype=torch.bool)
         return ~ones.triu(keys - queries - window[0]).tril(keys - queries + window[1])
 
+    without_transformer_engine()
     # Its own makes the mask on a GPU.
     vars(fused_softmax)["get_sliding_window_causal_mask"] = window_mask
     torch.serialization.add_safe_globals([argparse.Namespace])

@@ -191,6 +191,42 @@ GPT_OSS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
+_EXPERTS = {
+    **_LLAMA, "num_hidden_layers": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 20,
+    "rms_norm_eps": 1e-6, "pad_token_id": None,
+}  # fmt: skip
+_SIGMOID = {
+    **_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
+_LATENT = {
+    **_SIGMOID, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_shared_experts": 2,
+    "head_dim": 8, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+# Those with an expert that reads every token, and layers without experts.
+SHARED_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**_UNSIZED, **_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 28,
+         "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {**_SIGMOID, "n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_LATENT, "n_group": 4, "topk_group": 2}),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, "n_group": 4, "topk_group": 4, "topk_method": "greedy",
+         "norm_topk_prob": False},
+    ),
+}  # fmt: skip
+
+
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
@@ -351,7 +387,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 def model_of(name: str, **changes: Any) -> Any:
     """Return a random model whose every parameter matters: none is left at zero or one."""
-    known = {**MODELS, **MIXTURES, **GPT_OSS}
+    known = {**MODELS, **MIXTURES, **GPT_OSS, **SHARED_EXPERTS}
     base = max((each for each in known if name.startswith(each)), key=len)
     class_name, settings = known[base]
     settings = {**settings, **(VARIANTS[name] if name != base else {}), **changes}

@@ -38,7 +38,7 @@ _LETTERS = {
     "M": "Mamba",
     "G": "a gated delta network",
     "D": "DeepSeek's sparse attention",
-    "+": "multi-latent attention",
+    "+": "multi-latent attention without norms, which no model in transformers has",
 }
 # A block's layers, of which one may lack, and the kinds of layers that a decoder has.
 _BLOCK = re.compile(r"\*?[-E]|\*")
@@ -61,6 +61,8 @@ _KNOWN_SPEC = re.compile(
 # Settings that Megatron-LM's HybridModel has left without effect, in some releases or in all:
 # hybrid_builders.py does not pass them on.
 _WITHOUT_EFFECT = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+# Its rotary embedding has the angles of halves nevertheless (0.16 to 0.19), for pairs.
+_OF_PAIRS = "rotary_interleaved"
 
 Tensors = Mapping[str, Pieces]
 
@@ -122,6 +124,11 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
         for name in _WITHOUT_EFFECT
         if reader.format == "megatron" and config.get(name)
     ]
+    if config.get(_OF_PAIRS):
+        problems.append(
+            f"{_OF_PAIRS} = {config[_OF_PAIRS]!r:.100}: a HybridModel turns pairs of dimensions by "
+            "angles of others, which no model in transformers does"
+        )
     problems += [
         f"{name} = {config[name]!r:.100}: layers of its own, which may compute something else"
         for name in _SPECS

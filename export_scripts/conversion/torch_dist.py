@@ -94,9 +94,10 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
     names = {key: _hybrid_name(key) if is_hybrid else key for key in own}
     if is_hybrid:
         args = _hybrid_arguments(source, args, own, names)
+    # Layers of one kind are stacked. megatron/core/transformer/transformer_block.py
+    is_stacked = not is_hybrid and "moe_layer_freq" not in args
     places = {
-        tensor.key: _place(names[key], args, is_stacked=not is_hybrid)
-        for key, tensor in own.items()
+        tensor.key: _place(names[key], args, is_stacked=is_stacked) for key, tensor in own.items()
     }
     args = {**args, **_RUN, "bf16": kind == "bf16", "fp16": kind == "fp16"}
     common = {
@@ -175,11 +176,13 @@ def _hybrid_arguments(
             f"{path}: {_SPEC[1]} of HybridModel has no norms of queries and keys; write it for "
             f"GPTModel ({source.request.names['megatron_model']}=gpt)"
         )
+    experts = args.get("moe_layer_freq") or [int("num_experts" in args)] * count
     hybrid = {
         **args,
         **{key: [flag for flag in args[key] for _ in "*-"] for key in _PER_LAYER if args.get(key)},
         "num_layers": 2 * count,
-        "hybrid_layer_pattern": ("*E" if "num_experts" in args else "*-") * count,
+        "hybrid_layer_pattern": "".join("*" + "-E"[flag] for flag in experts),
+        "moe_layer_freq": None,
         "is_hybrid_model": True,
         "spec": _SPEC,
     }

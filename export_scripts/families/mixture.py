@@ -31,7 +31,7 @@ from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.families.mapping.names import Names, whole_names
-from export_scripts.families.mapping.rotary import yarn_growth
+from export_scripts.families.mapping.rotary import rotary_fraction, yarn_growth
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
 from export_scripts.families.mapping.sources import Constant, Copy, Nesting, Rows, Sources
@@ -597,32 +597,73 @@ def _core_config(facts: Facts) -> MixtureConfig:
 
 
 def _core_args(config: MixtureConfig, is_tied: bool) -> list[Fields]:
-    return [
-        {
-            **args,
-            "num_experts": config.expert_num,
-            "moe_ffn_hidden_size": config.inter_size,
-            "moe_router_topk": config.experts_per_token,
-            "moe_router_pre_softmax": not config.normalized_routing,
-        }
-        for args in core.dense_args(config, is_tied)
-    ]
+    is_softmax = config.router_scores == "softmax"
+    own = {
+        "num_experts": config.expert_num,
+        "ffn_hidden_size": config.dense_inter_size or config.inter_size,
+        "moe_ffn_hidden_size": config.inter_size,
+        "moe_router_topk": config.experts_per_token,
+        "moe_router_pre_softmax": is_softmax and not config.normalized_routing,
+        "moe_router_score_function": config.router_scores,
+        "moe_router_enable_expert_bias": config.has_router_correction,
+        "moe_router_topk_scaling_factor": config.routed_scale if config.routed_scale != 1 else None,
+        "moe_shared_expert_intermediate_size": config.shared_inter_size or None,
+        "moe_shared_expert_gate": config.has_shared_gate,
+    }
+    if config.dense_layers:
+        own["moe_layer_freq"] = [*map(int, config.expert_layers)]
+    if config.group_num > 1:
+        own["moe_router_num_groups"] = config.group_num
+        own["moe_router_group_topk"] = config.group_topk
+    return [{**args, **own, **_latent_args(config)} for args in core.dense_args(config, is_tied)]
+
+
+def _latent_args(config: MixtureConfig) -> Fields:
+    """Return the arguments of multi-latent attention, whose norms are Megatron's qk_layernorm."""
+    if config.kv_lora_rank is None:
+        return {}
+    scaling = config.rotary_scaling
+    yarn = (
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    )
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "kv_channels": config.v_head_dim,
+        "num_query_groups": config.head_num,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.size_per_head,
+        "v_head_dim": config.v_head_dim,
+        "rotary_percent": rotary_fraction(config.rotary_embedding, config.size_per_head),
+        "rotary_interleaved": False,  # as it always is there, in pairs
+        "rope_type": "yarn" if scaling else "rope",
+        "rotary_scaling_factor": scaling.get("factor", 1.0),
+        **{name: scaling[name] for name in yarn if name in scaling},
+    }
 
 
 def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
     # A norm is fused with what alone reads its output: not that of experts, which the router reads
     # too. megatron-core's own layers have once named it so nevertheless.
-    def norm(layer: int) -> str:
+    def norm(layer: int, *, has_experts: bool) -> str:
         fused, apart = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm"
-        is_apart = facts.has(f"{CORE_LAYER}{apart}.weight".format(layer=layer))
-        is_apart = is_apart or not facts.reader.tensors  # a checkpoint to write
-        return apart if is_apart else fused
+        if not facts.reader.tensors:  # a checkpoint to write
+            return apart if has_experts else fused
+        return apart if facts.has(f"{CORE_LAYER}{apart}.weight".format(layer=layer)) else fused
 
     names = core_names(facts) | whole_names(
         CORE_LAYER,
         {
-            "post_attention_layernorm": norm(config.first_dense % config.num_layer),
-            "dense_layernorm": norm((*config.dense_layers, 0)[0]),
+            "post_attention_layernorm": norm(
+                config.first_dense % config.num_layer, has_experts=True
+            ),
+            "dense_layernorm": norm((*config.dense_layers, 0)[0], has_experts=False),
             "mlp.router": "mlp.router",
             _CORRECTION: "mlp.router.expert_",
             EXPERT + "dense_h_to_4h": _CORE_EXPERT + "linear_fc1",
@@ -664,7 +705,9 @@ def _core_latent_names(facts: Facts) -> dict[str, str]:
     }
     for part, norm in (("query", "q"), ("key_value", "kv")):
         fused = f"{names[f'attention.{part}_up']}.layer_norm_"
-        is_fused = facts.has(f"{CORE_LAYER}{fused}weight".format(layer=0))
+        is_fused = not facts.reader.tensors or facts.has(
+            f"{CORE_LAYER}{fused}weight".format(layer=0)
+        )
         names[f"attention.{part}_down_norm"] = (
             fused if is_fused else f"self_attention.{norm}_layernorm"
         )

@@ -23,6 +23,8 @@ CASES = [
     ("gpt2", "hybrid"), ("qwen2", "gpt"), ("qwen3", "gpt"), ("smollm3", "hybrid"),
     ("mistral", "gpt"), ("qwen2-some-windows", "hybrid"), ("mixtral", "gpt"),
     ("mixtral", "hybrid"), ("qwen3-moe", "gpt"),
+    ("glm", "gpt"), ("qwen2_moe", "gpt"), ("glm4_moe", "gpt"), ("deepseek_v3", "gpt"),
+    ("deepseek_v2", "gpt"),
 ]  # fmt: skip
 # Tensor-parallel ranks and pipeline stages.
 RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]

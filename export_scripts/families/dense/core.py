@@ -200,6 +200,7 @@ def dense_args(config: DenseConfig, _: bool) -> list[Fields]:
             "use_rotary_position_embeddings": True,
             "rotary_base": int(config.rotary_base),
             "rotary_percent": rotary_fraction(config.rotary_embedding, config.size_per_head),
+            "rotary_interleaved": config.rotary_interleaved,
             "use_rope_scaling": kind == "llama3",
             "rope_scaling_factor": scaling.get("factor", 8.0),
             "rotary_seq_len_interpolation_factor": (

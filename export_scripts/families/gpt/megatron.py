@@ -284,7 +284,8 @@ def core_names(facts: Facts) -> Fields:
     qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
     # A checkpoint to write, which has no tensors yet, has those of Transformer Engine.
     norm = f"{CORE_LAYER}{qkv}.layer_norm_weight".format(layer=0)
-    fused = not facts.reader.tensors or facts.has(norm)
+    is_latent = facts.config.get("multi_latent_attention")
+    fused = facts.has(norm) if facts.reader.tensors else not is_latent
     names = {
         "model.wte": "model.embedding.word_embeddings",
         "model.wpe": "model.embedding.position_embeddings",

@@ -1,10 +1,10 @@
 """Settings of other libraries, each known: computed with, without effect, or not expressible.
 
 The tables next to this module list every name, how it is used, and values: of a setting that stands
-in the way, those that change nothing (the library's default first), of others their defaults. A
-setting that no table names is refused, as it may change what is computed without a trace in the
-tensors. Names and defaults are the libraries' own (tests/library_settings.py adds those of a new
-release).
+in the way, those that change nothing (the library's default first), of others their defaults. All
+that begin with one word are one line (`sglang_*`). A setting that no table names is refused, as it
+may change what is computed without a trace in the tensors. Names and defaults are the libraries'
+own (tests/library_settings.py adds those of a new release).
 """
 
 import functools
@@ -121,7 +121,7 @@ def obstacles(source: Table, table: Mapping[str, KnownSetting], free: set[str]) 
     for name, value in source.items():
         if value in _EMPTY:
             continue
-        known = table.get(name)
+        known = table.get(name) or table.get(f"{name.partition('_')[0]}_*")
         if known is None:
             found[name] = f"{name} = {value!r:.100} is not known, and may change what is computed"
         elif known.use not in free and value not in known.values:

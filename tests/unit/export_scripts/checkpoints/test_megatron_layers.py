@@ -204,6 +204,7 @@ def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state: Tensors, tmp_path
             "is beyond the pattern's 6 layers",
         ),
         ({"use_rope_scaling": True}, "use_rope_scaling = True"),
+        ({"rotary_interleaved": True}, "rotary_interleaved = True"),
         ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor = 2"),
         ({"spec": ["mine", "my_stack_spec"]}, "spec = ['mine', 'my_stack_spec']"),
     ],

@@ -27,10 +27,11 @@ from tests.tiny_transformers import write_model
 SAME = (
     "llama", "llama-tied", "llama-biases", "llama-no-groups", "llama-linear", "mistral", "qwen2",
     "qwen3", "starcoder2", "nemotron-plain", "gpt2", "gpt2-untied", "gpt2-exact-gelu",
-    "mixtral", "qwen3-moe",
+    "mixtral", "qwen3-moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "deepseek_v2", "glm",
+    "ernie4_5",
 )  # fmt: skip
 HYBRID = ("llama", "llama-tied", "llama-biases", "mistral", "qwen2", "starcoder2", "gpt2",
-          "mixtral")  # fmt: skip
+          "mixtral", "qwen2_moe")  # fmt: skip
 
 
 def write(name: str, folder: Path) -> Path:
@@ -104,6 +105,23 @@ def test_experts_are_stacked_as_grouped_layers_read_them(tmp_path: Path) -> None
     assert name in described
 
 
+def test_layers_of_two_kinds_have_a_tensor_each(tmp_path: Path) -> None:
+    """Norms are where Transformer Engine's layers read them."""
+    source = write_model("deepseek_v3", tmp_path / "deepseek")
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    described: Any = FileSystemReader(folder / "release").read_metadata().state_dict_metadata
+    shapes = {name: tuple(each.size) for name, each in described.items() if hasattr(each, "size")}
+    assert shapes["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"] == (24,)
+    assert shapes["decoder.layers.1.pre_mlp_layernorm.weight"] == (24,)
+    assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"] == (8, 24, 20)
+    assert shapes["decoder.layers.0.input_layernorm.weight"] == (24,)
+    assert shapes["decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight"] == (24,)
+    stated = (folder / "megatron_arguments.txt").read_text().splitlines()
+    assert {"--multi-latent-attention", "--moe-layer-freq [0,1,1,1]", "--rope-type yarn"} <= {
+        *stated
+    }
+
+
 def test_arguments_are_those_of_the_model(tmp_path: Path) -> None:
     source = write_model("qwen2", tmp_path / "qwen2")
     folder = convert(request(source, tmp_path / "out", megatron_model="hybrid")).ft_dir
@@ -134,6 +152,8 @@ def test_arguments_are_those_of_the_model(tmp_path: Path) -> None:
         ("bloom", "gpt", "position is alibi"),
         ("gptj", "gpt", "what a gptj does"),
         ("qwen3", "hybrid", "no norms of queries and keys"),
+        ("deepseek_v3", "hybrid", "no norms of queries and keys"),
+        ("glm", "hybrid", "rotary_interleaved"),
         ("llama-linear", "hybrid", "rotary_seq_len_interpolation_factor"),
     ],
 )

@@ -53,6 +53,17 @@ def test_every_setting_of_the_installed_transformers_is_known() -> None:
     assert not elsewhere, "run python -m tests.library_settings huggingface"
 
 
+def test_what_trainers_add_to_megatron_s_arguments_is_known() -> None:
+    own = {
+        "rollout_batch_size": 128,
+        "sglang_mem_fraction_static": 0.7,
+        "advantage_estimator": "grpo",
+    }
+    assert megatron_obstacles(own | {"router_policy": "cache_aware"}) == {}
+    found = megatron_obstacles({"custom_model_provider_path": "mine.model", "sglangx": 1})
+    assert found.keys() == {"custom_model_provider_path", "sglangx"}
+
+
 def test_each_setting_has_a_use() -> None:
     core = list(library_table("megatron").values())
     uses = {known.use for known in core}
