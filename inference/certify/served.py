@@ -1,7 +1,9 @@
 """Log probabilities of a running endpoint against those of the source, or of a training step."""
 
+import itertools
 import json
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +18,16 @@ from inference.evaluation.openai_client import OpenAIClient, listed_model
 from inference.evaluation.task import EvaluationError
 from inference.front.access import Credentials
 
-# Spellings in a row that training wrote: our own, then those of NeMo-RL (train_data_step*.jsonl),
-# slime (--save-debug-train-data and --save-debug-rollout-data) and verl (its batch).
+# Spellings in a row that training wrote: our own, then those of NeMo-RL (train_data_step*.jsonl:
+# nemo_rl/utils/logger.py, log_batched_dict_as_jsonl), slime (--save-debug-train-data and
+# --save-debug-rollout-data: slime/observability) and verl (the tensors of its DataProto).
 _TOKENS = ("token_ids", "tokens", "input_ids")
 _PROMPTS = ("prompt_ids", "prompts")
 _ANSWERS = ("response_ids", "responses")
 _LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "generation_logprobs",
               "rollout_log_probs")  # fmt: skip
-_MASKS = ("token_loss_mask", "loss_mask", "response_mask")
+_MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask")
+_PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
 _ROWS = ("samples", "rollout_data")  # of a .pt file
 _SAME = 1e-6
 _TIMEOUT_S = 600.0
@@ -166,35 +170,61 @@ def read_training_rows(path: Path) -> list[ScoredRow]:
 
 
 def _read(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix == ".pt":
-        table = torch.load(path, map_location="cpu", weights_only=True)
-        own = next((table[name] for name in _ROWS if name in table), table)
-        if isinstance(own, list):
-            yield from own
-        else:  # a list for each field
-            fields = {name: each for name, each in own.items() if isinstance(each, list)}
-            for values in zip(*fields.values(), strict=True):
-                yield dict(zip(fields, values, strict=True))
+    if path.suffix != ".pt":
+        with path.open(encoding="utf-8") as file:
+            for line in filter(str.strip, file):
+                yield from _unbatched(json.loads(line))
         return
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, filter(str.strip, file))
+    try:
+        table = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: expected lists and tensors alone: {reason}") from error
+    own = next((table[name] for name in _ROWS if name in table), table)
+    for each in own if isinstance(own, list) else [own]:
+        yield from _unbatched(each)
+
+
+def _unbatched(table: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a table; NeMo-RL's has one, of whose fields each is a list around it."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"a row is {type(table).__name__}; expected an object with its fields")
+    tokens = next((table[name] for name in (*_TOKENS, *_ANSWERS) if name in table), ())
+    if not len(tokens) or torch.as_tensor(tokens[0]).ndim == 0:
+        yield table
+        return
+    fields = {
+        name: each
+        for name, each in table.items()
+        if isinstance(each, list | torch.Tensor) and len(each) == len(tokens)
+    }
+    for number in range(len(tokens)):
+        yield {name: each[number] for name, each in fields.items()}
 
 
 def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
-    ids, prompt, answer, log_probs, mask = (
+    ids, prompt, answer, log_probs, mask, padding = (
         next((row[name] for name in names if row.get(name) is not None), None)
-        for names in (_TOKENS, _PROMPTS, _ANSWERS, _LOG_PROBS, _MASKS)
+        for names in (_TOKENS, _PROMPTS, _ANSWERS, _LOG_PROBS, _MASKS, _PADDING)
     )
     if ids is None and answer is not None:
-        ids = [*(prompt or []), *answer]
+        ids = [*(() if prompt is None else prompt), *answer]
     if ids is None or log_probs is None:
         wanted = f"{', '.join(_TOKENS)} with one of {', '.join(_LOG_PROBS)}"
         raise ValueError(f"{where} has {', '.join(row)}; expected one of {wanted}")
-    own = tuple(map(int, ids[: row.get("input_lengths", len(ids))]))  # NeMo-RL pads its rows
-    known = _of_last(map(float, log_probs), len(own), math.nan)
-    used = _of_last(mask or (), len(own), True)
-    pairs = zip(known, used, strict=True)
-    return ScoredRow(own, tuple(value if use else math.nan for value, use in pairs))
+    known, used, real = (
+        _of_last(() if each is None else each, len(ids), filler)
+        for each, filler in ((log_probs, math.nan), (mask, True), (padding, True))
+    )
+    length = int(row.get("input_lengths", len(ids)))  # NeMo-RL pads its rows behind them
+    tokens = [
+        (int(token), float(value) if use else math.nan)
+        for token, value, use, is_real in itertools.islice(
+            zip(ids, known, used, real, strict=True), length
+        )
+        if is_real
+    ]
+    return ScoredRow(tuple(token for token, _ in tokens), tuple(value for _, value in tokens))
 
 
 def _of_last(values: Iterable[Any], count: int, filler: Any) -> list[Any]:

@@ -138,21 +138,39 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
         if number == 0:
             scores[4] += error
         rows.append((ids, scores))
-    if form == "slime":
+    if form.startswith("slime"):
         samples = [
             {"tokens": ids, "response_length": len(ids) - 2, "rollout_log_probs": scores[2:],
              "loss_mask": [1] * (len(ids) - 2)}
             for ids, scores in rows
         ]  # fmt: skip
+        if form == "slime's training":
+            samples = [
+                {"tokens": torch.tensor(each["tokens"]), "loss_masks": torch.ones(2 + 2 * (not n)),
+                 "log_probs": torch.tensor(each["rollout_log_probs"]),
+                 "rollout_log_probs": torch.zeros(len(each["rollout_log_probs"]))}
+                for n, each in enumerate(samples)
+            ]  # fmt: skip
         path = folder / "rollout.pt"
         torch.save({"rollout_id": 0, "samples": samples}, path)
+        return path
+    if form == "verl's batch":  # prompts are padded on the left, answers on the right
+        batch = {
+            "prompts": [[0, *ids[:2]] for ids, _ in rows],
+            "responses": [[*ids[2:], 0, 0][:4] for ids, _ in rows],
+            "old_log_probs": [[*scores[2:], 0.0, 0.0][:4] for _, scores in rows],
+            "response_mask": [[1] * 4, [1, 1, 0, 0]],
+            "attention_mask": [[0, *[1] * 6], [0, *[1] * 4, 0, 0]],
+        }
+        path = folder / "batch.pt"
+        torch.save({name: torch.tensor(each) for name, each in batch.items()}, path)
         return path
     lines = {
         "plain": lambda ids, scores: {"token_ids": ids, "logprobs": scores},
         "NeMo-RL": lambda ids, scores: {
-            "token_ids": [*ids, 0, 0], "prev_logprobs": [*scores, 0, 0],
-            "generation_logprobs": [0] * (len(ids) + 2), "input_lengths": len(ids),
-            "token_loss_mask": [0, 0, *[1] * (len(ids) - 2), 0, 0],
+            "content": ["x"], "token_ids": [[*ids, 0, 0]], "prev_logprobs": [[*scores, 0, 0]],
+            "generation_logprobs": [[0] * (len(ids) + 2)], "input_lengths": [len(ids)],
+            "token_loss_mask": [[0, 0, *[1] * (len(ids) - 2), 0, 0]], "idx": 0,
         },
         "verl": lambda ids, scores: {
             "prompts": ids[:2], "responses": ids[2:], "old_log_probs": scores[2:],
@@ -165,7 +183,8 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
 
 
 @pytest.mark.parametrize(("form", "tokens"), [("plain", 8), ("NeMo-RL", 6), ("verl", 6),
-                                              ("slime", 6)])  # fmt: skip
+                                              ("verl's batch", 6), ("slime", 6),
+                                              ("slime's training", 6)])  # fmt: skip
 def test_training_step_is_compared_with_the_server(
     form: str, tokens: int, server: Server, tmp_path: Path
 ) -> None:
@@ -185,6 +204,7 @@ def test_training_step_is_compared_with_the_server(
         (["--training", "{file}"], "--training is for a server"),
         ([], "name SOURCE and FOLDER"),
         (["--training", "{file}", "--endpoint", "http://127.0.0.1:9"], "row 0 has text; expected"),
+        (["--training", "{code}", "--endpoint", "http://127.0.0.1:9"], "lists and tensors alone"),
     ],
 )
 def test_what_cannot_be_asked_ends_with_2(
@@ -192,5 +212,7 @@ def test_what_cannot_be_asked_ends_with_2(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "x"}\n')
-    assert main([each.format(file=file) for each in words]) == 2
+    code = tmp_path / "batch.pt"
+    torch.save(Path("x"), code)
+    assert main([each.format(file=file, code=code) for each in words]) == 2
     assert message in capsys.readouterr().err
