@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_WARM_UPS = 2  # libraries choose and allocate in the first runs, which must not be recorded
 _LOG_S = 5.0
 
 # Sizes of graphs in tokens: up to a bound, and the step between them.
@@ -109,15 +108,14 @@ def record_graph(
     """Return a graph of what `run` launches, and what it returned: the graph's outputs.
 
     Args:
-        run: Launches kernels on fixed memory; it is run several times.
+        run: Launches kernels on fixed memory; it is run twice.
         device: A GPU.
         pool: Memory of other graphs, of which no two run at the same time; None for none.
     """
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            run()
+        run()  # libraries choose and allocate in the first run, which must not be recorded
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # NCCL's threads query their events meanwhile, which must not end the recording.
