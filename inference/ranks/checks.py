@@ -30,17 +30,10 @@ def check_ranks(
     Raises:
         ValueError: with every problem found.
     """
-    problems = []
-    if placement.data_type not in WEIGHT_DATA_TYPES:
-        types = ", ".join(WEIGHT_DATA_TYPES)
-        problems.append(f"data_type={placement.data_type!r} must be one of {types}")
-    if placement.kv_cache_dtype not in KV_CACHE_DTYPES:
-        types = ", ".join(KV_CACHE_DTYPES)
-        problems.append(f"kv_cache_dtype={placement.kv_cache_dtype!r} must be one of {types}")
-    sizes = {"tensor_para_size": placement.tp_size, "pipeline_para_size": placement.pp_size}
-    wrong = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
-    problems += wrong
-    if not wrong:
+    device, problems = _device(placement.device, needed_devices or placement.world_size)
+    wrong = _wrong(architecture, placement, device)
+    problems = [text for text, is_wrong in wrong.items() if is_wrong] + problems
+    if placement.tp_size >= 1 and placement.pp_size >= 1:
         layout = ParallelLayout(0, placement.tp_size, placement.pp_size)
         depths = {architecture.num_layer}
         if isinstance(architecture, EncoderDecoderArchitecture):
@@ -48,48 +41,49 @@ def check_ranks(
         problems += _problems(partial(check_architecture, architecture, layout.tp_size))
         for depth in depths:
             problems += _problems(partial(layout.layers, depth))
-    device, device_problems = _device(placement.device, needed_devices or placement.world_size)
-    problems += device_problems
-    problems += _matrix_problems(architecture, placement, device)
     if problems:
         raise ValueError("\n".join(problems))
     return replace(placement, device=device)
 
 
-def _matrix_problems(architecture: Architecture, placement: Placement, device: str) -> list[str]:
-    int8_mode, found = placement.int8_mode, []
-    if int8_mode not in (0, 1):
-        found.append(f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits")
-    if int8_mode == 1 and isinstance(architecture, EncoderArchitecture):
-        found.append("int8_mode=1 is not supported for BERT; use 0")
-    if int8_mode and placement.fp8:
-        found.append("int8_mode=1 and fp8=1 are two forms of the same matrices; set one of them")
-    if placement.fp8 and isinstance(architecture, EncoderArchitecture):
-        found.append("fp8=1 is not supported for BERT; use 0")
-    if placement.batch_invariant and not isinstance(architecture, DecoderArchitecture):
-        found.append("batch_invariant=1 is for decoder-only models; use 0")
-    in_16_bits = device == "cuda" and placement.data_type in ("fp16", "bf16")
-    found += [
-        f"{name}=1 needs a GPU and data_type fp16 or bf16; the device is {device}, and "
-        f"data_type={placement.data_type}"
-        for name in ("fp8", "batch_invariant")
-        if getattr(placement, name) and not in_16_bits
-    ]
-    if placement.kv_cache_dtype != "auto" and isinstance(architecture, EncoderArchitecture):
-        found.append(f"kv_cache_dtype={placement.kv_cache_dtype}: BERT has no cache; use auto")
-    in_fp8 = {
-        "fp8=1": (placement.fp8 and in_16_bits, "int8_mode=1"),
-        f"kv_cache_dtype={placement.kv_cache_dtype}": (
-            placement.kv_cache_dtype != "auto" and device == "cuda",
-            "auto",
+def _wrong(architecture: Architecture, placement: Placement, device: str) -> dict[str, bool]:
+    """Return whether each of the possible problems of a placement is one."""
+    p, on_gpu = placement, device == "cuda"
+    is_bert = isinstance(architecture, EncoderArchitecture)
+    in_16_bits = on_gpu and p.data_type in ("fp16", "bf16")
+    lacks_16_bits = f"needs a GPU and data_type fp16 or bf16; the device is {device}, and"
+    fp8_cache = p.kv_cache_dtype != "auto"
+    lacks_fp8 = False
+    if on_gpu and (fp8_cache or (p.fp8 and in_16_bits)):
+        lacks_fp8 = torch.cuda.get_device_capability() < (8, 9)
+    old = "needs a GPU of compute capability 8.9 or more (Ada, Hopper); use"
+    types, cache_types = ", ".join(WEIGHT_DATA_TYPES), ", ".join(KV_CACHE_DTYPES)
+    return {
+        f"data_type={p.data_type!r} must be one of {types}": p.data_type not in WEIGHT_DATA_TYPES,
+        f"kv_cache_dtype={p.kv_cache_dtype!r} must be one of {cache_types}": (
+            p.kv_cache_dtype not in KV_CACHE_DTYPES
         ),
+        f"tensor_para_size={p.tp_size} must be at least 1": p.tp_size < 1,
+        f"pipeline_para_size={p.pp_size} must be at least 1": p.pp_size < 1,
+        f"int8_mode={p.int8_mode} is not supported; use 0, or 1 for weights of 8 bits": (
+            p.int8_mode not in (0, 1)
+        ),
+        "int8_mode=1 is not supported for BERT; use 0": p.int8_mode == 1 and is_bert,
+        "int8_mode=1 and fp8=1 are two forms of the same matrices; set one of them": (
+            p.int8_mode != 0 and p.fp8
+        ),
+        "fp8=1 is not supported for BERT; use 0": p.fp8 and is_bert,
+        "batch_invariant=1 is for decoder-only models; use 0": (
+            p.batch_invariant and not isinstance(architecture, DecoderArchitecture)
+        ),
+        f"fp8=1 {lacks_16_bits} data_type={p.data_type}": p.fp8 and not in_16_bits,
+        f"batch_invariant=1 {lacks_16_bits} data_type={p.data_type}": (
+            p.batch_invariant and not in_16_bits
+        ),
+        f"kv_cache_dtype={p.kv_cache_dtype}: BERT has no cache; use auto": fp8_cache and is_bert,
+        f"fp8=1 {old} int8_mode=1": lacks_fp8 and p.fp8 and in_16_bits,
+        f"kv_cache_dtype={p.kv_cache_dtype} {old} auto": lacks_fp8 and fp8_cache,
     }
-    found += [
-        f"{name} needs a GPU of compute capability 8.9 or more (Ada, Hopper); use {other}"
-        for name, (is_set, other) in in_fp8.items()
-        if is_set and torch.cuda.get_device_capability() < (8, 9)
-    ]
-    return found
 
 
 def _problems(check: Callable[[], object]) -> list[str]:
