@@ -96,16 +96,6 @@ def test_ranks_that_choose_penalise_from_the_second_token_on(
         assert answers(choosing, request) == expected
 
 
-def test_ranks_and_stages_give_the_same_tokens(ft_dirs: dict[int, Path], engine: Engine) -> None:
-    prompts = prompts_of(6)
-    options = {"beam_width": 2, "ia3_tasks": [0, 1, 0, 1, 0, 1]}
-    expected = engine.generate(request_of(engine, prompts, 9, **options)).rows
-    bounds = EngineOptions(max_lanes=SLOTS)
-    with Engine(ft_dirs[2], Placement(tp_size=2, pp_size=2, device="cpu"), options=bounds) as other:
-        ours = other.generate(request_of(other, prompts, 9, **options)).rows
-    assert [row.output_ids for row in ours] == [row.output_ids for row in expected]
-
-
 def test_each_row_has_its_own_ia3_task(engine: Engine) -> None:
     prompt = prompts_of(6)[5]
     ours = answers(engine, request_of(engine, [prompt, prompt], 10, ia3_tasks=[1, 0]))

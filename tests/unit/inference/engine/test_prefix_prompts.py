@@ -13,12 +13,14 @@ from export_scripts.families.layout.config import PromptTask
 from inference.decoding.rows import RequestError, SessionTurn
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
+from inference.model.kv_cache import prefix_source
 from inference.model.step import Segment
-from inference.ranks.decoder_rank import DecoderRank
+from inference.ranks.base import RankBase
 from inference.ranks.plan import StepPlan
-from inference.ranks.settings import Placement, RankSettings
+from inference.ranks.settings import Placement
 from tests.contract import request_of
 from tests.ft_folders import gpt_config, write_gpt, write_random
+from tests.rank_threads import logits_of, on_ranks
 
 TASKS = (PromptTask(task_name="one", prompt_length=2), PromptTask(task_name="two", prompt_length=3))
 MEANING = {"one": [7, 8], "two": [9, 10, 11]}
@@ -36,13 +38,15 @@ def write_family(family: str, target: Path, *, tp_size: int = 1, **changes: Any)
 
 def cached(ft_dir: Path, tokens: list[int]) -> torch.Tensor:
     """Return what a plain model caches for tokens, (layers, 2, heads, tokens, size)."""
-    settings = RankSettings(ft_dir=str(ft_dir), rank=0, device="cpu", slots=1, max_len=8, threads=1)
-    rank = DecoderRank(settings)
     plan = StepPlan(tokens, (Segment(0, 0, len(tokens)),), [len(tokens) - 1])
-    assert rank.run(plan) is not None
-    read = rank.cache.reader(0, 1, len(tokens))
-    parts = [torch.stack(read(layer)) for layer in range(rank.cache.shape.num_layer)]
-    return torch.stack(parts)[:, :, 0]  # one slot
+
+    def work(rank: RankBase) -> torch.Tensor:
+        rank.run(plan)
+        read = rank.cache.reader(0, 1, len(tokens))
+        parts = [torch.stack(read(layer)) for layer in range(rank.cache.shape.num_layer)]
+        return torch.stack(parts)[:, :, 0]  # one slot
+
+    return on_ranks(ft_dir, work)
 
 
 def write_prefixes(family: str, target: Path, *, tp_size: int = 1) -> Path:
@@ -80,9 +84,18 @@ def test_a_prefix_acts_as_the_tokens_it_was_taken_from(
 
 
 def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> None:
-    folder = write_prefixes("gptj", tmp_path, tp_size=2)
-    with Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu")) as engine:
-        check(engine)
+    folder, meaning, ids = write_prefixes("gptj", tmp_path, tp_size=2), MEANING["two"], [3, 20, 4]
+    whole = logits_of(tmp_path / "plain" / "1-gpu", meaning + ids, tp_size=1, pp_size=1)
+    move = (prefix_source(1), 0, 0, len(meaning))
+    plan = StepPlan(ids, (Segment(0, len(meaning), len(ids)),), range(len(ids)), moves=(move,))
+
+    def work(rank: RankBase) -> torch.Tensor | None:
+        result = rank.run(plan)
+        return None if result is None else result.logits[:, : whole.shape[1]]
+
+    logits = on_ranks(folder, work, tp_size=2, pp_size=2)
+    assert logits is not None
+    torch.testing.assert_close(logits, whole[len(meaning) :], rtol=1e-4, atol=1e-4)
 
 
 def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path: Path) -> None:
