@@ -95,7 +95,10 @@ def open_checkpoint(
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     path, name = chosen_entry(Path(path), name)
-    found = recognise_format(path)
+    try:
+        found = recognise_format(path)
+    except OSError as error:  # a file went while its folder was listed
+        raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error
     _, open_format = FORMATS[found]
     if found == "nemo":
         depths = base.config if base else None

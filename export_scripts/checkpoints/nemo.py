@@ -124,7 +124,8 @@ def _model_folder(path: Path) -> Path:
 
 def _is_distributed_nemo(path: Path) -> bool:
     """Return whether a folder is a distributed checkpoint of NeMo, not of Megatron-LM."""
-    if is_distributed(path / WEIGHTS) or is_distributed(path / _DISTRIBUTED):
+    # NeMo-RL has a folder weights/, too, which torch saves alone.
+    if any((path / folder / METADATA_NAME).is_file() for folder in (WEIGHTS, _DISTRIBUTED)):
         return True
     common = path / "common.pt"
     if not is_distributed(path) or not common.is_file():

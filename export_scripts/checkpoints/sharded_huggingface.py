@@ -87,12 +87,12 @@ def is_sharded(path: Path) -> bool:
 
 
 def _last_folder(path: Path) -> Path:
-    """Return the folder that a run's file names as its last, else the path itself."""
+    """Return the folder in a run's that its file names as the last, else the path itself."""
     for name, form in _LATEST.items():
         if (path / name).is_file():
-            folder = path / form.format(read_small(path / name).decode(errors="replace").strip())
-            if folder.is_dir():
-                return folder
+            named = form.format(read_small(path / name).decode(errors="replace").strip())
+            if named != ".." and named == Path(named).name and (path / named).is_dir():
+                return path / named
     return path
 
 

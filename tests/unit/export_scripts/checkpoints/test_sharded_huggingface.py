@@ -100,6 +100,14 @@ def nemo_rl(folder: Path, tensors: Tensors, model: Path) -> Path:
     return folder
 
 
+def nemo_rl_policy(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """Without a folder for the model in its weights, as NeMo-RL's first worker saves them."""
+    policy = folder / "policy"
+    save_alone(policy / "weights", {"model": tensors})
+    copy_settings(model, policy)
+    return policy
+
+
 def automodel(folder: Path, tensors: Tensors, model: Path) -> Path:
     """Shards of safetensors with their places, written by hand as torch's writer does."""
     weights = folder / "model"
@@ -156,7 +164,16 @@ def core_without_arguments(model: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "trainer",
-    [accelerate, accelerate_weights, app_state, nemo_rl, automodel, chunks, verl_megatron],
+    [
+        accelerate,
+        accelerate_weights,
+        app_state,
+        nemo_rl,
+        nemo_rl_policy,
+        automodel,
+        chunks,
+        verl_megatron,
+    ],
 )
 def test_every_trainer_s_folder_becomes_the_model_s(
     model: Path, tmp_path: Path, trainer: Callable[[Path, Tensors, Path], Path]
@@ -470,6 +487,16 @@ def test_what_is_no_part_of_a_tensor_is_named(tmp_path: Path) -> None:
     torch.save({"model.a": 3}, folder / "model_world_size_1_rank_0.pt")
     with pytest.raises(ValueError, match=r"model\.a is 3: expected a tensor"):
         rank_tensors(folder)
+
+
+@pytest.mark.parametrize("named", ["..", "../other", "/", ".", ""])
+def test_a_run_s_file_leads_to_no_folder_outside(model: Path, tmp_path: Path, named: str) -> None:
+    for name in ("run", "other"):
+        save_alone(tmp_path / name / "weights", {"model": read_tensors(model)})
+        copy_settings(model, tmp_path / name)
+    (tmp_path / "run" / "latest").write_text(named)
+    (note,) = open_checkpoint(tmp_path / "run").remarks
+    assert f"took the weights in {tmp_path / 'run' / 'weights'}" in note
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
