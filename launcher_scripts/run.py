@@ -371,11 +371,7 @@ def submit_jobs(
         for run in runs:
             run.announce(name, after)
             announced.append(run.jobs[name])
-        handles = (
-            [launcher.submit(jobs[0], after)]
-            if folder is None
-            else launcher.submit_array(jobs, after, folder)
-        )
+        handles = launcher.submit(*jobs, after=after, array=folder)
     except SubmissionError as error:
         changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
         for job in announced:

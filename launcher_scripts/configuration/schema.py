@@ -86,7 +86,9 @@ class ClusterSection:
         "GPUs of one node; null: the cluster has no GPU resource", within=(1, 64)
     )
     gpus_per_task: int | None = option("GPUs bound to each task", None, within=(1, 64))
-    mem: Any = option("memory per node: 0 is all of it, other numbers are GB", None)
+    mem: int | float | str | None = option(
+        "memory per node: 0 is all of it, other numbers are GB", None
+    )
     job_name_prefix: str = option("put in front of every job's name")
     srun_args: list[str] = option("appended to every srun", [])
     mpi: str | None = option("MPI flavour of multi-node steps", "pmix")

@@ -168,8 +168,12 @@ class Launcher(ABC):
     def render(self, job: Job, after: str) -> str:
         """Return the submission script without submitting it; `after` is the job's dependency."""
 
-    def submit(self, job: Job, after: str, *, patience_s: float = PATIENCE_S) -> JobHandle:
-        """Start or queue the job, whose files are already in place.
+    def submit(
+        self, *jobs: Job, after: str = "", array: Path | None = None, patience_s: float = PATIENCE_S
+    ) -> Sequence[JobHandle]:
+        """Start or queue a job, or several as an array with its files in `array`.
+
+        The files of each are already in place.
 
         Raises:
             SubmissionError: the cluster refuses it, or does not answer for so long.
@@ -188,10 +192,6 @@ class Launcher(ABC):
     def largest_array(self) -> int:
         """Return how many jobs an array can have."""
         return sys.maxsize
-
-    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> Sequence[JobHandle]:
-        """Queue jobs as an array, whose files are in `folder`, as `submit` does one."""
-        raise NotImplementedError  # where nothing fits one
 
 
 def fill(template: str, **values: Any) -> str:

@@ -141,14 +141,17 @@ class LocalLauncher(Launcher):
         del after
         return job_script(job, self.step(job), job.submitit_folder / "JOB_ID")
 
-    def submit(self, job: Job, after: str, *, patience_s: float = 0.0) -> LocalHandle:
+    def submit(
+        self, *jobs: Job, after: str = "", array: Path | None = None, patience_s: float = 0.0
+    ) -> list[LocalHandle]:
         """Start the script of a job, in a session of its own.
 
         Its dependency must be satisfied: nothing is queued. The terminal's Ctrl-C reaches only the
         launcher, which stops the job gracefully. CUDA_VISIBLE_DEVICES is left as it is; submitit's
         own launcher empties it for a job that requests no GPU.
         """
-        del after, patience_s
+        del after, array, patience_s
+        (job,) = jobs
         # The start time, with a number if that exists.
         stamp, limit_min = f"{datetime.now():%m%d_%H%M%S}", job.stage.job.resources.time_limit_min
         names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
@@ -186,7 +189,8 @@ class LocalLauncher(Launcher):
             end_processes_of_job(mark)
             raise
         ends_at = time.monotonic() + max(60 * limit_min - _GRACE_S, 30 * limit_min)
-        return self.handle_class(job, job_id, log_path, process, paths.result_pickle, mark, ends_at)
+        result = paths.result_pickle
+        return [self.handle_class(job, job_id, log_path, process, result, mark, ends_at)]
 
     def step(self, job: Job) -> JobStep | None:
         """Return what starts the processes of the stage; None for the job's first process."""

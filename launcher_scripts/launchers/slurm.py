@@ -97,10 +97,6 @@ class SlurmLauncher(Launcher):
         """Return the batch script; needs no Slurm."""
         return batch_script(job, after)
 
-    def submit(self, job: Job, after: str, *, patience_s: float = PATIENCE_S) -> SlurmHandle:
-        """Queue the job. Raises SubmissionError with sbatch's message."""
-        return self._submit([job], after, None, patience_s)[0]
-
     def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
         first = shape(jobs[0])
@@ -110,19 +106,15 @@ class SlurmLauncher(Launcher):
         """Return how many jobs an array can have on this cluster."""
         return largest_array()
 
-    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> list[SlurmHandle]:
-        """Queue jobs of one shape. Raises SubmissionError with sbatch's message."""
-        return self._submit(jobs, after, folder, PATIENCE_S)
-
-    def _submit(
-        self, jobs: Sequence[Job], after: str, folder: Path | None, patience_s: float
+    def submit(
+        self, *jobs: Job, after: str = "", array: Path | None = None, patience_s: float = PATIENCE_S
     ) -> list[SlurmHandle]:
-        """Queue jobs as an array with this folder, or a job alone without one."""
-        first, place = jobs[0], (folder or jobs[0].folder).resolve() / SUBMITIT_NAME
+        """Queue a job, or an array of one shape. Raises SubmissionError with sbatch's message."""
+        first, place = jobs[0], (array or jobs[0].folder).resolve() / SUBMITIT_NAME
         place.mkdir(parents=True, exist_ok=True)
         script = place / f"{uuid.uuid4().hex}.sh"
-        script.write_text(batch_script(first, after, array=folder, size=len(jobs)))
-        if folder is not None:
+        script.write_text(batch_script(first, after, array=array, size=len(jobs)))
+        if array is not None:
             write_json(place / FOLDERS_NAME, [str(job.folder.resolve()) for job in jobs])
         pickles = [script.with_suffix(f".{number}.pkl") for number in range(len(jobs))]
         for path, job in zip(pickles, jobs, strict=True):
@@ -133,9 +125,9 @@ class SlurmLauncher(Launcher):
         array_id = _queue(script, patience_s=patience_s)
         handles = []
         for number, (path, job) in enumerate(zip(pickles, jobs, strict=True)):
-            job_id = array_id if folder is None else f"{array_id}_{number}"
+            job_id = array_id if array is None else f"{array_id}_{number}"
             path.rename(JobPaths(place, job_id).submitted_pickle)
-            log = log_path(job, job_id, folder)
+            log = log_path(job, job_id, array)
             record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
             handles.append(SlurmHandle(job, job_id, log))
         return handles

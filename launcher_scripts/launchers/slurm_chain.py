@@ -111,7 +111,7 @@ class _Keeper:
         stage = replace(self._stage, predecessor=self._id, ends_at=self._ends_at)
         try:
             following = replace(job, stage=stage)
-            handle = self._launcher.submit(following, after, patience_s=_ORDER_S)
+            (handle,) = self._launcher.submit(following, after=after, patience_s=_ORDER_S)
             self._successor = handle.job_id
         except SubmissionError as error:  # such as a limit of queued jobs
             log_line(

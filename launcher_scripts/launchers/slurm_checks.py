@@ -10,6 +10,7 @@ from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.launchers.slurm_limits import (
     problems_of_accounting,
     problems_of_partition,
+    refusals,
     room_in_queue,
 )
 from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
@@ -18,17 +19,12 @@ from stages.base import Stage
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
-_MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
-_OPTION = re.compile(r"[a-z][a-z0-9_-]*")
 # Options that belong to the launcher, which would lose the job, its logs or its result.
 _OWN = (
     "array", "clusters", "dependency", "error", "help", "input", "job-name", "kill-on-invalid-dep",
     "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "quiet", "signal",
     "test-only", "time", "usage", "version", "wait", "wrap",
 )  # fmt: skip
-# Slurm, doc/man/man1/sbatch.1: `type:job[+minutes][:job...]`, joined by , or ?; jobs of arrays too.
-_JOBS = r"\d+(_(\d+|\*))?(\+\d+)?"
-_DEPENDENCY = re.compile(rf"((singleton|[a-z]+(:{_JOBS})+)([,?]|$))*")
 _DEPENDENCY_KEYS = ("cluster.dependency", "export.run.dependency")
 # An option in a #SBATCH line of the script ends with its line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -42,7 +38,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     images = {key: image for key, image in named.items() if image is not None}
     is_inside = any(in_container(config, each.name) for each in stages)
     by_name = {"cluster.srun_args": config.cluster.srun_args} if is_inside else {}
-    problems = [*_options(config), *_gpus(config, stages), *_images(config, images)]
+    problems = [*_options(config), *_images(config, images)]
     problems += [*([] if is_inside or not stages else _without_container(config)), *_paths(config)]
     if config.is_dry_run:
         return problems
@@ -52,7 +48,8 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
             "cluster_type=local or dry_run=true.",
         ]
-    problems += [*problems_of_partition(config, stages), *_problems_of_pyxis(images or by_name)]
+    problems += [*refusals(config, stages), *_problems_of_pyxis(images or by_name)]
+    problems += problems_of_partition(config, stages)
     problems += problems_of_accounting(config, stages)
     if (room := room_in_queue(config)) is not None and room.free < len(stages):
         problems.append(f"the run has {len(stages)} jobs, {room}; wait for them.")
@@ -86,17 +83,9 @@ def _problems_of_mpi(kind: str) -> Iterator[str]:
 
 
 def _options(config: Config) -> Iterator[str]:
-    for key in _DEPENDENCY_KEYS:
-        if not _DEPENDENCY.fullmatch(value := config.at(key) or ""):
-            yield (
-                f"{key}={value} is not a dependency for sbatch; write singleton, or TYPE:ID such "
-                "as afterok:12, several joined by a comma; null for none."
-            )
     for name, value in config.cluster.additional_parameters.items():
         key = f"cluster.{name}"
-        if not _OPTION.fullmatch(str(name)):
-            yield f"{key}: {name} is not an option of sbatch."
-        elif str(name).replace("_", "-") in _OWN:
+        if str(name).replace("_", "-") in _OWN:
             yield (
                 f"{key}={value}: the launcher sets this option itself, from the keys of the stages "
                 "and of the cluster; leave it out."
@@ -105,13 +94,6 @@ def _options(config: Config) -> Iterator[str]:
             yield f"{key}={value}: expected a single value, as sbatch takes it after --{name}=."
         if isinstance(value, str) and _CONTROL.search(value):
             yield f"{key}={value!r}: an option of sbatch is one line; remove the line break."
-    mem = config.cluster.mem
-    is_number = isinstance(mem, (int, float)) and not isinstance(mem, bool) and mem >= 0
-    if not (mem is None or is_number or (isinstance(mem, str) and _MEMORY.fullmatch(mem))):
-        yield (
-            f"cluster.mem={mem} is not an amount of memory; write 0 for all of a node, a number "
-            "of GB, a text such as 500M, or null."
-        )
 
 
 def _without_container(config: Config) -> Iterator[str]:
@@ -139,26 +121,6 @@ def _paths(config: Config) -> Iterator[str]:
             yield (
                 f"{key}={path!r}: Slurm writes no log to a path with a backslash or a control "
                 "character; choose another folder."
-            )
-
-
-def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Compare the stages' GPUs with those of a node and of a task in the configuration."""
-    most, per_task = config.cluster.gpus_per_node, config.cluster.gpus_per_task
-    for stage in stages:
-        resources = stage.job.resources
-        asked, tasks = resources.gpus_per_node or 0, resources.tasks_per_node
-        if most is not None and asked > most:
-            yield (
-                f"{stage.name} requests {asked} GPUs of a node, and cluster.gpus_per_node={most}; "
-                "lower deploy.gpus_per_node or export.run.gpus_per_node, or correct the cluster's."
-            )
-        if per_task and asked and tasks * per_task != asked:
-            fitting = f"{asked // tasks} or null" if asked % tasks == 0 else "null"
-            yield (
-                f"cluster.gpus_per_task={per_task}: {stage.name} needs {asked} GPUs of a node for "
-                f"{tasks} {'task' if tasks == 1 else 'tasks'}, and Slurm refuses a job whose "
-                f"numbers disagree; set cluster.gpus_per_task={fitting}."
             )
 
 

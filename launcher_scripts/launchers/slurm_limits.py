@@ -1,64 +1,85 @@
-"""The limits of partitions and of a user's association, compared with the jobs of a run.
+"""What Slurm says of jobs beforehand: `sbatch --test-only`, and limits that it does not test.
 
-Slurm takes some jobs that exceed them, and never starts those.
+Slurm takes some jobs that exceed the limits of a partition, an association or a QOS, and never
+starts those.
 """
 
+import functools
 import getpass
+import os
 import re
-from collections import Counter
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.time_limit import minutes, slurm_notation
-from launcher_scripts.launchers.base import Room, settings_section
-from launcher_scripts.launchers.slurm_script import further_options, memory
-from launcher_scripts.launchers.slurm_state import ask_slurm
+from launcher_scripts.launchers.base import Job, Room, clean_environment, settings_section
+from launcher_scripts.launchers.slurm_script import further_options, sbatch_options, words_of
+from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
 from stages.base import Stage
 
-# From sinfo: partition (the default one with *), its longest job, smallest and largest number of
-# nodes; and of nodes that are alike: their number, generic resources and MB.
-_SINFO = "%P|%l|%s|%D|%G|%m"
-_MEMORY = "MB"  # among the generic resources
-_MB_OF = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 _MOST_OF_ARRAY = 1001  # Slurm's default of MaxArraySize
+# What holds at the moment alone. Slurm, src/common/slurm_errno.c
+_NO_NODES = "Requested node configuration is not available"
+_QUEUE_IS_FULL = "Job violates accounting/QOS policy"
+_AWAY = "down,drain,fail,maint,no_respond,unknown"  # states of nodes that may come back
+
+
+def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield why sbatch would refuse the jobs of stages, in its own words."""
+    for stage in stages:
+        options = sbatch_options(Job(stage, config), "")
+        logs = {"output", "error", "job-name"}
+        words = words_of({name: each for name, each in options.items() if name not in logs})
+        answer = _tested(tuple(words))
+        if answer.status in (None, 0) or _QUEUE_IS_FULL in answer.error:
+            continue
+        if _NO_NODES in answer.error and _has_nodes_away():
+            continue
+        command = shlex.join(["sbatch", "--test-only", *words])
+        yield f"{stage.name}: {' '.join(answer.error.split())}, says {command}."
+
+
+@functools.cache
+def _tested(words: Sequence[str]) -> SlurmAnswer:
+    command = ["sbatch", "--test-only", *words, "--wrap=true"]
+    return ask_slurm(command, environment=clean_environment(os.environ))
+
+
+def _has_nodes_away() -> bool:
+    answer = ask_slurm(["sinfo", "-h", "-t", _AWAY, "-o", "%D"])
+    return answer.status != 0 or bool(answer.text.strip())
 
 
 def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield why no partition that the jobs name, or the default one, would ever start them."""
-    rows = _table(["sinfo", "-h", "-e", "-o", _SINFO])
-    known = sorted({row[0].rstrip("*") for row in rows})
-    default = next((row[0].rstrip("*") for row in rows if row[0].endswith("*")), "")
+    # Partition (the default one with *), its longest job, smallest and largest number of nodes of
+    # one, and nodes of a kind.
+    rows = [row for row in _table(["sinfo", "-h", "-o", "%P|%l|%s|%D"]) if len(row) == 4]
+    default = ",".join({row[0].rstrip("*") for row in rows if row[0].endswith("*")})
     partition = config.cluster.partition or further_options(config).get("partition") or default
-    wanted = str(partition).split(",") if partition else []
-    if unknown := [name for name in wanted if known and name not in known]:
-        yield (
-            f"cluster.partition={partition}: unknown partition {', '.join(unknown)}; known "
-            f"partitions: {', '.join(known)}."
-        )
-        return
     # A QOS may replace the limit of a partition by its own.
     is_lifted = any("PartitionTimeLimit" in row[1] for row in _qos(config, "flags"))
-    described = [row for row in rows if len(row) == _SINFO.count("|") + 1]
-    nodes_of = {
-        name: [row[1:] for row in described if row[0].rstrip("*") == name] for name in wanted
-    }
+    of_each = [
+        [row for row in rows if row[0].rstrip("*") == name] for name in str(partition).split(",")
+    ]
     for stage in stages:
         reasons = [
-            _too_long(stage, name, nodes[0][0], is_lifted) or _too_large(config, stage, name, nodes)
-            for name, nodes in nodes_of.items()
-            if nodes
+            ("" if is_lifted else _too_long(stage, own[0][0].rstrip("*"), own[0][1]))
+            or _too_many(stage, own)
+            for own in filter(None, of_each)
         ]
         if all(reasons):
             yield from reasons
 
 
-def _too_long(stage: Stage, owner: str, limit: str, is_lifted: bool = False) -> str:
+def _too_long(stage: Stage, owner: str, limit: str) -> str:
     """Return why a stage's time limit exceeds another one, empty if it does not."""
     longest, asked = None, stage.job.resources.time_limit_min
     with suppress(ValueError):  # empty, or infinite
         longest = minutes(limit, key="")
-    if is_lifted or longest is None or asked <= longest:
+    if longest is None or asked <= longest:
         return ""
     more = ", or let a chain of jobs serve longer (deploy.uptime)" if stage.name == "deploy" else ""
     return (
@@ -67,58 +88,18 @@ def _too_long(stage: Stage, owner: str, limit: str, is_lifted: bool = False) -> 
     )
 
 
-def _too_large(config: Config, stage: Stage, partition: str, nodes: Sequence[Sequence[str]]) -> str:
+def _too_many(stage: Stage, rows: Sequence[Sequence[str]]) -> str:
     """Return why a partition has not the nodes that a stage needs, empty if it has."""
-    asked = stage.job.resources
-    wanted = generic_resources(config.cluster.gres or "")
-    wanted["gpu"] = max(wanted["gpu"], asked.gpus_per_node or 0)
-    wanted[_MEMORY] = _megabytes(config.cluster.mem if asked.mem_gb is None else asked.mem_gb)
-    fitting, kinds = 0, []
-    for _, _, count, resources, size_mb in nodes:
-        have = generic_resources(resources)
-        have[_MEMORY] = _number(size_mb)
-        fitting += _number(count) * (wanted <= have)
-        kinds.append(f"{_number(count)} of {_shown(have)}")
-    most = nodes[0][1].rpartition("-")[2]
-    largest = min(fitting, int(most)) if most.isdigit() else fitting
-    if asked.nodes <= largest:
+    asked, most = stage.job.resources.nodes, rows[0][2].rpartition("-")[2]
+    largest = sum(int(row[3]) for row in rows)
+    if most.isdigit():
+        largest = min(largest, int(most))
+    if asked <= largest:
         return ""
     return (
-        f"{stage.name} needs {asked.nodes} nodes of {_shown(wanted)}, and partition {partition} "
-        f"gives a job at most {largest} (its nodes: {'; '.join(kinds)}); change the parallel "
-        "sizes, cluster.gpus_per_node (null where Slurm manages no GPUs), cluster.gres, "
-        "cluster.mem, the stage's mem_gb, or cluster.partition."
+        f"{stage.name} needs {asked} nodes, and partition {rows[0][0].rstrip('*')} gives a job at "
+        f"most {largest}; change the parallel sizes, cluster.gpus_per_node or cluster.partition."
     )
-
-
-def generic_resources(text: str) -> Counter[str]:
-    """Return the numbers of generic resources by name and by `name:type`.
-
-    Slurm writes them as `gpu:8`, `gpu:a100:8(S:0-1)`, `gpu:a100:2,gpu:v100:2`, `gpu`, and others
-    with a unit or a flag: `mps:1K`, `lustre:no_consume:4G`; `(null)` is none.
-    """
-    found: Counter[str] = Counter()
-    for each in re.sub(r"\([^)]*\)", "", text).split(","):
-        words = [word for word in re.split("[:/]", each) if word not in ("", "gres", "no_consume")]
-        number = re.fullmatch(r"(\d+)[KMGT]?", words[-1]) if len(words) > 1 else None
-        for count in range(1, len(words) + (number is None)):
-            found[":".join(words[:count])] += int(number[1]) if number else 1
-    return found
-
-
-def _shown(resources: Counter[str]) -> str:
-    words = [f"{count} {name}" for name, count in resources.items() if count]
-    return ", ".join(words) or "any kind"
-
-
-def _megabytes(amount: object) -> int:
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", (memory(amount) or "0").upper())
-    return int(int(found[1]) * _MB_OF[found[2] or "M"]) if found else 0
-
-
-def _number(text: str) -> int:
-    """Return a number of sinfo, where `+` says that some have more."""
-    return int("".join(filter(str.isdigit, text)) or 0)
 
 
 def problems_of_accounting(config: Config, stages: Sequence[Stage]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,14 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
     if array is not None:
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
-    flags = [flag(name, value) for name, value in sorted(options.items())]
+    flags = map(_quoted, words_of(options))
     variables = {
         JOB_ID_VARIABLE: job_id,
         # Another cluster with nodes of this machine may count to the same id.
         MARK_VARIABLE: f"slurm-{job_id}:{shlex.quote(str(folder))}",
         "SUBMITIT_EXECUTOR": "slurm",
     }
-    return job_script(job, step_of(job), folder, flags=[*filter(None, flags)], variables=variables)
+    return job_script(job, step_of(job), folder, flags=[*flags], variables=variables)
 
 
 def _needs_gpus(job: Job) -> bool:
@@ -142,16 +142,26 @@ def memory(value: Any) -> str | None:
     return f"{value:g}GB" if float(value).is_integer() else f"{int(value * 1024)}MB"
 
 
-def flag(name: str, value: Any) -> str | None:
-    """Return `--name=value`, a bare `--name` for True, and None for null and False.
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Return options by name as words of a command line: --name=value, and a bare --name for True.
 
-    In a line of a script sbatch takes a backslash for an escape also within quotes (Slurm,
-    _get_argument in src/sbatch/opt.c).
+    Those of the values None and False are left out.
     """
-    if value is None or value is False:
-        return None
-    quoted = shlex.quote(str(value)).replace("\\", "\\\\")
-    return f"--{name}" if value is True else f"--{name}={quoted}"
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in sorted(options.items())
+        if value is not None and value is not False
+    ]
+
+
+def _quoted(word: str) -> str:
+    """Return an option as a line of a script has it.
+
+    sbatch takes a backslash for an escape there also within quotes (Slurm, _get_argument in
+    src/sbatch/opt.c).
+    """
+    name, is_set, value = word.partition("=")
+    return name + is_set + (shlex.quote(value).replace("\\", "\\\\") if is_set else "")
 
 
 def step_of(job: Job) -> JobStep | None:

@@ -90,7 +90,7 @@ def test_refused_job_is_explained_and_nothing_stays_queued(
     assert run.run_all(wait=False) == 1
     assert "Invalid --begin specification" in capsys.readouterr().out
     with pytest.raises(SubmissionError, match="--begin"):
-        run.launcher.submit(run.jobs["write"], "")
+        run.launcher.submit(run.jobs["write"])
     # A job of an earlier test may still be ending.
     until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "an empty queue")
 

@@ -364,12 +364,12 @@ def test_command_that_nohup_starts_outlives_its_terminal(
 
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
-    run, _ = make_run(WriteStage(settings(tmp_path, "write")))
-    run.announce("write", "")
-    handle = run.launcher.submit(run.jobs["write"], "")
+    run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
+    run.announce("sleep", "")
+    (handle,) = run.launcher.submit(run.jobs["sleep"])
     handle.stop(0)
     assert handle.poll() == "cancelled"
-    record = read_record(tmp_path / "write" / "job.json")
+    record = read_record(tmp_path / "sleep" / "job.json")
     assert record is not None
     assert record.state == "cancelled"
 

@@ -13,12 +13,12 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
-    flag,
     memory,
     mounts,
     profile_notes,
     sbatch_options,
     step_of,
+    words_of,
 )
 from launcher_scripts.stage_table import build_stage
 
@@ -42,15 +42,13 @@ def options(name: str, *words: str, after: str = "") -> dict[str, object]:
     return {key: value for key, value in found.items() if value is not None and value is not False}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None), (False, None), (True, "--x"), (3, "--x=3"), ("a b", "--x='a b'"),
-        ("D\\user", "--x='D\\\\user'"),  # sbatch takes a backslash for an escape
-    ],
-)  # fmt: skip
-def test_null_and_false_leave_a_flag_out(value: object, expected: str | None) -> None:
-    assert flag("x", value) == expected
+def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script() -> None:
+    given = {"a": None, "b": False, "c": True, "d": 0, "e": "a b", "f": "D\\user"}
+    assert words_of(given) == ["--c", "--d=0", "--e=a b", "--f=D\\user"]
+    words = ["cluster=bcm", "+cluster.comment='D\\user s'"]
+    script = batch_script(job(configure(*words), "convert"), "")
+    # sbatch takes a backslash for an escape.
+    assert "#SBATCH --comment='D\\\\user s'\n" in script
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def submit(tmp_path: Path, *, patience_s: float = 2.0) -> SlurmHandle:
     run = make_run(WriteStage(settings(tmp_path, "write")))
     run.announce("write", "")
-    handle = run.launcher.submit(run.jobs["write"], "", patience_s=patience_s)
+    (handle,) = run.launcher.submit(run.jobs["write"], patience_s=patience_s)
     assert isinstance(handle, SlurmHandle)
     return handle
 

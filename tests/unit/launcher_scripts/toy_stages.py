@@ -75,9 +75,8 @@ class SleepStage(WriteStage):
     name = "sleep"
 
     def run(self, progress: Progress) -> Summary:
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True
-        )
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True, **silent)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.target.with_suffix(".pid").write_text(str(child.pid))
         progress.update("sleeping")
