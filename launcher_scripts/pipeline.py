@@ -84,38 +84,34 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
             f"certify.endpoint={config.certify.endpoint} is asked before deploy starts a server; "
             "run stages=[certify] once the server is up, or set certify.endpoint=null."
         )
-    planned: dict[str, PlannedStage] = {}
-
-    def build(name: str) -> Stage | None:
+    # Each stage of the plan, and the stage that needs it if it was not requested; the last first.
+    needed_by: dict[str, str | None] = dict.fromkeys(requested)
+    chosen: list[Stage] = []
+    for name in reversed(STAGES):
+        if name not in needed_by:
+            continue
         try:
-            return build_stage(name, config, context, problems)
+            stage = build_stage(name, config, context, problems)
         except ValueError as error:
             problems.append(str(error))
-            return None
-
-    for wanted in requested:
-        chain: list[tuple[Stage, str | None]] = []  # the missing prerequisites, and the stage
-        name: str | None = wanted
-        needed_by: str | None = None
-        while name is not None and (stage := build(name)) is not None:
-            if needed_by is None or not _is_there(stage):
-                chain.insert(0, (stage, needed_by))
-            needed = _needed_by(name, config)
-            name, needed_by = None if needed in requested else needed, name
-        for stage, needed_by in chain:
-            if stage.name not in planned:
-                planned[stage.name] = _planned(stage, planned, needed_by)
+            continue
+        if needed_by[name] is None or not _is_there(stage):
+            chosen.insert(0, stage)
+            if (before := _needed_by(name, config)) is not None:
+                needed_by.setdefault(before, name)
+    planned: dict[str, PlannedStage] = {}
+    for stage in chosen:
+        planned[stage.name] = _planned(stage, planned, needed_by[stage.name])
     evaluate = planned.get("evaluate")
     if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
         reason = "not needed: the evaluation is finished"  # the only stage that needs the server
         planned["deploy"] = replace(
             planned["deploy"], runs=False, state="not needed", reason=reason
         )
-    stages = [planned[name] for name in STAGES if name in planned]
-    to_run = [each for each in stages if each.runs]
+    to_run = [each for each in planned.values() if each.runs]
     for each in to_run:
         problems += [*each.finding.problems, *each.stage.check()]
-    return Plan(tuple(stages), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
+    return Plan(tuple(planned.values()), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
 
 
 def _leave_export_out(requested: list[str], engine: str) -> list[str]:

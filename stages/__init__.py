@@ -1,13 +1,6 @@
-"""The stages of the pipeline, in its order: picklable callables with plain data."""
+"""The stages of the pipeline: picklable callables with plain data, each in a module of its name.
 
-from stages.base import Stage
-from stages.certify import CertifyStage
-from stages.convert import ConvertStage
-from stages.deploy import DeployStage
-from stages.evaluate import EvaluateStage
-from stages.export import ExportStage
+A job imports its own alone.
+"""
 
-STAGES: dict[str, type[Stage]] = {
-    each.name: each
-    for each in (ConvertStage, CertifyStage, ExportStage, DeployStage, EvaluateStage)
-}
+STAGES = ("convert", "certify", "export", "deploy", "evaluate")  # in their order

@@ -148,21 +148,28 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         else:
             given.append(parsed)
     always = [f"hydra.searchpath=[file://{place.extra_dir}]"] if place.extra_dir else []
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(place.folder), version_base="1.3"):
-        try:
-            files = _merged(place.name, [*always, *choices])
-        except _OBJECTIONS as error:
-            problems.append(f"{place.path} is unusable: {objection(error)}.")
-            return Composition(None, tuple(problems))
-        config, more = _with_overrides(files, given)
+    try:
+        files, whole = _merged(place, (*always, *choices))
+    except _OBJECTIONS as error:
+        problems.append(f"{place.path} is unusable: {objection(error)}.")
+        return Composition(None, tuple(problems))
+    HydraConfig.instance().set_config(whole)
+    config, more = _with_overrides(files, given)
     return Composition(config if has_files else None, (*problems, *more))
 
 
-def _merged(name: str, choices: Sequence[str]) -> DictConfig:
-    """Return the files of a root as untyped data. Raises the errors of Hydra and OmegaConf."""
-    config = compose(name, overrides=list(choices), return_hydra_config=True)
-    HydraConfig.instance().set_config(config)
+@functools.cache
+def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, DictConfig]:
+    """Return the files of a root as untyped data, and what Hydra has composed of them.
+
+    A sweep or a watch composes many times, and reads them once.
+
+    Raises:
+        HydraException, OmegaConfBaseException, ValueError, YAMLError: A file is unusable.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(place.folder), version_base="1.3"):
+        config = compose(place.name, overrides=list(choices), return_hydra_config=True)
     values = OmegaConf.to_container(config)
     assert isinstance(values, dict)
     del values["hydra"]
@@ -170,7 +177,7 @@ def _merged(name: str, choices: Sequence[str]) -> DictConfig:
     defaults = ConfigStore.instance().load("schema.yaml").node
     made = OmegaConf.merge(OmegaConf.to_container(defaults), values)
     assert isinstance(made, DictConfig)
-    return made
+    return made, config
 
 
 def _with_overrides(

@@ -54,76 +54,43 @@ def test_launcher_knows_every_stage() -> None:
     assert list(STAGE_TABLE) == list(STAGES)
 
 
-def test_unknown_stage_is_answered_with_the_likely_one() -> None:
-    _, (problem,) = read_stages(["export", "evauate"])
-    assert problem == (
-        "stages names 'evauate', which is not a stage (did you mean evaluate?); "
-        "known stages: convert, certify, export, deploy, evaluate."
-    )
+@pytest.mark.parametrize(
+    ("words", "planned"),
+    [
+        ("stages=[export]", "convert export"),
+        ("stages=[evaluate]", "convert export evaluate"),  # with a server of its own
+        ("stages=[certify,export,deploy]", "convert certify export deploy"),
+        ("stages=[deploy] deploy.repository=s3://bucket/sample", "convert export deploy"),
+        ("stages=[evaluate] evaluate.server=host:8001", "evaluate"),
+        ("stages=[export] export.accuracy.enabled=true", "convert export evaluate"),
+    ],
+)
+def test_missing_prerequisites_run_first(tmp_path: Path, words: str, planned: str) -> None:
+    assert names(plan(tmp_path, *words.split())) == planned.split()
 
 
-def test_no_stage_at_all_is_a_problem() -> None:
-    _, (problem,) = read_stages([])
-    assert "stages is empty" in problem
-
-
-def test_export_alone_runs_convert_first_and_says_so(tmp_path: Path) -> None:
+def test_a_stage_that_was_not_asked_for_is_explained(tmp_path: Path) -> None:
     made = plan(tmp_path, "stages=[export]")
     assert made.problems == ()
-    assert names(made) == ["convert", "export"]
     (note,) = made.notes
     assert note.endswith("1/2-gpu, which is missing: convert runs first")
 
 
-def test_evaluate_alone_runs_everything_that_is_missing_but_no_deploy_job(tmp_path: Path) -> None:
-    assert names(plan(tmp_path, "stages=[evaluate]")) == ["convert", "export", "evaluate"]
-
-
-def test_a_folder_is_certified_before_it_is_served(tmp_path: Path) -> None:
-    made = plan(tmp_path, "stages=[certify,export,deploy]")
-    assert names(made) == ["convert", "certify", "export", "deploy"]
-    asked = "certify.endpoint=http://localhost:8003/v1"
-    problems = plan(tmp_path, "stages=[deploy,certify]", asked).problems
-    assert any(each.startswith(asked) for each in problems)
-
-
-def test_a_certificate_does_not_make_an_export_again(finished: Path) -> None:
-    assert names(plan(finished, "stages=[certify,export]")) == ["certify"]
-
-
-def test_a_store_is_filled_before_it_is_served(tmp_path: Path) -> None:
-    made = plan(tmp_path, "stages=[deploy]", "deploy.repository=s3://bucket/sample")
-    assert names(made) == ["convert", "export", "deploy"]
-
-
-def test_a_server_elsewhere_needs_nothing_here(tmp_path: Path) -> None:
-    assert names(plan(tmp_path, "stages=[evaluate]", "evaluate.server=host:8001")) == ["evaluate"]
-
-
-def test_a_server_elsewhere_and_deploy_contradict(tmp_path: Path) -> None:
-    made = plan(tmp_path, "stages=[deploy,evaluate]", "evaluate.server=host:8001")
-    assert any("names a server, and stages starts another" in text for text in made.problems)
-
-
-def test_accuracy_of_the_export_adds_evaluate(tmp_path: Path) -> None:
-    made = plan(tmp_path, "stages=[export]", "export.accuracy.enabled=true")
-    assert names(made) == ["convert", "export", "evaluate"]
-
-
-def test_finished_work_is_recognised(finished: Path) -> None:
-    made = plan(finished, "stages=[convert,export]")
-    assert names(made) == []
-    assert all(each.reason.startswith("finished at ") for each in made.stages)
-
-
-def test_changes_without_effect_on_the_bytes_keep_work_finished(finished: Path) -> None:
-    made = plan(finished, "stages=[convert,export]", "export.model.processes=1")
-    assert (names(made), made.problems) == ([], ())
-
-
-def test_finished_export_needs_no_convert(finished: Path) -> None:
-    made = plan(finished, "stages=[deploy]")
-    assert [each.name for each in made.stages] == ["deploy"]
+@pytest.mark.parametrize(
+    ("words", "planned"),
+    [
+        ("stages=[certify,export]", "certify"),  # it changes nothing
+        ("stages=[convert,export]", ""),
+        ("stages=[convert,export] export.model.processes=1", ""),  # without effect on the bytes
+        ("stages=[deploy]", "deploy"),
+        ("stages=[export] export.triton_deployment.max_batch_size=8 overwrite=true", "export"),
+    ],
+)
+def test_finished_work_is_not_done_again(finished: Path, words: str, planned: str) -> None:
+    made = plan(finished, *words.split())
+    assert names(made) == planned.split()
+    assert not any("differs from" in text for text in made.problems)
+    assert all(each.reason.startswith("finished at ") for each in made.stages if not each.runs)
 
 
 def test_another_configuration_stops_the_run_and_names_key_and_place(finished: Path) -> None:
@@ -138,13 +105,6 @@ def test_another_configuration_stops_the_run_and_names_key_and_place(finished: P
     assert "export.triton_deployment.max_batch_size=8 differs from 64" in text
     assert f"{folder}/model_repo/fastertransformer/config.pbtxt" in text
     assert "overwrite=true" in text
-
-
-def test_overwrite_allows_another_configuration(finished: Path) -> None:
-    made = plan(
-        finished, "stages=[export]", "export.triton_deployment.max_batch_size=8", "overwrite=true"
-    )
-    assert (names(made), made.problems) == (["export"], ())
 
 
 def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
@@ -212,13 +172,6 @@ def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path: Path) -> None
     assert len(made.problems) == 3  # and no further one of the limits that were not given
 
 
-def test_data_of_the_evaluation_is_looked_for(tmp_path: Path) -> None:
-    made = plan(tmp_path, "evaluate.lambada.data_path=/nowhere.jsonl")
-    assert any(
-        "evaluate.lambada.data_path=/nowhere.jsonl is not a file" in t for t in made.problems
-    )
-
-
 @pytest.mark.parametrize(
     ("word", "without"),
     [
@@ -244,15 +197,6 @@ def test_the_harness_chats_by_openai_s_protocol(tmp_path: Path) -> None:
     assert not [text for text in made.problems if "evaluate.openai.chat" in text]
 
 
-def test_an_engine_without_a_repository_needs_no_export(tmp_path: Path) -> None:
-    made = plan(tmp_path, "deploy.engine=vllm", "convert.format=huggingface")
-    (problem,) = [text for text in made.problems if text.startswith("deploy.engine=vllm")]
-    assert "stages=[convert,deploy,evaluate]" in problem
-    made = plan(tmp_path, "deploy.engine=vllm", "stages=[export]")
-    (problem,) = [text for text in made.problems if "export" in text]
-    assert problem.endswith("leave deploy.engine out.")
-
-
 def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
     words = ("convert.format=huggingface", "convert.fp8=block", "deploy.engine=vllm")
     made = plan(tmp_path, *words, "stages=[convert,deploy]")
@@ -260,6 +204,35 @@ def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
     kind = "export.triton_deployment.data_type=bf16"
     made = plan(tmp_path, *words, kind, "stages=[convert,deploy]")
     assert not [text for text in made.problems if "data_type=" in text]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("stages=[]", "stages is empty"),
+        (
+            "stages=[export,evauate]",
+            "stages names 'evauate', which is not a stage (did you mean evaluate?); known stages: "
+            "convert, certify, export, deploy, evaluate.",
+        ),
+        ("stages=[deploy,evaluate] evaluate.server=host:8001", "stages starts another"),
+        ("stages=[deploy,certify] certify.endpoint=http://host:8003/v1", "certify.endpoint=http"),
+        ("evaluate.lambada.data_path=/nowhere.jsonl", "/nowhere.jsonl is not a file"),
+        ("export.model.checkpoint_path=/none.nemo", "export.model.checkpoint_path=/none.nemo does"),
+        (
+            "export.triton_deployment.pipeline_model_parallel_size=3",
+            "pipeline_model_parallel_size=3 does not divide num_layer=4",
+        ),
+        ("deploy.engine=vllm convert.format=huggingface", "stages=[convert,deploy,evaluate]"),
+        ("deploy.engine=vllm stages=[export]", "leave deploy.engine out."),
+        (
+            "convert.format=peft convert.lora_checkpoints=[/a] stages=[convert,certify]",
+            "certify compares whole models",
+        ),
+    ],
+)
+def test_what_cannot_run_is_named(tmp_path: Path, words: str, named: str) -> None:
+    assert any(named in text for text in plan(tmp_path, *words.split()).problems)
 
 
 LORA = ("convert.format=peft", "convert.lora_checkpoints=[/a]", "deploy.engine=vllm")
@@ -299,16 +272,6 @@ def test_what_serves_no_adapter_is_refused(
     assert [problem for problem in made.problems if named in problem]
 
 
-def test_an_adapter_is_not_certified(tmp_path: Path) -> None:
-    made = plan(tmp_path, *LORA, "stages=[convert,certify]")
-    assert [text for text in made.problems if text.startswith("certify compares whole models")]
-
-
-def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
-    made = plan(tmp_path, "evaluate.gate.lambada_last_word.mni=0.5")
-    assert any("there is no such bound (did you mean min?)" in text for text in made.problems)
-
-
 def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
     made = plan(
         tmp_path,
@@ -327,22 +290,6 @@ def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
         "lambada_last_word, lambada_last_token, lambada_perplexity, lambada_token_perplexity.",
         "evaluate.gate.lambada_last_token.min=2 is above evaluate.gate.lambada_last_token.max=1.",
     ]
-
-
-def test_missing_checkpoint_is_named_with_its_key(tmp_path: Path) -> None:
-    made = plan(tmp_path, f"export.model.checkpoint_path={tmp_path}/none.nemo")
-    assert any(
-        "export.model.checkpoint_path" in text and f"{tmp_path}/none.nemo" in text
-        for text in made.problems
-    )
-
-
-def test_layers_must_divide_by_the_pipeline(tmp_path: Path) -> None:
-    made = plan(tmp_path, "export.triton_deployment.pipeline_model_parallel_size=3")
-    assert any(
-        "pipeline_model_parallel_size=3 does not divide num_layer=4" in text
-        for text in made.problems
-    )
 
 
 @pytest.mark.parametrize(

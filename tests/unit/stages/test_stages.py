@@ -15,7 +15,6 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.front.access import OpenAIOptions
-from stages import STAGES
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, check_deploy
@@ -80,10 +79,6 @@ def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any)
     options = EvaluationOptions(output_dir=report, server=server_url, data_dir=tmp_path)
     job = JobSettings("evaluate", tmp_path / "evaluate")
     return EvaluateStage(job, options, server(tmp_path), **changes)
-
-
-def test_table_of_stages_is_in_pipeline_order() -> None:
-    assert list(STAGES) == ["convert", "certify", "export", "deploy", "evaluate"]
 
 
 def test_stages_can_be_pickled(stage: CopyStage, tmp_path: Path) -> None:
