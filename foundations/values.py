@@ -4,7 +4,6 @@ pydantic checks types, ranges and the shape of the whole; the rules for texts an
 """
 
 import dataclasses
-import functools
 import os
 import re
 import typing
@@ -13,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foundations.files.json_content import adapter_of
 from foundations.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema, ErrorDetails
 
 MISSING: Any = "???"  # OmegaConf's value of a key without one
@@ -220,7 +220,7 @@ def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
     for name, value in values.items():
         put(nested, name, _read(keys[name], value, wrong))
     try:
-        record: _Record = _adapter(kind).validate_python(nested)
+        record: _Record = adapter_of(kind).validate_python(nested)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             parts = list(map(str, each["loc"]))
@@ -238,13 +238,6 @@ def _read(key: Key, value: Any, wrong: dict[str, str]) -> Any:
     except ValueError as error:
         wrong[key.name] = str(error)
         return value
-
-
-@functools.cache
-def _adapter(root: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(root)
 
 
 def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:

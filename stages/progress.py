@@ -5,22 +5,17 @@ a second, which costs little.
 """
 
 import contextlib
-import functools
 import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any
 
+from foundations.files.json_content import T, record_in
 from foundations.files.replace import read_file, replace_file
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 PROGRESS_NAME = "progress.json"
 _MIN_INTERVAL_S = 0.1
-
-T = TypeVar("T")
 
 
 class DamagedFileError(ValueError):
@@ -98,13 +93,6 @@ def read_json(path: Path) -> Any | None:
         raise DamagedFileError(path, error) from error
 
 
-@functools.cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
-
-
 def read_as(path: Path, kind: type[T], what: str) -> T | None:
     """Return the dataclass in a JSON file, or None when there is no such file.
 
@@ -113,17 +101,9 @@ def read_as(path: Path, kind: type[T], what: str) -> T | None:
     Raises:
         DamagedFileError: it is not JSON, or does not hold one.
     """
-    from pydantic import ValidationError
-
     try:
-        found: T = _adapter(cast("Any", kind)).validate_json(read_file(path), strict=True)
+        return record_in(kind, read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValidationError as error:
-        reason, (first, *_) = f"it does not hold {what}", error.errors(include_url=False)
-        if first["loc"] and first["type"] != "missing":
-            reason += f": {'.'.join(map(str, first['loc']))} is {json.dumps(first['input'])}"
-        raise DamagedFileError(path, reason) from error
-    except ValueError as error:  # it is not a file
-        raise DamagedFileError(path, error) from error
-    return found
+    except ValueError as error:  # also of what is not a file
+        raise DamagedFileError(path, f"{error}; expected {what}") from error

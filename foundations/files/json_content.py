@@ -1,13 +1,18 @@
 """JSON that others wrote: its contents, or what is wrong with it."""
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 # Names and values of a text of JSON or YAML, or of a pickle; and the same while it is made.
 Table = Mapping[str, Any]
 Fields = dict[str, Any]
+T = TypeVar("T")
 
 
 def json_object(
@@ -46,6 +51,35 @@ def json_object(
 def json_bytes(table: Table) -> bytes:
     """Return the content of a JSON file that people read, too."""
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@functools.cache
+def adapter_of(kind: Any) -> "TypeAdapter[Any]":
+    """Return pydantic's reader of a type."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def record_in(kind: type[T], content: bytes | str) -> T:
+    """Return the dataclass, or another type, that a JSON text holds.
+
+    Keys that it lacks, such as those of a later version, are ignored.
+
+    Raises:
+        ValueError: a required value is missing, or one has another form; the message begins with
+            its place.
+    """
+    from pydantic import ValidationError
+
+    try:
+        found: T = adapter_of(cast("Any", kind)).validate_json(content, strict=True)
+    except ValidationError as error:
+        first, *_ = error.errors(include_url=False)
+        place = ".".join(map(str, first["loc"])) or "the text"
+        given = "" if first["type"] == "missing" else f", not {first['input']!r:.80}"
+        raise ValueError(f"{place}: {first['msg']}{given}") from error
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from export_scripts.checkpoints.base import fingerprint_files
 from foundations import __version__
 from foundations.files.checksum import sha256_of
 from foundations.files.journal import Journal
+from foundations.files.json_content import record_in
 from inference.certify.certificate import Certificate
 from inference.certify.findings import Part, not_computed
 from inference.certify.layers import compare_layers, compute_original
@@ -22,7 +23,6 @@ from inference.certify.served import compare_served, read_training_rows
 from inference.certify.settings import compare_generation, compare_settings
 from inference.certify.tensors import Progress, TensorRecord, compare_tensors
 from inference.certify.texts import compare_texts
-from inference.evaluation.record import from_json
 
 _SERVED_ROWS = 8
 STATE_NAME = "certify.jsonl"  # what was compared so far
@@ -68,7 +68,7 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
             )
             texts, tokens = compare_texts(pair)
             kept = Journal(output / STATE_NAME, _identity(pair, given))
-            records = (from_json(TensorRecord, line) for line in kept.lines())
+            records = (record_in(TensorRecord, line) for line in kept.lines())
             tensors = compare_tensors(
                 pair,
                 tokens=tokens,

@@ -18,9 +18,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from export_scripts.ft.identity import checkpoint_hash
 from foundations.files.journal import Journal
 from foundations.files.json_content import Table
-from inference.evaluation.environment import describe_weights
 from inference.evaluation.task import Dataset, Prediction, Sample, Task, sample_ids
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _asked(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> str:
         task.version,
         dataset.sha256,
         sample_ids(samples),
-        None if weights is None else describe_weights(weights),
+        None if weights is None else checkpoint_hash(weights),
         kept,
     ]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

@@ -169,9 +169,9 @@ def smallest_drop(
     if not binary:
         if count < 2:
             return None
-        from scipy.stats import t
+        from scipy.special import stdtrit
 
-        both = float(t.isf(alpha, count - 1)) + _NORMAL.inv_cdf(POWER)
+        both = float(stdtrit(count - 1, 1 - alpha)) + _NORMAL.inv_cdf(POWER)
         return margin + both * deviation / math.sqrt(count)
     import numpy as np
 
@@ -248,7 +248,7 @@ def _check_binary(pairs: Pairs, margin: float, alpha: float) -> tuple[DropTest, 
 
 def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> tuple[DropTest, float]:
     """Return the test of a mean, and the samples that would show a drop to hold."""
-    from scipy.stats import t
+    from scipy.special import stdtr, stdtrit  # scipy.stats takes a second to be imported
 
     count, drop = len(pairs.new), float(pairs.losses().mean())
     influence = pairs.losses(drop)  # of each sample on the drop, for a ratio to first order
@@ -256,11 +256,11 @@ def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> tuple
     error = deviation / math.sqrt(count)
     far = (drop - margin) / error if error else math.copysign(math.inf, drop - margin)
     is_unknown = count == 1 or drop == margin
-    spread = float(t.isf(alpha, count - 1)) * error if count > 1 else math.inf
+    spread = float(stdtrit(count - 1, 1 - alpha)) * error if count > 1 else math.inf
     held, to_hold = _bet(pairs, margin, most, alpha)
     test = DropTest(
         drop,
-        0.5 if is_unknown else float(t.sf(far, count - 1)),
+        0.5 if is_unknown else float(stdtr(count - 1, -far)),
         held,
         low=drop - spread,
         high=_root(lambda tried: alpha - _bet(pairs, tried, most, alpha)[0], drop, max(most, drop)),

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
-from foundations.files.json_content import json_object
+from foundations.files.json_content import json_object, record_in
 from inference.evaluation.gate import GateResult
 from inference.evaluation.options import Bounds
 from inference.evaluation.task import Dataset, Metric, Metrics, Prediction
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 SCHEMA_VERSION = 1
-_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -249,30 +243,6 @@ class Report:
         return tuple(metric for task in self.tasks for metric in task.metrics)
 
 
-def from_json(kind: type[_Record], content: bytes | str) -> _Record:
-    """Return the record of `kind` that a JSON text holds; keys it does not know are ignored.
-
-    Raises:
-        ValueError: a required value is missing, or one has another form.
-    """
-    from pydantic import ValidationError
-
-    try:
-        found: _Record = _reader(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the text"
-        raise ValueError(f"not a {kind.__name__}: {place}: {first['msg']}") from error
-    return found
-
-
-@lru_cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
-
-
 def read_report(path: Path) -> Report:
     """Read a report.json.
 
@@ -285,7 +255,7 @@ def read_report(path: Path) -> Report:
             f"{path} has schema_version {version}; this version reads {SCHEMA_VERSION}."
         )
     try:
-        return from_json(Report, content)
+        return record_in(Report, content)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
@@ -294,6 +264,6 @@ def read_predictions(path: Path) -> list[Prediction]:
     """Read a predictions.jsonl. Raises ValueError if it is damaged."""
     try:
         with path.open("rb") as file:
-            return [from_json(Prediction, line) for line in file]
+            return [record_in(Prediction, line) for line in file]
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -26,7 +26,7 @@ SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("exchange", [pytest.param(False, marks=pytest.mark.long), True])
 def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
     tmp_path: Path,
     slurm_cluster: SlurmCluster,

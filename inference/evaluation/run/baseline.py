@@ -11,11 +11,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from foundations.files.json_content import json_object
+from foundations.files.json_content import json_object, record_in
 from foundations.files.replace import replace_file
 from inference.evaluation.bounds import unsuited
 from inference.evaluation.options import Bounds
-from inference.evaluation.record import SCHEMA_VERSION, Report, from_json
+from inference.evaluation.record import SCHEMA_VERSION, Report
 from inference.evaluation.report.files import PREDICTIONS, read_run
 from inference.evaluation.task import Dataset, Metric, Prediction, Sample, sample_ids
 
@@ -206,6 +206,6 @@ def read_baseline(path: Path) -> Baseline:
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
     try:
-        return from_json(Baseline, content)
+        return record_in(Baseline, content)
     except ValueError as error:
         raise ValueError(f"{path} is not a baseline ({error}); {_REMEDY}") from error

@@ -10,14 +10,12 @@ from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
+from export_scripts.ft.config_ini import CONFIG_NAME, read_config
+from export_scripts.ft.identity import checkpoint_hash
 from foundations.files.replace import replace_file
 from inference.evaluation.answered import forget_answered
 from inference.evaluation.bounds import parse_bounds
-from inference.evaluation.environment import (
-    describe_environment,
-    describe_weights,
-    folder_sha256,
-)
+from inference.evaluation.environment import describe_environment, folder_sha256
 from inference.evaluation.gate import ADVISORY, CRITICAL, Measured, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.paired import pairs_of
@@ -223,12 +221,11 @@ def _with_own_facts(facts: RunFacts, options: EvaluationOptions, seconds: float)
     """Return the facts with what is not there yet of the folder's and of this stage."""
     if options.served_dirs:
         facts = replace(facts, model_sha256=folder_sha256(*options.served_dirs))
-    if options.weights_dir is not None:
-        family, model_sha256 = describe_weights(options.weights_dir)
+    if (folder := options.weights_dir) is not None and (folder / CONFIG_NAME).is_file():
         facts = replace(
             facts,
-            family=facts.family or family,
-            model_sha256=facts.model_sha256 or model_sha256,
+            family=facts.family or read_config(folder)[0].name,
+            model_sha256=facts.model_sha256 or checkpoint_hash(folder),
         )
     if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
         return facts

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from foundations.files.json_content import record_in
 from inference.evaluation.gate import Measured, apply_gate
 from inference.evaluation.options import Bound
 from inference.evaluation.record import (
@@ -16,7 +17,6 @@ from inference.evaluation.record import (
     LatencyPoint,
     ReferenceComparison,
     StageTiming,
-    from_json,
     read_predictions,
     read_report,
 )
@@ -65,7 +65,7 @@ def test_invalid_reports_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a JSON object"):
         read_report(path)
     path.write_text('{"schema_version": 1}')
-    with pytest.raises(ValueError, match=r"report\.json is damaged: not a Report"):
+    with pytest.raises(ValueError, match=r"report\.json is damaged: "):
         read_report(path)
 
 
@@ -79,7 +79,7 @@ def test_invalid_reports_are_refused(tmp_path):
 def test_damaged_reports_are_refused_with_their_path(full, tmp_path, change):
     path = tmp_path / "report.json"
     path.write_text(json.dumps(asdict(full) | change))
-    with pytest.raises(ValueError, match=r"report\.json is damaged: not a "):
+    with pytest.raises(ValueError, match=r"report\.json is damaged: "):
         read_report(path)
 
 
@@ -92,7 +92,7 @@ def test_damaged_predictions_are_refused_with_their_path(tmp_path, text):
 
 
 def test_keys_of_a_later_version_are_ignored():
-    assert from_json(StageTiming, '{"name": "a", "state": "b", "seconds": 1, "new": 2}').name == "a"
+    assert record_in(StageTiming, '{"name": "a", "state": "b", "seconds": 1, "new": 2}').name == "a"
 
 
 def test_metrics_are_fractions_with_what_they_mean(full):

@@ -8,11 +8,12 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from export_scripts.ft.identity import checkpoint_hash
+from export_scripts.ft.layout import manifest_path
 from inference.evaluation.options import (
     EvaluationOptions,
     LambadaOptions,
@@ -25,6 +26,7 @@ from inference.evaluation.run.checks import detectable_drops
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.task import EvaluationError, ImpossibleFigureError
 from tests.conftest import present
+from tests.ft_folders import write_gpt
 
 LATENCY = LatencyOptions(shapes=["4+2"], concurrencies=[1], requests=3)
 
@@ -67,29 +69,15 @@ def test_the_evaluation_is_the_last_stage_of_the_report(options, model):
     assert stages[1].seconds > 0
 
 
-def test_family_and_hash_of_the_weights_come_from_the_manifest(options, model, tmp_path):
-    manifest: dict[str, Any] = {"family": "gpt", "files": {"config.ini": {"sha256": "1" * 64}}}
-    (tmp_path / "2-gpu.manifest.json").write_text(json.dumps(manifest))
-    first = evaluate(options(weights_dir=tmp_path / "2-gpu"), FACTS, model=model).run
-    assert (first.family, len(first.model_sha256)) == ("gpt", 64)
-    manifest["files"]["config.ini"]["sha256"] = "2" * 64
-    (tmp_path / "2-gpu.manifest.json").write_text(json.dumps(manifest))
-    second = evaluate(options(weights_dir=tmp_path / "2-gpu"), FACTS, model=model).run
-    assert second.model_sha256 != first.model_sha256
-
-
-def test_weights_without_a_manifest_have_no_facts(options, model, tmp_path):
-    assert evaluate(options(weights_dir=tmp_path / "1-gpu"), FACTS, model=model).run.family == ""
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"family": "gpt"}', '{"family": "", "files": 3}'])
-def test_weights_with_a_broken_manifest_are_measured_all_the_same(
-    options, model, tmp_path, capsys, text
+def test_a_report_names_the_family_and_the_hash_of_the_weights_where_they_are_here(
+    options, model, tmp_path
 ):
-    path = tmp_path / "1-gpu.manifest.json"
-    path.write_text(text)
-    assert evaluate(options(weights_dir=tmp_path / "1-gpu"), FACTS, model=model).run.family == ""
-    assert f"{path} is not a readable manifest" in capsys.readouterr().err
+    folder = write_gpt(tmp_path)
+    files = {"model.wte.bin": {"size_bytes": 4, "crc32": "00000001"}}
+    manifest_path(folder).write_text(json.dumps({"files": files}))
+    found = evaluate(options(weights_dir=folder), FACTS, model=model).run
+    assert (found.family, found.model_sha256) == ("gpt", checkpoint_hash(folder))
+    assert evaluate(options(weights_dir=tmp_path / "8-gpu"), FACTS, model=model).run.family == ""
 
 
 def test_a_breach_is_in_the_report_and_is_no_error(options, model):
