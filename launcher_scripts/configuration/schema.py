@@ -196,7 +196,7 @@ class BenchmarkSection:
     batch_sizes: list[Annotated[int, Within(1, INT32)]] = _accepted(
         [1, 2, 4, 8, 16, 32, 64, 128, 256], "see evaluate.latency.batch_sizes"
     )
-    triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, SECONDS))
+    triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(1, SECONDS))
     vocab_size: int = _accepted(51200, "prompts are real text", within=(1, INT32))
 
 
