@@ -1,4 +1,4 @@
-"""What Slurm says of jobs beforehand: `sbatch --test-only`, and limits that it does not test.
+"""Jobs as Slurm judges them beforehand: `sbatch --test-only`, and limits that this leaves out.
 
 Slurm takes some jobs that exceed the limits of a partition, an association or a QOS, and never
 starts those.
@@ -38,7 +38,10 @@ def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
         if _NO_NODES in answer.error and _has_nodes_away():
             continue
         command = shlex.join(["sbatch", "--test-only", *words])
-        yield f"{stage.name}: {' '.join(answer.error.split())}, says {command}."
+        yield (
+            f"{stage.name}: {' '.join(answer.error.split())}, says {command}; correct the keys of "
+            "cluster or of the stage (cluster.gpus_per_node=null where Slurm manages no GPUs)."
+        )
 
 
 @functools.cache

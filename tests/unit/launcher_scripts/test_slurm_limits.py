@@ -1,4 +1,4 @@
-"""What Slurm says of jobs beforehand, with small scripts in place of its commands."""
+"""Slurm's word on jobs beforehand, with small scripts in place of its commands."""
 
 # ruff: noqa: F811 - fixtures come by import
 
