@@ -33,6 +33,7 @@ from export_scripts.families.layout.config import FTConfig, ini_fields, parse_va
 from export_scripts.families.mapping.prompts import added_tensors
 from export_scripts.families.mapping.settings import generation_file, source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.text_models import text_model
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
 from foundations.errors import CheckpointMismatchError, refuse
@@ -259,6 +260,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         return facts.reader.mapping, facts
     if facts.reader.settings and not facts.config:
         return _described_by_huggingface(facts)
+    facts = text_model(facts)
     for key in ("model_type", "target"):
         if not isinstance(value := facts.config.get(key), str | None):
             raise CheckpointMismatchError(

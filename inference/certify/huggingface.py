@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from export_scripts.checkpoints.base import json_file
+from export_scripts.checkpoints.huggingface import CONFIG_NAME
 from export_scripts.families.layout.architecture import (
     Architecture,
     EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
+from export_scripts.families.mapping.text_models import has_images
 from inference.certify.activations import (
     LOGITS,
     OUTPUT,
@@ -40,7 +43,9 @@ def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
     kind, options = library.AutoModelForCausalLM, {}
     has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
     answers = getattr(architecture, "decoder_num_layer", 0) > 0
-    if isinstance(architecture, EncoderArchitecture):
+    if has_images(json_file(path / CONFIG_NAME)):
+        kind = library.AutoModelForImageTextToText
+    elif isinstance(architecture, EncoderArchitecture):
         kind, options = library.AutoModel, {"add_pooling_layer": False}
     elif has_encoder:
         kind = library.AutoModelForSeq2SeqLM if answers else library.AutoModelForTextEncoding

@@ -15,6 +15,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
 from export_scripts.families.mapping.known_settings import KnownSetting, huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.text_models import has_images
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 from inference.certify.findings import (
     DIFFERS,
@@ -137,6 +138,8 @@ def _stated(pair: Pair) -> Iterator[Remark]:
         dotted(json_file(Path(each.path, CONFIG_NAME)))
         for each in (pair.facts.reader, pair.folder.reader)
     )
+    if has_images(own):
+        return  # The text model, which the families have compared, states the same elsewhere.
     sides = [_by_library(Path(each.path)) for each in (pair.facts.reader, pair.folder.reader)]
     computed, aliases = [own, stated], {}
     if not any(isinstance(each, str) for each in sides):

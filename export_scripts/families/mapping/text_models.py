@@ -1,0 +1,133 @@
+"""The text models within models of images and texts.
+
+Of such a folder the settings and tensors of its text model are read, and what concerns images is
+left out. Where positions have three coordinates (mrope), those of text are equal, so that the text
+model computes what a plain decoder does: transformers, models/qwen2_vl/modeling_qwen2_vl.py and
+models/glm4v/modeling_glm4v.py.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.mapping.huggingface import setting_table
+from export_scripts.families.mapping.known_settings import huggingface_table
+from export_scripts.families.mapping.source_mapping import Facts
+from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Fields, Table
+
+# Model types, and the type of their text_config where it states none.
+_WHOLES = {
+    "gemma3": "gemma3_text",
+    "glm4v": "glm4v_text",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+}
+# Types of text_config that compute as a plain decoder, which states these settings as well.
+_PLAIN: Mapping[str, tuple[str, Table]] = {
+    "glm4v_text": ("glm4", {"attention_bias": True}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+}
+# Settings of which plain decoders have other defaults; sizes are asked for in any case.
+_OTHER_DEFAULTS = ("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
+_OF_IMAGES = re.compile(r"image|video|vision|projector|spatial|^(boi|eoi|mm)_|downsample_ratio")
+_IMAGE_TENSOR = re.compile(
+    r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+)
+_TEXT_TENSOR = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+_ROTARY = ("rope_scaling", "rope_parameters")
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def has_images(config: Table) -> bool:
+    """Return whether a config.json is that of a model of images and texts."""
+    return config.get("model_type") in _WHOLES
+
+
+def text_model(facts: Facts) -> Facts:
+    """Return the facts of the text model alone, where a Hugging Face folder has images too.
+
+    Raises:
+        CheckpointMismatchError: Its text_config is no table, or leaves out a setting of which the
+            plain decoder has another default.
+    """
+    reader = facts.reader
+    if reader.format != "huggingface" or not has_images(facts.config):
+        return facts
+    kind = facts.config["model_type"]
+    of_images = {key: match[1] for key in reader.tensors if (match := _IMAGE_TENSOR.match(key))}
+    names = {
+        key: _TEXT_TENSOR.sub("model.", key).removeprefix("model." * ("lm_head." in key))
+        for key in reader.tensors.keys() - of_images.keys()
+    }
+    gone = ", ".join(sorted(set(of_images.values())))
+    remark = f"took the text model of {kind}: left out {len(of_images)} tensors of images ({gone})"
+    reader = dataclasses.replace(
+        reader,
+        tensors={names[key]: each for key, each in reader.tensors.items() if key in names},
+        fp8={names[key]: both for key, both in reader.fp8.items() if key in names},
+        remarks=(*reader.remarks, *([remark] if of_images else [])),
+    )
+    facts = dataclasses.replace(facts, reader=reader)
+    settings = _text_settings(facts, kind)
+    return dataclasses.replace(facts, reader=dataclasses.replace(reader, config=settings))
+
+
+def _text_settings(facts: Facts, kind: str) -> Fields:
+    whole, where = facts.config, f"{facts.reader.path}: config.json"
+    # Before transformers 5, Qwen2-VL's lie next to those of images.
+    stated = whole.get("text_config", {})
+    if not isinstance(stated, Mapping):
+        raise CheckpointMismatchError(f"{where}: text_config = {stated!r:.100}: expected a table")
+    text = {
+        key: value
+        for key, value in {**whole, **stated}.items()
+        if key not in ("architectures", "text_config") and not _OF_IMAGES.search(key)
+    }
+    if whole.get("tie_word_embeddings") is not None:  # the model of images ties
+        text["tie_word_embeddings"] = whole["tie_word_embeddings"]
+    if facts.has(_EMBEDDING):
+        text.setdefault("vocab_size", facts.rows(_EMBEDDING))
+    text |= {key: _without_images(text[key]) for key in _ROTARY if text.get(key)}
+    own = str(stated.get("model_type") or _WHOLES[kind])
+    plain, always = _PLAIN.get(own, (own, {}))
+    text |= {**always, "model_type": plain}
+    if plain == own:
+        return {**_sizes(plain), **text}
+    given = {**(text.get("rope_parameters") or {}), **text}
+    if missing := [name for name in _OTHER_DEFAULTS if given.get(name) is None]:
+        raise CheckpointMismatchError(
+            f"{where}: no {', '.join(missing)}, whose defaults in a {own} are others than in a "
+            f"{plain}: state them"
+        )
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    if plain == "glm4" and text.get("head_dim") is None and type(heads) is type(hidden) is int:
+        text["head_dim"] = hidden // max(1, heads)
+    return text
+
+
+def _sizes(kind: str) -> Fields:
+    """Return the library's sizes of a type, which a text_config may leave out."""
+    table = huggingface_table().get(kind, {})
+    rows = (row for row in setting_table("decoder") if row.kind in ("size", "count"))
+    names = {name for row in rows for name in row.names.split()} & table.keys()
+    return {name: table[name].values[0] for name in sorted(names) if table[name].values}
+
+
+def _without_images(rotary: Any) -> Any:
+    """Return rotary parameters without those of three coordinates; None for plain positions."""
+    if not isinstance(rotary, Mapping):
+        return rotary
+    return {
+        key: value
+        for key, value in rotary.items()
+        if not key.startswith("mrope_")
+        and (key, value) not in (("type", "mrope"), ("rope_type", "mrope"))
+    } or None
