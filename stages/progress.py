@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from foundations.files.json_content import T, record_in
+from foundations.files.json_content import RecordT, record_in
 from foundations.files.replace import read_file, replace_file
 
 PROGRESS_NAME = "progress.json"
@@ -93,7 +93,7 @@ def read_json(path: Path) -> Any | None:
         raise DamagedFileError(path, error) from error
 
 
-def read_as(path: Path, kind: type[T], what: str) -> T | None:
+def read_as(path: Path, kind: type[RecordT], what: str) -> RecordT | None:
     """Return the dataclass in a JSON file, or None when there is no such file.
 
     Keys that it lacks, such as those of a later version, are ignored. `what` names it in a message.

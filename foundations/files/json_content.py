@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # Names and values of a text of JSON or YAML, or of a pickle; and the same while it is made.
 Table = Mapping[str, Any]
 Fields = dict[str, Any]
-T = TypeVar("T")
+RecordT = TypeVar("RecordT")
 
 
 def json_object(
@@ -61,7 +61,7 @@ def adapter_of(kind: Any) -> "TypeAdapter[Any]":
     return TypeAdapter(kind)
 
 
-def record_in(kind: type[T], content: bytes | str) -> T:
+def record_in(kind: type[RecordT], content: bytes | str) -> RecordT:
     """Return the dataclass, or another type, that a JSON text holds.
 
     Keys that it lacks, such as those of a later version, are ignored.
@@ -73,7 +73,7 @@ def record_in(kind: type[T], content: bytes | str) -> T:
     from pydantic import ValidationError
 
     try:
-        found: T = adapter_of(cast("Any", kind)).validate_json(content, strict=True)
+        found: RecordT = adapter_of(cast("Any", kind)).validate_json(content, strict=True)
     except ValidationError as error:
         first, *_ = error.errors(include_url=False)
         place = ".".join(map(str, first["loc"])) or "the text"

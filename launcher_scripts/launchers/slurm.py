@@ -55,7 +55,7 @@ from stages.job import StageJob
 from stages.progress import DamagedFileError, write_json
 from stages.record import RECORD_NAME
 
-# Slurm is polled soon after a change, and then less and less often.
+# Slurm is polled soon, and then less and less often.
 _FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
 _STOP_POLL_S = 0.5
 _FOLLOW_S = 15.0  # another job, for as long as this one runs
@@ -203,9 +203,8 @@ def follow_server(server: Path, run: Callable[[], Summary], stopped: threading.E
 class SlurmHandle(JobHandle):
     """A job in Slurm's queue; its errors are in .err next to its output."""
 
-    _asked_at: float = 0.0
+    _ask_at: float = 0.0
     _pause_s: float = _FIRST_POLL_S
-    _state: str = ""
 
     def poll(self) -> str | None:
         """Return the final state, or None; reads the record each time, and polls Slurm seldom."""
@@ -214,12 +213,9 @@ class SlurmHandle(JobHandle):
         is_own = found is not None and found.job_id == self.job_id
         if found is not None and is_own and found.is_final:
             return found.state
-        now, state = time.monotonic(), found.state if found is not None else ""
-        if state != self._state:
-            self._state, self._pause_s = state, _FIRST_POLL_S
-        if now - self._asked_at < self._pause_s:
+        if time.monotonic() < self._ask_at:
             return None
-        self._asked_at = now
+        self._ask_at = time.monotonic() + self._pause_s
         self._pause_s = min(self._pause_s * 1.5, _LAST_POLL_S)
         if is_own and (found := settle(path)) is not None:
             return found.state if found.is_final else None
@@ -231,7 +227,7 @@ class SlurmHandle(JobHandle):
         """Cancel the job and wait for its end, at most for `grace_s`."""
         cancel(self.job_id)
         deadline = time.monotonic() + grace_s
-        self._asked_at = 0.0
+        self._ask_at = 0.0
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(_STOP_POLL_S)
-            self._asked_at = 0.0  # polls Slurm each time
+            self._ask_at = 0.0  # polls Slurm each time

@@ -75,8 +75,10 @@ class SleepStage(WriteStage):
     name = "sleep"
 
     def run(self, progress: Progress) -> Summary:
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        child = subprocess.Popen(["sleep", "300"], start_new_session=True, **silent)
+        silent = subprocess.DEVNULL  # else a step would wait for the end of its output
+        child = subprocess.Popen(
+            ["sleep", "300"], start_new_session=True, stdout=silent, stderr=silent
+        )
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.target.with_suffix(".pid").write_text(str(child.pid))
         progress.update("sleeping")
