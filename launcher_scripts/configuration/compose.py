@@ -242,6 +242,8 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
             wrong[name] = unknown_key(f"{name} (in a configuration file)", name)
         elif raw == MISSING:
             wrong[name] = f"{name} is not set ({KEYS[name].text}); give it as {name}=<value>."
+        elif not (isinstance(raw, (dict, list)) or "${" in str(raw)):
+            values[name] = raw
         else:
             try:
                 value = OmegaConf.select(config, name)
