@@ -24,7 +24,12 @@ from export_scripts.checkpoints.base import (
     json_table,
     read_small,
 )
-from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
+from export_scripts.checkpoints.chunks import (
+    ChunkedTensor,
+    ChunkOffset,
+    chunked,
+    refuse_holes,
+)
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.dcp import INDEX_NAME, read_index
 from export_scripts.checkpoints.distributed import (
@@ -208,13 +213,20 @@ _TITAN_NAMES = (
     (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
     (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
     (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
+    (r"\.moe\.router\.gate\.", ".mlp.gate."),
 )
+# All experts of a layer in one tensor, whose axes newer names end in.
+_TITAN_EXPERTS = re.compile(
+    r"layers\.(\d+)\.moe\.(?:routed_experts\.inner_)?experts\.(w[123])(?:_E[DF]{2})?"
+)
+_TITAN_HALVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _TURNED = re.compile(r"\.self_attn\.([qk])_proj\.")
 # Types of models that torchtitan has -> the number of heads of queries and of keys, where it
 # rotates neighbouring dimensions of a head together and transformers its halves.
 _TITAN_MODELS: Mapping[str, Mapping[str, str]] = {
     "llama": {"q": "num_attention_heads", "k": "num_key_value_heads"},
     "qwen3": {},
+    "qwen3_moe": {},
 }
 
 
@@ -231,6 +243,14 @@ def _from_titan(
     found: dict[str, Pieces] = {}
     for name, (piece,) in tensors.items():
         if name == _TITAN_BUFFER:
+            continue
+        if match := _TITAN_EXPERTS.fullmatch(name):
+            layer, half = f"model.layers.{match[1]}.mlp.experts.", _TITAN_HALVES[match[2]]
+            whole = chunked(piece)
+            found |= {
+                f"{layer}{number}.{half}.weight": whole.select(number).pieces
+                for number in range(whole.shape[0])
+            }
             continue
         name = renamed(name, _TITAN_NAMES)
         if (match := _TURNED.search(name)) and (key := _TITAN_MODELS[kind].get(match[1])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.rank_files import rank_tensors
-from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
@@ -224,6 +225,36 @@ def test_names_and_rows_of_torchtitan_become_the_model_s(
     save_alone(folder, {**tensors, "optimizer": optimizer(tensors), "freqs_cis": torch.ones(4)})
     copy_settings(model, folder)
     assert converted(folder, tmp_path / "out") == converted(model, tmp_path / "expected")
+
+
+@pytest.mark.parametrize("form", ["routed_experts.inner_experts.{}_EFD", "experts.{}"])
+def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path) -> None:
+    model = write_model("qwen3-moe", tmp_path / "model")
+    whole = read_tensors(model)
+    state = {
+        name: tensor
+        for name, tensor in titan(whole, {}, older=False).items()
+        if ".mlp.experts." not in name
+    }
+    for layer in range(2):
+        gate = state.pop(f"layers.{layer}.mlp.gate.weight")
+        state[f"layers.{layer}.moe.router.gate.weight"] = gate
+        for part, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+            name = f"model.layers.{layer}.mlp.experts.{{}}.{part}_proj.weight"
+            stacked = torch.stack([whole[name.format(n)] for n in range(len(gate))])
+            state[f"layers.{layer}.moe.{form.format(theirs)}"] = stacked
+    folder = tmp_path / "step-5"
+    save_alone(folder, state)
+    copy_settings(model, folder)
+    request = ConversionRequest(folder, tmp_path / "out", 1, "fp32", output_format="huggingface")
+    found = read_tensors(convert(request).ft_dir)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    biased = tmp_path / "step-6"
+    save_alone(biased, {**state, "layers.0.moe.expert_bias_E": torch.ones(6)})
+    copy_settings(model, biased)
+    problems = check_conversion(dataclasses.replace(request, checkpoint_path=biased))
+    assert any("layers.0.moe.expert_bias_E" in each for each in problems), problems
 
 
 def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: Path) -> None:
