@@ -189,7 +189,7 @@ def _unbatched(table: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a table; NeMo-RL's has one, of whose fields each is a list around it."""
     if not isinstance(table, Mapping):
         raise ValueError(f"a row is {type(table).__name__}; expected an object with its fields")
-    tokens = next((table[name] for name in (*_TOKENS, *_ANSWERS) if name in table), ())
+    tokens: Any = next((table[name] for name in (*_TOKENS, *_ANSWERS) if name in table), ())
     if not len(tokens) or torch.as_tensor(tokens[0]).ndim == 0:
         yield table
         return
