@@ -380,7 +380,8 @@ def _untied(plan: ConversionPlan) -> Iterator[Remark]:
 def _by_name(source: Path, folder: Folder) -> Pair:
     reader = with_plain_weights(open_checkpoint(source), lambda _: True)
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
-    tied = folder.reader.config.get(TIE) is True and reader.config.get(TIE) is True
+    tied = all(side.config.get(TIE) is True for side in (folder.reader, reader))
+    tied = tied and any(key.endswith(TIED_TABLES) for key in folder.reader.tensors)
     tensors = tuple(
         copied_tensor(key, pieces[0].shape)
         for key, pieces in reader.tensors.items()

@@ -207,7 +207,9 @@ def _weight(
     is_default = changes and None in (one, other) and None not in taken
     if is_default and not (is_rotary or top.endswith(_TOKEN)) and (top == _ROWS or weight != EQUAL):
         return DIFFERS
-    if top in _WEIGHTS and (changes or weight != DIFFERS):
+    # Without a family, nothing else compares what they decide.
+    is_open = pair.config is None and (weight != EQUAL or top in (TIE, _ROWS))
+    if top in _WEIGHTS and (changes or weight != DIFFERS) and not is_open:
         return weight
     if not changes:
         return EQUAL

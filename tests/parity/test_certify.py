@@ -1044,6 +1044,29 @@ def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path: Path) -> 
     assert part(certificate, "layers").of("differs")[0].where == "layer 0"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("tie_word_embeddings", False), ("vocab_size", 54), ("pad_token_id", 2)]
+)
+def test_a_model_of_no_known_family_is_held_to_its_settings(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = transformers.XGLMConfig(
+        vocab_size=53, d_model=24, attention_heads=4, num_layers=1, ffn_dim=56
+    )
+    source = tmp_path / "source"
+    transformers.XGLMForCausalLM(config).save_pretrained(source)
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy.setting(**{key: value})
+    found = part(made(source, copy.path), "settings").of("differs")
+    assert [each.where for each in found] == [key]
+    del copy.tensors["model.embed_tokens.weight"]
+    copy.save()
+    found = part(made(source, copy.path), "tensors").of("differs")
+    assert [each.where for each in found] == ["model.embed_tokens.weight"]
+
+
 def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Sources) -> None:
     source = sources("llama")
     folder = shutil.copytree(source, tmp_path / "folder")
