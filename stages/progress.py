@@ -79,20 +79,6 @@ def write_json(path: Path, values: Any) -> None:
     replace_file(path, json.dumps(values, indent=2) + "\n")
 
 
-def read_json(path: Path) -> Any | None:
-    """Return the content of a JSON file, or None when there is no such file.
-
-    Raises:
-        DamagedFileError: it is not JSON.
-    """
-    try:
-        return json.loads(read_file(path).decode())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(path, error) from error
-
-
 def read_as(path: Path, kind: type[RecordT], what: str) -> RecordT | None:
     """Return the dataclass in a JSON file, or None when there is no such file.
 

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from foundations.files.replace import read_file, replace_file
 from inference.system.launch_environment import (
@@ -38,7 +38,7 @@ from stages.job_process import (
     log_line,
     node_name,
 )
-from stages.progress import read_json, write_json
+from stages.progress import read_as, write_json
 
 _RANK_FAILURE = "rank-{rank}.txt"  # the reason, next to the result
 _STOP_WAIT_S = 10.0
@@ -130,12 +130,12 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
         except BaseException:  # also the SystemExit by which submitit leaves for a requeue
             _end(process, stage)
             raise
-    result: Any = read_json(result_path)
-    failed = result is None or "error" in result
+    result = read_as(result_path, _Result, "the result of a step")
+    failed = result is None or bool(result.error)
     if failed and was_asked:
         raise KeyboardInterrupt
     # srun stops the first rank after the loss of another, and it may have ended in order.
-    is_over = failed or (result.get("was_stopped", False) and not was_asked)
+    is_over = result is None or result.error or (result.was_stopped and not was_asked)
     if is_over and (loss := listener.loss()):
         raise StageError(loss)
     for path in folder.glob(_RANK_FAILURE.format(rank="*")) if failed else ():
@@ -145,11 +145,19 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             f"the step ended with status {status} and without a result; its output is in the log. "
             f"Command: {shlex.join(step.command(*files))}"
         )
-    if "error" in result:
-        raise StageError(
-            result["error"], summary=result["summary"], exit_code=int(result["exit_code"])
-        )
-    return dict(result["summary"])
+    if result.error:
+        raise StageError(result.error, summary=result.summary, exit_code=result.exit_code)
+    return result.summary
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The first rank's result: what it has done, and the reason if it failed."""
+
+    summary: Summary
+    error: str = ""
+    exit_code: int = 0
+    was_stopped: bool = False
 
 
 class _Listener:
@@ -257,14 +265,10 @@ def main(
             summary = stage()
     except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
         details = error if isinstance(error, StageError) else StageError("")
-        values = {
-            "error": cause_of(error, folder=result_path.parent),
-            "exit_code": details.exit_code,
-            "summary": details.summary,
-        }
-        write_json(result_path, values)
+        cause = cause_of(error, folder=result_path.parent)
+        write_json(result_path, asdict(_Result(details.summary, cause, details.exit_code)))
         raise
-    write_json(result_path, {"summary": summary, "was_stopped": stopped.is_set()})
+    write_json(result_path, asdict(_Result(summary, was_stopped=stopped.is_set())))
     return 0
 
 
