@@ -104,7 +104,7 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> Fields:
         "quantised by": quantised and str(quantised.get("quant_method", "unknown")),
         "tokenizer": list(reader.tokenizer),
         "notes": list(reader.remarks),
-        "config": _plain(config),
+        "config": _plain(config or reader.settings),
     }
     facts |= _becomes(reader)
     if "parameters" in facts and pieces:

@@ -13,11 +13,11 @@ deepspeedai/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,14 @@ def _files(folder: Path) -> list[Path]:
             "copy those of one there alone"
         )
     ((stated, files),) = ranks.items()
-    count = int(stated) if stated else 1 + max(files)
+    return _complete(files, int(stated) if stated else 1 + max(files), f"{folder} lacks the files")
+
+
+def _complete(files: Mapping[int, Path], count: int, lacks: str) -> list[Path]:
+    """Return the files of ranks in order; `lacks` begins the message of those that are missing."""
     if missing := [str(rank) for rank in range(count) if rank not in files]:
         raise CheckpointMismatchError(
-            f"{folder} lacks the files of ranks {first_names(missing)} of {count}; copy them, too"
+            f"{lacks} of ranks {first_names(missing)} of {count}; copy them, too"
         )
     return [files[rank] for rank in range(count)]
 
@@ -155,7 +159,7 @@ def _places(
     """
     places: dict[int, tuple[int, ...]] = {}
     last: dict[int, int] = {}
-    for placement, coordinate in itertools.zip_longest(placements, coordinates):
+    for placement, coordinate in zip_longest(placements, coordinates):
         match placement, coordinate:
             case None, _:
                 continue
@@ -194,23 +198,14 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
                 problems.append(f"ranks hold parts of {name} of different sizes at one place")
     begins = {
         axis: dict(
-            zip(
-                sorted(each),
-                itertools.accumulate([each[n] for n in sorted(each)], initial=0),
-                strict=False,
-            )
+            zip(sorted(of), accumulate((of[n] for n in sorted(of)), initial=0), strict=False)
         )
-        for axis, each in sizes.items()
+        for axis, of in sizes.items()
     }
     chunks: dict[ChunkOffset, StoredTensor] = {}
     for each in parts:
-        begin = (
-            each.begin
-            if each.begin is not None
-            else tuple(
-                begins[axis][each.places[axis]] if axis in begins else 0 for axis in range(rank)
-            )
-        )
+        places = {axis: begins[axis][at] for axis, at in each.places.items()}
+        begin = each.begin or tuple(places.get(axis, 0) for axis in range(rank))
         if 0 not in each.values.shape:
             chunks.setdefault(begin, each.values)
     return ChunkedTensor(first.values.dtype, first.whole, chunks)
@@ -290,13 +285,8 @@ def _zero_files(folder: Path, pattern: str) -> list[Path]:
             f"{folder} is of {1 + max(found)[0]} tensor-parallel ranks (mp_rank_*), which cut "
             "tensors by rules of their own: save it with one, or with save_pretrained"
         )
-    missing = [n for n in range(1 + max(found)[1]) if (0, n) not in found] if found else [0]
-    if missing:
-        raise CheckpointMismatchError(
-            f"{folder} lacks the {pattern} of ranks {first_names([str(n) for n in missing])}; "
-            "copy them, too"
-        )
-    return [found[rank] for rank in sorted(found)]
+    files = {rank: file for (_, rank), file in found.items()}
+    return _complete(files, 1 + max(files, default=0), f"{folder} lacks the {pattern}")
 
 
 def _universal(file: Path, shapes: Mapping[str, Shape]) -> Piece:
@@ -341,7 +331,7 @@ def _partitioned(folder: Path, shapes: Mapping[str, Shape], count: int) -> dict[
     refuse(problems)
     _refuse_copies(folder, ranks)
     shares = {name: -(-math.prod(shape) // count) for name, shape in shapes.items()}
-    begins = itertools.accumulate(shares.values(), initial=0)
+    begins = accumulate(shares.values(), initial=0)
     found = {
         name: _joined(ranks, begin, shapes[name], name, folder)
         for name, begin in zip(shares, begins, strict=False)
