@@ -180,7 +180,8 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: expected lists and tensors alone: {reason}") from error
-    own = next((table[name] for name in _ROWS if name in table), table)
+    fields = table if isinstance(table, Mapping) else {}
+    own = next((fields[name] for name in _ROWS if name in fields), table)
     for each in own if isinstance(own, list) else [own]:
         yield from _unbatched(each)
 

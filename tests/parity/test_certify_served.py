@@ -205,6 +205,7 @@ def test_training_step_is_compared_with_the_server(
         ([], "name SOURCE and FOLDER"),
         (["--training", "{file}", "--endpoint", "http://127.0.0.1:9"], "row 0 has text; expected"),
         (["--training", "{code}", "--endpoint", "http://127.0.0.1:9"], "lists and tensors alone"),
+        (["--training", "{number}", "--endpoint", "http://127.0.0.1:9"], "a row is int"),
     ],
 )
 def test_what_cannot_be_asked_ends_with_2(
@@ -213,6 +214,8 @@ def test_what_cannot_be_asked_ends_with_2(
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "x"}\n')
     code = tmp_path / "batch.pt"
-    torch.save(Path("x"), code)
-    assert main([each.format(file=file, code=code) for each in words]) == 2
+    torch.save(Server, code)
+    number = tmp_path / "number.pt"
+    torch.save(5, number)
+    assert main([each.format(file=file, code=code, number=number) for each in words]) == 2
     assert message in capsys.readouterr().err
