@@ -73,6 +73,32 @@ def test_wide_enough_search_finds_the_best_of_all_sequences(pool: bool) -> None:
         assert found == pytest.approx(-negative, abs=1e-5)
 
 
+# 4 -> 1 -> 2 and 4 -> 2 -> 1; the beams swap in the second step.
+SWAPPING = chain(6, t4={1: 0.4, 2: 0.6}, t1={2: 0.99, 5: 0.01}, t2={1: 0.5, 5: 0.5})
+TO_FIVE = chain(6, t4={1: 0.6, 2: 0.4}, t1={5: 1.0}, t2={5: 1.0})
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize(
+    ("table", "words", "stopped"),
+    [(SWAPPING, ((1, 2),), (1, 2)), (TO_FIVE, ((4, 1),), (1,))],
+    ids=["of the answer", "begun in the prompt"],
+)
+def test_stop_words_are_looked_for_in_the_hypothesis_itself(
+    table: torch.Tensor, words: Any, stopped: tuple[int, ...], pool: bool
+) -> None:
+    result = search(table, beam_width=2, output_len=2, stop_words=words, pool=pool)
+    found = zip(result.output_ids, result.finish_reasons, strict=True)
+    assert [ids for ids, why in found if why == "stop"] == [stopped]
+
+
+@pytest.mark.parametrize("word", [(1, 5), (4, 1)])
+def test_bad_words_are_banned_in_the_beam_that_has_their_prefix(word: tuple[int, ...]) -> None:
+    result = search(TO_FIVE, beam_width=2, output_len=2, bad_words=(word,))
+    assert result.output_ids[0] == (2, 5)
+    assert (1, 5) not in result.output_ids
+
+
 @pytest.mark.parametrize("pool", [False, True])
 def test_more_beams_than_tokens_is_no_problem(pool: bool) -> None:
     table = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))

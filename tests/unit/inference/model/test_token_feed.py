@@ -88,6 +88,8 @@ def test_ranks_that_share_the_vocabulary_choose_what_one_would(width: int) -> No
     {"bad_words": ((3,), (4, 5))},
     {"top_k": 0, "top_p_decay": 0.5},
     {"top_k": 0, "top_p": 0.1, "top_p_min": 0.2},
+    {"min_length": 1, "other_end_ids": (2,)},
+    {"min_p": 0.1},
     {"beam_width": 2},
 ], ids=str)  # fmt: skip
 def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[str, Any]) -> None:
