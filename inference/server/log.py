@@ -16,17 +16,18 @@ _MOST = 300  # characters of a line worth showing
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
-# Lines of NVIDIA's C++ backend.
-_MISSING = re.compile(r"file (?P<path>\S+) cannot be opened, loading model fails!")
-_SHORT = re.compile(
-    r"file (?P<path>\S+) only has (?P<has>\d+), but request (?P<wants>\d+), loading model fails!"
-)
-_NO_CONFIG = re.compile(r"Can't load '(?P<path>[^']*config\.ini)'")
-_RANKS = re.compile(r"world_size \(\d+\) should equal to|Number of visible GPUs must be evenly")
-_OTHERS = re.compile(
+# Lines of NVIDIA's C++ backend, after some of which it goes on with uninitialised weights, and what
+# to do.
+_FATAL = {
+    r"cannot be opened, loading model fails!": "convert the model again",
+    r"only has \d+, but request \d+, loading model fails!": "it is not complete, or was made for "
+    "another tensor-parallel size or data type; convert the model again",
+    r"Can't load '[^']*config\.ini'": "convert the model again",
+    r"world_size \(\d+\) should equal to|Number of visible GPUs must be evenly": "set "
+    "CUDA_VISIBLE_DEVICES to exactly TP x PP GPUs",
     r"Assertion (?:fail|`.*failed)|CUDA out of memory|NCCL[^\n]*\berror\b|MPI_ABORT"
-    r"|Multi-Node Inference only"
-)
+    r"|Multi-Node Inference only": "",
+}
 
 
 class ServerStartError(RuntimeError):
@@ -76,31 +77,13 @@ def short_reason(text: str) -> str:
 
 
 def fatal_lines(text: str) -> list[str]:
-    """Return why NVIDIA's backend cannot use the model, one message for each such line of a log.
-
-    The backend goes on with uninitialised weights after some of these lines and reports ready.
-    """
-    return [message for line in text.splitlines() if (message := _explained(line))]
-
-
-def _explained(line: str) -> str | None:
-    if missing := _MISSING.search(line):
-        return f"weight file {missing['path']} is missing; convert the model again"
-    if short := _SHORT.search(line):
-        has, wants = int(short["has"]), int(short["wants"])
-        reason = "it is not complete; convert the model again"
-        if has == 2 * wants or wants == 2 * has:
-            reason = "its type and weight_data_type of config.ini differ"
-        elif has and (wants % has == 0 or has % wants == 0):
-            reason = "it was written for another tensor-parallel size"
-        where = f"weight file {short['path']}"
-        return f"{where} has {has} bytes of {wants} that the backend expects; {reason}"
-    if config := _NO_CONFIG.search(line):
-        return f"{config['path']} cannot be read; convert the model again"
-    shown = line.strip()[:_MOST]
-    if _RANKS.search(line):
-        return f"{shown} (set CUDA_VISIBLE_DEVICES to exactly TP x PP GPUs)"
-    return shown if _OTHERS.search(line) else None
+    """Return the lines of a log after which NVIDIA's backend cannot use the model, and a remedy."""
+    return [
+        f"{line.strip()[:_MOST]} ({remedy})" if remedy else line.strip()[:_MOST]
+        for line in text.splitlines()
+        for pattern, remedy in _FATAL.items()
+        if re.search(pattern, line)
+    ]
 
 
 @contextlib.contextmanager

@@ -320,4 +320,4 @@ def test_weights_that_another_node_lacks_fail_the_service(
     service = Service(cluster, nvidia_results, *words, environment=environment)
     service.wait_until_gone()
     assert service.record()["state"] == "failed", service.logs()
-    assert "weight file /w/model.wte.bin is missing" in service.record()["error"]
+    assert "file /w/model.wte.bin cannot be opened" in service.record()["error"]

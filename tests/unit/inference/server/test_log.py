@@ -42,11 +42,9 @@ def test_long_lines_are_cut_and_import_frames_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("[WARNING] file /w/a.bin cannot be opened, loading model fails! ", "/w/a.bin is missing"),
-        (SIZES.format(100, 200), "weight_data_type of config.ini differ"),
+        ("[WARNING] file /w/a.bin cannot be opened, loading model fails! ", "/w/a.bin cannot"),
         (SIZES.format(100, 400), "another tensor-parallel size"),
-        (SIZES.format(100, 170), "not complete"),
-        ("[ERROR] Can't load '/w/config.ini'", "/w/config.ini cannot be read"),
+        ("[ERROR] Can't load '/w/config.ini'", "'/w/config.ini' (convert"),
         ("1. Number of visible GPUs must be evenly divisble by TP * PP", "CUDA_VISIBLE_DEVICES"),
         ("[ERROR] world_size (4) should equal to tensor_para_size_", "CUDA_VISIBLE_DEVICES"),
         ("CUDA out of memory", "CUDA out of memory"),
