@@ -12,11 +12,11 @@ import pkgutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.ft.config_ini import read_config
@@ -57,38 +57,6 @@ _FAILURES: dict[type[Exception], tuple[str, str]] = {
     EngineBusyError: ("UNAVAILABLE", "busy"),
     EngineFailedError: ("UNAVAILABLE", "unavailable"),
 }
-
-
-class _Arrivals:
-    """Items that the engine's thread hands to one request in the event loop, in order.
-
-    Attributes:
-        items: those that were not taken yet.
-    """
-
-    def __init__(self, host: ModelHost) -> None:
-        self._host = host
-        self.items: deque[Any] = deque()
-        self._came = asyncio.Event()
-        self._is_posted = False
-
-    def put(self, item: Any) -> None:
-        """Hand an item on, from any thread."""
-        self.items.append(item)
-        if not self._is_posted:  # or the call that is posted finds it
-            self._is_posted = True
-            self._host.post(self._wake)
-
-    def _wake(self) -> None:
-        self._is_posted = False
-        self._came.set()
-
-    async def get(self) -> Any:
-        """Return the next item, once there is one."""
-        while not self.items:
-            self._came.clear()
-            await self._came.wait()
-        return self.items.popleft()
 
 
 class EngineModel(TritonModel):
@@ -218,9 +186,13 @@ class EngineModel(TritonModel):
         if request.is_canary:
             self._check_progress()
         began = time.perf_counter()
-        came = _Arrivals(self.host)
+        came: asyncio.Queue[Any] = asyncio.Queue()
+
+        def put(item: Any) -> None:  # from any thread
+            self.host.post(partial(came.put_nowait, item))
+
         try:
-            future, outputs_of = await self._submitted(request, came.put)
+            future, outputs_of = await self._submitted(request, put)
         except Exception as error:  # whatever it is, it is this request's answer alone
             answer, reason = _failure(error)
             if reason:
@@ -229,7 +201,7 @@ class EngineModel(TritonModel):
                 self.metrics.ended("failed")
             raise answer from None
         # After the steps that it consists of, which were put before.
-        future.add_done_callback(lambda _: came.put(None))
+        future.add_done_callback(lambda _: put(None))
         self._running += 1
         outcome = "cancelled"
         try:

@@ -8,7 +8,7 @@ from tritonclient.grpc import service_pb2
 from inference.front.guard import RejectedError
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
 from inference.front.validation import MOST_ENTRIES, MOST_TEXTS, SentRequest, checked_form
-from inference.front.wire_format import WireField, WireFormatError, wire_fields
+from inference.front.wire_format import wire_fields
 
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _ID, _RAW_INPUT_CONTENTS = 3, 7  # of service_pb2.ModelInferRequest
@@ -22,27 +22,27 @@ def parsed(kind: Any, data: bytes) -> Any:
         raise RejectedError(f"the message is not a {kind.DESCRIPTOR.name}") from None
 
 
-def without_raw_tensors(data: bytes) -> tuple[bytes, list[WireField]]:
-    """Return a ModelInferRequest of gRPC without its raw tensors, and the fields of these.
+def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
+    """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
 
     No field is parsed: two bytes of a message can take a hundred bytes of memory. One with more
     fields, or more bytes outside of raw tensors, than a request needs is refused.
     """
-    kept, raw = bytearray(), list[WireField]()
+    kept, raw = bytearray(), list[slice]()
     try:
-        for count, field in enumerate(wire_fields(data), start=1):
+        for count, (number, place, content) in enumerate(wire_fields(data), start=1):
             if count > _MOST_FIELDS:
                 raise RejectedError(f"the request has more than {_MOST_FIELDS} fields")
-            if field.number == _RAW_INPUT_CONTENTS and field.content is not None:
-                raw.append(field)
+            if number == _RAW_INPUT_CONTENTS and content is not None:
+                raw.append(content)
             else:
-                kept += data[field.place]
+                kept += data[place]
             if len(kept) > MOST_JSON_BYTES:
                 raise RejectedError(
                     f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
                     "large tensors there"
                 )
-    except WireFormatError:
+    except ValueError:
         raise RejectedError("the message is not a ModelInferRequest") from None
     return bytes(kept), raw
 
@@ -50,8 +50,8 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[WireField]]:
 def message_id(data: bytes) -> str:
     """Return the id in a ModelInferRequest that is refused, "" if it has none."""
     try:
-        found = [each.content for each in wire_fields(data) if each.number == _ID]
-    except WireFormatError:
+        found = [content for number, _, content in wire_fields(data) if number == _ID]
+    except ValueError:
         return ""
     return data[found[-1]].decode(errors="replace") if found and found[-1] else ""
 

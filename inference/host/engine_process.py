@@ -31,7 +31,7 @@ from inference.system.parent_process import end_with_parent
 
 LOST = 0  # the number of an answer that no order asked for: why the engine has failed
 READ_METRICS, GIVE_UP = "read metrics", "give up"  # the latter: the order of the same number
-_AT_ONCE = 16
+AT_ONCE = 16
 _STEPS_S = 0.5  # between two reports of steps that have made no answer
 
 logger = logging.getLogger(__name__)
@@ -68,19 +68,12 @@ class Mailbox:
 
     def _run(self) -> None:
         with self._lock:
-            calls = [self._calls.popleft() for _ in range(min(_AT_ONCE, len(self._calls)))]
+            calls = [self._calls.popleft() for _ in range(min(AT_ONCE, len(self._calls)))]
             goes_on = self._is_woken = bool(self._calls)
         for call in calls:
-            _called(call)
+            self._loop.call_soon(call)
         if goes_on:
             self._loop.call_soon(self._run)
-
-
-def _called(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:  # the calls of other requests follow
-        logger.exception("an answer could not be handed on")
 
 
 class ModelProcess:
@@ -94,7 +87,6 @@ class ModelProcess:
         self._batch: list[tuple[int, Any]] = []
         self._steps = 0  # of the engine, as reported
         self.post = Mailbox(loop).post
-        self._orders = Mailbox(loop)
 
     def show(self, metrics: ModelMetrics) -> None:
         """Keep metrics for the orders that read them."""
@@ -121,8 +113,8 @@ class ModelProcess:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, order = pickle.loads(self._connection.recv_bytes())
-                self._orders.post(partial(self._obey, number, order))
-        self._orders.post(self._end)
+                self._loop.call_soon_threadsafe(self._obey, number, order)
+        self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         if self._model is not None:
@@ -164,6 +156,9 @@ class ModelProcess:
                     self._send(number, (portable, final, sum(waited)))
         except ModelError as error:
             self._send(number, error)
+        except Exception as error:  # of this program
+            logger.exception("a request has failed")
+            self._send(number, ModelError(str(error) or type(error).__name__, "INTERNAL"))
 
     def _send(self, number: int, answer: Any) -> None:
         if not self._batch:

@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import pickle
 import subprocess
+from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
-from inference.host.engine_process import GIVE_UP, LOST, READ_METRICS, LoadOrder, Mailbox
+from inference.host.engine_process import AT_ONCE, GIVE_UP, LOST, READ_METRICS, LoadOrder
 from inference.host.engine_start import started_engine
+from inference.server.processes import how_ended
 
 _END_S = 10.0  # for the ranks to end
+_GONE_S = 0.5
 
 
 class EngineProcess:
@@ -40,7 +42,7 @@ class EngineProcess:
         self._waiting: dict[int, asyncio.Queue[Any]] = {}
         self._process, self._link = started_engine(str(folder.parent))
         self._loop = asyncio.get_running_loop()
-        self._mailbox = Mailbox(self._loop)
+        self._arrived: deque[tuple[int, Any]] = deque()
         self._loop.add_reader(self._link.fileno(), self._read)
 
     async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
@@ -111,15 +113,25 @@ class EngineProcess:
             self.steps, batch = pickle.loads(self._link.recv_bytes())
         except (EOFError, OSError):
             self._loop.remove_reader(self._link.fileno())
-            self.steps, batch = self.steps, [(LOST, "its process has ended")]
-        for number, answer in batch:
-            self._mailbox.post(partial(self._take, number, answer))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GONE_S)  # memory is given back before its status is known
+            status = self._process.returncode
+            batch = [(LOST, f"its process {'has ended' if status is None else how_ended(status)}")]
+        is_idle = not self._arrived
+        self._arrived += batch
+        if is_idle:
+            self._hand_on()
 
-    def _take(self, number: int, answer: Any) -> None:
-        if number == LOST:
-            self._end(answer)
-        elif number in self._waiting:
-            self._waiting[number].put_nowait(answer)
+    def _hand_on(self) -> None:
+        """Hand a few answers to their requests; the loop reads its sockets before the next ones."""
+        for _ in range(min(AT_ONCE, len(self._arrived))):
+            number, answer = self._arrived.popleft()
+            if number == LOST:
+                self._end(answer)
+            elif number in self._waiting:
+                self._waiting[number].put_nowait(answer)
+        if self._arrived:
+            self._loop.call_soon(self._hand_on)
 
     def _end(self, reason: str) -> None:
         text = f"{self._name} is out of service: {reason}"

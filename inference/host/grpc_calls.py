@@ -182,7 +182,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             raise InferError(str(error)) from None
         model = found_model(hosted.models, sent.model_name, sent.model_version)
         whole = memoryview(request)
-        parts = [whole[each.content] for each in raw if each.content is not None]
+        parts = [whole[each] for each in raw]
         return model, sent, with_bytes(model, sent, parts, sessions)
 
     async def _streamed(

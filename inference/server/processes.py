@@ -93,7 +93,7 @@ class _Process:
         if state is None or not is_same:
             return "has ended", True
         if state.letter in "ZX":
-            return _how_ended(state.exit_code), True
+            return how_ended(os.waitstatus_to_exitcode(state.exit_code)), True
         if state.letter != "T":
             self.stopped_since = None
             return None, False
@@ -140,8 +140,9 @@ class ServerWatch:
                 self._known[pid] = _Process(pid, state.started, self._names(pid))
 
 
-def _how_ended(wait_status: int) -> str:
-    if (status := os.waitstatus_to_exitcode(wait_status)) >= 0:
+def how_ended(status: int) -> str:
+    """Return how a process has ended, with -n after signal n."""
+    if status >= 0:
         return f"has ended with status {status}"
     # The kernel's log names the process if so.
     hint = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""

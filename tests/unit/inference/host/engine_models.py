@@ -46,6 +46,8 @@ class Scripted(EngineModel):
                 await self._never()
             finally:
                 self.metrics.ended("cancelled")
+        if does == "fault":
+            raise KeyError("a fault")
         if does == "refuse":
             raise ModelError("too busy", "UNAVAILABLE")
         if does == "tokens":

@@ -74,12 +74,16 @@ def test_steps_that_are_taken_at_once_are_the_tokens_so_far() -> None:
     with_engine(use)
 
 
-def test_a_refusal_is_that_of_its_request_alone() -> None:
+@pytest.mark.parametrize(
+    ("does", "answer"),
+    [("refuse", ("too busy", "UNAVAILABLE")), ("fault", ("'a fault'", "INTERNAL"))],
+)
+def test_a_refusal_is_that_of_its_request_alone(does: str, answer: tuple[str, str]) -> None:
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         other = asyncio.create_task(answers(engine, asked("tokens")))
         with pytest.raises(ModelError) as caught:
-            await answers(engine, asked("refuse"))
-        assert (str(caught.value), caught.value.code) == ("too busy", "UNAVAILABLE")
+            await answers(engine, asked(does))
+        assert (str(caught.value), caught.value.code) == answer
         assert await other
         assert not lost
 
@@ -100,7 +104,8 @@ def test_a_request_that_is_given_up_is_cancelled_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "reason"), [("end", "its process has ended"), ("leave", "a rank is gone")]
+    ("does", "reason"),
+    [("end", "its process has ended with status 3"), ("leave", "a rank is gone")],
 )
 def test_a_lost_engine_fails_its_requests_with_the_reason(does: str, reason: str) -> None:
     async def use(engine: EngineProcess, lost: list[str]) -> None:
