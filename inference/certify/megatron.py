@@ -153,6 +153,8 @@ def _reasons(config: Any, traits: MegatronTraits) -> list[str]:
         if field.default is not dataclasses.MISSING and field.name not in _PASSED
         if (value := getattr(config, field.name)) != field.default
     ]
+    if experts := getattr(config, "expert_num", 0):
+        reasons.append(f"expert_num = {experts}")
     scaling = getattr(config, "rotary_scaling_type", None)
     reasons += [] if scaling in _SCALINGS else [f"rotary_scaling_type = {scaling}"]
     is_known = traits.activation in _ACTIVATIONS

@@ -994,6 +994,16 @@ def test_traits_of_megatron_core_are_computed_or_named(
         assert any("not computed with" in each.detail for each in layers.findings)
 
 
+def test_experts_of_megatron_core_are_named_where_they_are_not_computed(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
+    folder = write_model("mixtral", tmp_path / "folder")
+    source = convert_to(folder, tmp_path, output_format="torch_dist", tp_size=1)
+    certificate = made(source, folder, layers=True)
+    assert part(certificate, "tensors").status == "equal"
+    (layers,) = part(certificate, "layers").of("not computed")
+    assert "expert_num = 4" in layers.detail
+
+
 def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_path: Path) -> None:
     source = shared / "golden/gptj_slim/tiny/source"
     given = (("head_num", "4"), ("rotary_embedding", "2"))
