@@ -115,22 +115,34 @@ def test_every_way_of_cutting_gives_the_logits(name: str, saved: Path, tmp_path:
     assert error(copied, saved / f"{name}.pt") < TOLERANCE
 
 
-def test_megatron_bridge_states_the_same(saved: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(saved / "deepseek_v3", tmp_path / "source")
+@pytest.mark.parametrize(
+    ("name", "activation", "provider"),
+    [
+        ("deepseek_v3", "torch.nn.functional.silu", "mla_provider.MLAModelProvider"),
+        ("gpt_oss", "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+         "gpt_provider.GPTModelProvider"),
+    ],
+)  # fmt: skip
+def test_megatron_bridge_states_the_same(
+    name: str, activation: str, provider: str, saved: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(saved / name, tmp_path / "source")
     settings = {
-        **SIZES, **MODELS["deepseek_v3"], "seq_length": 64, "position_embedding_type": "rope",
-        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "position_embedding_type": "rope", **SIZES, **MODELS[name], "seq_length": 64,
+        "activation_func": {"_target_": activation, "_call_": False},
         "share_embeddings_and_output_weights": False,
         "transformer_layer_spec": {
             "_target_": "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
             "_partial_": True, "use_transformer_engine": True,
         },
     }  # fmt: skip
-    provider = "megatron.bridge.models.mla_provider.MLAModelProvider"
-    run = {"model": {"_target_": provider, **settings}, "tokenizer": {}}
+    run = {
+        "model": {"_target_": f"megatron.bridge.models.{provider}", **settings},
+        "tokenizer": {},
+    }
     (source / "run_config.yaml").write_text(yaml.safe_dump(run))
     folder = convert(request(source, tmp_path / "out")).ft_dir
-    assert error(folder, saved / "deepseek_v3.pt") < TOLERANCE
+    assert error(folder, saved / f"{name}.pt") < TOLERANCE
 
 
 def test_a_correction_of_scores_stays_in_fp32(saved: Path, tmp_path: Path) -> None:
