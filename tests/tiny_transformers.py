@@ -175,8 +175,13 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }  # fmt: skip
 
-# A mixture with sizes of its own: MXFP4 has blocks of 32 values.
-GPT_OSS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+# Mixtures that megatron-core does not have, or with sizes of their own: MXFP4 has blocks of 32.
+OTHER_MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {**_LLAMA, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 3, "pad_token_id": None,
+         "moe_intermediate_size": 20, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    ),
     "gpt-oss": (
         "GptOssForCausalLM",
         {"vocab_size": 53, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4,
@@ -387,7 +392,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 def model_of(name: str, **changes: Any) -> Any:
     """Return a random model whose every parameter matters: none is left at zero or one."""
-    known = {**MODELS, **MIXTURES, **GPT_OSS, **SHARED_EXPERTS}
+    known = {**MODELS, **MIXTURES, **OTHER_MIXTURES, **SHARED_EXPERTS}
     base = max((each for each in known if name.startswith(each)), key=len)
     class_name, settings = known[base]
     settings = {**settings, **(VARIANTS[name] if name != base else {}), **changes}

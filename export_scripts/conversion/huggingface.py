@@ -29,7 +29,7 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
-from export_scripts.families.mapping.sources import Compute, Copy, Scalar, View, same
+from export_scripts.families.mapping.sources import Compute, Copy, Flat, View, same
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table, json_bytes
@@ -336,7 +336,7 @@ def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[Wri
 
 def copied_tensor(key: str, shape: Shape) -> WrittenTensor:
     """Return a tensor that is written as the source has it."""
-    source = Copy(key) if shape else Scalar(key)
+    source = Copy(key) if shape else Flat(key)
     return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), source, {}), same(shape)),))
 
 

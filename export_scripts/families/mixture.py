@@ -34,7 +34,7 @@ from export_scripts.families.mapping.names import Names, whole_names
 from export_scripts.families.mapping.rotary import rotary_fraction, yarn_growth
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
-from export_scripts.families.mapping.sources import Constant, Copy, Nesting, Rows, Sources
+from export_scripts.families.mapping.sources import Constant, Copy, Flat, Nesting, Rows, Sources
 from foundations.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
@@ -242,6 +242,29 @@ def _sigmoid_groups(settings: Settings, values: Fields) -> Fields:
     }
 
 
+def _ernie_layers(settings: Settings, values: Fields) -> Fields:
+    """Return the layers without experts: those outside of some, and all but every so many-th."""
+    last = values["num_layer"] - 1
+    first = settings.natural("moe_layer_start_index", default=1)
+    stated = settings.value("moe_layer_end_index", default=-1)
+    end = last if stated == -1 else settings.natural("moe_layer_end_index")
+    every = settings.integer("moe_layer_interval", default=1)
+    numbers = range(values["num_layer"])
+    layers = tuple(n for n in numbers if not first <= n <= end or (n + 1) % every)
+    width = values.pop("shared_expert_num") * values["inter_size"]
+    return {**_dense(settings, layers), "shared_inter_size": width}
+
+
+def _ernie_written(config: MixtureConfig) -> Fields:
+    return {
+        "intermediate_size": config.dense_inter_size or config.inter_size,
+        "moe_layer_start_index": config.first_dense,
+        "moe_layer_end_index": config.num_layer - 1,
+        "moe_layer_interval": 1,
+        "pad_token_id": min(config.end_id, config.vocab_size - 1),
+    }
+
+
 def _softmax_groups(settings: Settings, values: Fields) -> Fields:
     """Return groups of which the best expert counts, if a method says that there are any."""
     method = settings.source.get("topk_method") or "greedy"
@@ -400,6 +423,32 @@ _DECODERS = (
         eos=2,
         read=_softmax_groups,
         written=_v2_written,
+    ),
+    # A softmax whose scores are corrected to choose experts.
+    _Mixture(
+        model_type="ernie4_5_moe",
+        model="Ernie4_5_MoeForCausalLM",
+        title="ERNIE 4.5 MoE",
+        keys=(
+            *_KEYS,
+            "moe_intermediate_size",
+            "moe_num_experts",
+            "moe_k",
+            "moe_num_shared_experts",
+        ),
+        fixed={"has_router_correction": True, "rotary_interleaved": True},
+        names=_names("mlp", shared="shared_experts"),
+        sources=lambda *_: {
+            f"{LAYER}{_CORRECTION}.bias": Flat(
+                f"{LAYER}mlp.moe_statics.e_score_correction_bias", outer=(1,)
+            )
+        },
+        is_tied=True,
+        bos=1,
+        eos=2,
+        rotary_base=5e5,
+        read=_ernie_layers,
+        written=_ernie_written,
     ),
     _Mixture(
         model_type="gpt_oss",

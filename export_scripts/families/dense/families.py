@@ -28,7 +28,7 @@ from export_scripts.families.mapping.names import (
 from export_scripts.families.mapping.rotary import rotary_parameters
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import Copy, HeadScales, Scalar, Sources
+from export_scripts.families.mapping.sources import Copy, Flat, HeadScales, Sources
 from foundations.files.json_content import Fields, Table
 
 _BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
@@ -294,7 +294,7 @@ def _growth(settings: Settings, values: Table) -> Fields:
 _WITHOUT_GATE = {
     **LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""
 }  # fmt: skip
-_XIELU = {"alpha_p": Copy, "alpha_n": Copy, "beta": Scalar, "eps": Scalar}
+_XIELU = {"alpha_p": Copy, "alpha_n": Copy, "beta": Flat, "eps": Flat}
 
 _FALCON_LAYER = "transformer.h.{layer}."
 _FALCON_TWO_NORMS = whole_names(

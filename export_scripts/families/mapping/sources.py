@@ -127,16 +127,19 @@ class Copy(TensorSource):
 
 
 @dataclass(frozen=True)
-class Scalar(Copy):
-    """A number that the source stores as a tensor without axes."""
+class Flat(Copy):
+    """A vector that the source stores with one more axis before, or a number without any."""
+
+    outer: Shape | None = field(default=None, kw_only=True)  # that axis; None: a number
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return it as a vector of one entry."""
-        return Parts(0, (get(self.key)[0].reshape(1),))
+        """Return it as a vector."""
+        return Parts(0, (get(self.key)[0].reshape(-1),))
 
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
         """Return it as it is stored."""
-        return [(self.key, View(shape, (0,), ()))]
+        stored = () if self.outer is None else (*self.outer, *shape)
+        return [(self.key, View(shape, (0,), stored))]
 
 
 class Nesting(NamedTuple):

@@ -48,15 +48,15 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 def has_images(config: Table) -> bool:
     """Return whether a config.json is that of a model of images and texts."""
-    return config.get("model_type") in _WHOLES
+    return str(config.get("model_type")) in _WHOLES  # a file may hold anything
 
 
 def text_model(facts: Facts) -> Facts:
     """Return the facts of the text model alone, where a Hugging Face folder has images too.
 
     Raises:
-        CheckpointMismatchError: Its text_config is no table, or leaves out a setting of which the
-            plain decoder has another default.
+        CheckpointMismatchError: Its text_config is not a table, or leaves out a setting of which
+            the plain decoder has another default.
     """
     reader = facts.reader
     if reader.format != "huggingface" or not has_images(facts.config):

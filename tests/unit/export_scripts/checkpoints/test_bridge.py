@@ -203,14 +203,14 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
         "_target_": "megatron.bridge.models.glm.glm45_provider.GLMMoEModelProvider",
         "qk_layernorm": True,
         "num_moe_experts": 8,
-        "glu_linear_offset": 1.0,
+        "linear_attention_freq": 2,
         "multi_latent_attention": True,
         "apply_residual_connection_post_layernorm": True,
         "transformer_layer_spec": {"_target_": "mine.my_spec", "_call_": False},
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
-        "GLMMoEModelProvider", "mixture of experts", "glu_linear_offset", "my_spec",
+        "GLMMoEModelProvider", "mixture of experts", "linear_attention_freq", "my_spec",
         "multi_latent_attention", "apply_residual_connection_post_layernorm = True",
     ):  # fmt: skip
         assert named in text, text

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import save_file
 
 from export_scripts.conversion.convert import (
     ConversionRequest,
@@ -20,6 +21,7 @@ from export_scripts.conversion.convert import (
 )
 from export_scripts.ft.config_ini import read_config
 from tests.tiny_distributed import megatron_common, write_distributed
+from tests.tiny_huggingface import read_tensors
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
 from tests.tiny_transformers import MIXTURES, write_model
 
@@ -94,6 +96,33 @@ def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) ->
     torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
     again = convert(request(folder, tmp_path / "again")).ft_dir
     torch.testing.assert_close(logits(again), logits(original), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"moe_layer_interval": 2, "tie_word_embeddings": True},
+        {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_num_shared_experts": 0},
+    ],
+    ids=str,
+)
+def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path: Path) -> None:
+    source = write_model("ernie4_5-moe", tmp_path / "source", **changes)
+    tensors = read_tensors(source)
+    for name in (each for each in tensors if each.endswith("correction_bias")):
+        tensors[name] = torch.linspace(-0.3, 0.3, 6)[None]  # not a parameter, which are random
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    found = read_tensors(folder)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    torch.testing.assert_close(logits(folder), logits(source), rtol=0, atol=0)
+
+
+def test_ernie_with_biases_is_refused(tmp_path: Path) -> None:
+    source = write_model("ernie4_5-moe", tmp_path / "source", use_bias=True)
+    assert "use_bias = True" in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
 
 CONFIG: Mapping[str, Any] = {
