@@ -25,8 +25,8 @@ COMMON_NAME = "common.pt"
 # Newer versions of megatron-core keep the contents of common.pt here.
 COMMON_KEY = "common_state/shard_0_1"
 # Megatron-LM's state, which torch saves one by one with fsdp_dtensor and torch_dcp.
-ARGUMENTS = "args"
-_COMMON_OBJECTS = (ARGUMENTS, "checkpoint_version")
+_ARGUMENTS = "args"
+_COMMON_OBJECTS = (_ARGUMENTS, "checkpoint_version")
 BACKEND = "torch_dist"
 CORE_TABLE = "embedding.word_embeddings.weight"  # of all its models
 
@@ -114,8 +114,17 @@ def _is_of_model(name: str) -> bool:
 
 
 def states_arguments(container: Container) -> bool:
-    """Return whether a distributed checkpoint holds Megatron-LM's arguments."""
-    return ARGUMENTS in _common(container)
+    """Return whether a distributed checkpoint holds Megatron-LM's arguments, as `has_sizes`."""
+    return has_sizes(_common(container))
+
+
+def has_sizes(common: Table) -> bool:
+    """Return whether what a checkpoint holds other than tensors states its model's sizes.
+
+    Trainers that build the model of a config.json leave them out, or save arguments of their own.
+    """
+    args = common.get(_ARGUMENTS)
+    return isinstance(args, Mapping) and "num_layers" in args
 
 
 def _common(container: Container, index: ShardedIndex | None = None) -> Table:

@@ -11,7 +11,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Region, read_small
 from export_scripts.checkpoints.containers import open_container
-from export_scripts.checkpoints.distributed import is_distributed, read_distributed
+from export_scripts.checkpoints.distributed import has_sizes, is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
     RankName,
     count_of,
@@ -95,7 +95,7 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Check
         tokenizer=_tokenizer_files(root),
         remarks=remarks,
     )
-    if "args" not in found.config:
+    if not has_sizes(found.config):
         raise CheckpointMismatchError(
             f"{root} does not state its model's sizes: expected Megatron-LM's args in it; of one "
             f"without them give {root} itself, with the config.json that it was trained from "

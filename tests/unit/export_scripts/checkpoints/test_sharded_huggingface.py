@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import shutil
@@ -532,9 +533,13 @@ def test_a_run_s_file_leads_to_no_folder_outside(model: Path, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
 def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_path: Path) -> None:
+    """The second has arguments of a trainer, as ms-swift saves them, without the model's sizes."""
     model = write_model(name, tmp_path / "model")
     source = tmp_path / "actor" / "dist_ckpt"
     core_without_arguments(model, source)
+    if name == "qwen3-moe":
+        own = argparse.Namespace(tuner_type="full", model="Qwen/Qwen3-30B-A3B")
+        torch.save({"args": own, "iteration": 7}, source / "common.pt")
     request = ConversionRequest(
         source, tmp_path / "out", 1, "fp32", output_format="huggingface", model_config=model
     )
