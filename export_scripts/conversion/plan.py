@@ -260,12 +260,12 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         return facts.reader.mapping, facts
     if facts.reader.settings and not facts.config:
         return _described_by_huggingface(facts)
-    facts = text_model(facts)
     for key in ("model_type", "target"):
         if not isinstance(value := facts.config.get(key), str | None):
             raise CheckpointMismatchError(
                 f"{facts.reader.path}: {key} = {value!r:.100} of its configuration is not a text"
             )
+    facts = text_model(facts)
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
     try:
         fitting = [
