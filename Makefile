@@ -60,7 +60,8 @@ $(BIN)/python:
 	  "$$uv" venv --seed --python '>=3.11,<3.15' $(VENV); \
 	fi
 
-$(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt | $(BIN)/python
+$(STAMP): pyproject.toml hatch_build.py $(wildcard inference/parallel/native/*.[ch]) \
+  requirements/constraints.txt requirements/torch.txt | $(BIN)/python
 	@echo "step 1 of 3: the packages that serve a model, into $(VENV)"
 	@$(call PINNED,$(VENV),constraints)
 	@echo "step 2 of 3: torch (0.2 GB for the CPU, 2.5 GB with CUDA)"
@@ -108,7 +109,8 @@ docs: $(PUBLISH)
 
 # The time of the commit is that of every file, so that others make the same bytes.
 VERSION = $(shell sed -nE 's/^__version__ = "(.*)"/\1/p' foundations/__init__.py)
-BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir
+# The wheel is for every processor; .github/workflows/wheels.yml makes those with compiled products.
+BUILD = SLIPWAY_BUILD_KERNEL=no SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir
 release: $(PUBLISH)
 	@test -z "$$(git status --porcelain)" || { echo "commit or stash first"; exit 1; }
 	@grep -qF '## [$(VERSION)]' CHANGELOG.md || { echo "CHANGELOG.md lacks [$(VERSION)]"; exit 1; }

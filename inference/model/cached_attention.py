@@ -1,6 +1,6 @@
 """Attention of a step's tokens over the cache of their slots, or over the encoder's output, on CPU.
 
-torch's kernels serve groups of sequences.
+torch's kernels serve groups of sequences; the project's own library serves single tokens.
 """
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
@@ -23,6 +23,7 @@ from inference.model.step import (
     segment_numbers,
     token_places,
 )
+from inference.parallel.native_cpu import attend, has_library
 
 # The padded work stays below this multiple of the true work, or it adds fewer tokens than a
 # further call costs.
@@ -36,12 +37,13 @@ class AttentionMask:
 
     No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
     H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
-    with `causal` those before it.
+    with `causal` those before it. `spans` are for `attend`, without the others.
     """
 
     bias: torch.Tensor | None
     causal: bool
     first: int = 0
+    spans: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ class GroupedAttention:
     ) -> None:
         """Lay it out. Segments come in the order of their tokens, with ascending slots."""
         self._cache, self._rules, self._dtype = cache, rules, dtype
+        others = (rules.alibi_slopes, rules.distance_bias, rules.softcap)
+        in_place = cache.shape.is_whole and not cache.shape.fp8
+        self._takes_spans = others == (None, None, None) and in_place and has_library()
         self.groups: list[AttentionGroup] = []
         first_row = 0
         for run in _runs(segments):
@@ -113,6 +118,10 @@ class GroupedAttention:
 
     def _mask(self, run: list[Segment], window: int | None) -> AttentionMask:
         rules, new_tokens, length = self._rules, run[0].count, max(s.stop for s in run)
+        if new_tokens == 1 and self._takes_spans:
+            firsts = [0 if window is None else max(s.stop - window, 0) for s in run]
+            spans = torch.tensor((firsts, [s.stop for s in run]))
+            return AttentionMask(None, causal=False, spans=spans)
         even = all(s.stop == length for s in run)
         first = 0 if window is None else max(min(s.start for s in run) + 1 - window, 0)
         if rules.alibi_slopes is None and rules.distance_bias is None and even:
@@ -129,13 +138,16 @@ class GroupedAttention:
         """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
         rules, dtype = self._rules, query.dtype
         keys, values = group.read(layer)  # (B, K, S, D)
+        mask = group.masks[rules.window(layer)]
+        if mask.spans is not None:
+            scale = query.shape[2] ** -0.5 if rules.scale is None else rules.scale
+            return attend(query, keys, values, mask.spans, scale=scale)
         single = group.new_tokens == 1
         if single:
             query = query.unsqueeze(2)  # (B, H, Q, D)
         else:
             sizes = group.slot_count, group.new_tokens, *query.shape[1:]
             query = query.reshape(sizes).transpose(1, 2)
-        mask = group.masks[rules.window(layer)]
         bias = mask.bias
         if mask.first:
             keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]

@@ -19,6 +19,7 @@ from inference.model.rotary import RotaryTable
 from inference.model.step import Step, Tokens
 from inference.parallel.gemm import Gemm, Product
 from inference.parallel.linear import AllReduce
+from inference.parallel.native_cpu import has_library, rms_norm
 
 # A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E); with the keywords
 # `onto` (N, E) and `factor` the former plus the factor times the norm. One whose readers are
@@ -42,6 +43,7 @@ def make_norm(
         centred = kind == "layernorm"
         return partial(norm, weight=weight, bias=bias, eps=eps, centred=centred, rounds=rounds)
     shape = list(weight.shape)
+    by_library = kind == "rmsnorm" and has_library()
 
     def normalise(
         x: torch.Tensor,
@@ -51,6 +53,9 @@ def make_norm(
         factor: float = 1.0,
     ) -> torch.Tensor:
         x = x if residual is None else x + residual
+        if by_library:
+            y = rms_norm(x, weight, eps)
+            return y if onto is None else torch.add(onto, y, alpha=factor)
         wide = x.to(weight.dtype)  # a scale is kept in fp32 where its rounding would matter
         if kind == "layernorm":
             y = functional.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)

@@ -4,12 +4,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
+from inference.parallel.epilogue import (
+    PLAIN_GEMM,
+    Epilogue,
+    GemmActivation,
+    GemmOptions,
+    activate,
+)
 from inference.parallel.int8 import Int8Gemm, Weight, arranged
+from inference.parallel.native_cpu import NativeGemm, has_native
 
 # A linear without a residual: (N, O) for (N, I).
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -45,20 +53,35 @@ def make_gated_gemm(
 ) -> Product:
     """Return the product activation(x W + b) * (x V + c) for `weights` W, V (I, O) each.
 
-    GPUs take both as one, whose outputs alternate; `rounds` as for `make_gemm`.
+    Both are one product on GPUs, where its outputs alternate, and in the library of a CPU; `rounds`
+    as for `make_gemm`.
     """
     gate, linear = weights
-    if gate.device.type != "cpu" and gate.dtype.itemsize == 2:
-        present = next((b for b in biases if b is not None), None)
-        bias = None
-        if present is not None:
-            given = [torch.zeros_like(present) if b is None else b for b in biases]
-            bias = torch.stack([b.flatten() for b in given], dim=1).flatten()
-        weight = arranged(weights, lambda each: torch.stack(each, dim=2).flatten(1))
+    on_gpu = gate.device.type != "cpu" and gate.dtype.itemsize == 2
+    if not on_gpu and not _is_native(gate, options):
+        up = make_gemm(gate, biases[0], activation=activation, options=options)
+        other = make_gemm(linear, biases[1], options=options)
+        return lambda x: up(x).mul_(other(x))
+    axis = 2 if on_gpu else 1
+    present, bias = next((b for b in biases if b is not None), None), None
+    if present is not None:
+        given = [torch.zeros_like(present) if b is None else b for b in biases]
+        bias = torch.stack([b.flatten() for b in given], dim=axis - 1).flatten()
+    weight = arranged(weights, lambda each: torch.stack(each, dim=axis).flatten(1))
+    if on_gpu:
         return _made(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
-    up = make_gemm(gate, biases[0], activation=activation, options=options)
-    other = make_gemm(linear, biases[1], options=options)
-    return lambda x: up(x).mul_(other(x))
+    both = _made(weight, Epilogue(bias), options)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        first, second = both(x).chunk(2, dim=1)
+        return activate(first, activation).mul_(second)
+
+    return product
+
+
+def _is_native(weight: Weight, options: GemmOptions) -> bool:
+    kept = torch.int8 if options.int8 else weight.dtype
+    return weight.device.type == "cpu" and has_native(kept, len(weight))
 
 
 def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
@@ -73,7 +96,9 @@ def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
     assert not options.fp8, "FP8 needs a GPU and 16 bits"
     assert not options.batch_invariant, "batch invariance needs a GPU and 16 bits"
     kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
-    if options.int8:
+    if _is_native(weight, options):
+        kind = partial(NativeGemm, int8=options.int8)
+    elif options.int8:
         is_fast = is_cpu and gemm_cpu.has_fbgemm_int8()
         kind = gemm_cpu.FbgemmInt8Gemm if is_fast else Int8Gemm
     elif is_cpu and weight.dtype == torch.float16:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -16,21 +18,21 @@ from tests.conftest import ROOT
 SAMPLE = ["export=gpt3/sample", "evaluate.tasks=[lambada]", "deploy.http_port=0"]
 SMALL = ["evaluate.limit=4", "evaluate.latency.enabled=false"]
 PORTS = ["deploy.grpc_port=0", "deploy.metrics_port=0"]
+_PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+_WHEEL = [*_PIP, "wheel", "--no-deps", "--no-build-isolation", str(ROOT), "--wheel-dir"]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the programs of an environment with the wheel; what it requires is this one's."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(ROOT)]
-    subprocess.run([*pip, *build], check=True)
+    subprocess.run([*_WHEEL, folder], check=True)
     environment = folder / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (packages,) = environment.glob("lib/python*/site-packages")
     (wheel,) = folder.glob("*.whl")
     python = environment / "bin" / "python"
-    subprocess.run([*pip, f"--python={python}", "install", "--no-deps", wheel], check=True)
+    subprocess.run([*_PIP, f"--python={python}", "install", "--no-deps", wheel], check=True)
     # Not its path files: one of them leads to this checkout.
     (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return environment / "bin"
@@ -59,6 +61,24 @@ def test_the_wheel_is_one_folder_and_a_path_file(installed: Path) -> None:
     (packages,) = installed.parent.glob("lib/python*/site-packages")
     names = {each.name for each in packages.iterdir() if not each.name.endswith(".dist-info")}
     assert names == {"slipway_serving", "slipway_serving.pth", "others.pth"}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_wheel_holds_the_products_of_a_cpu(installed: Path, elsewhere: Path) -> None:
+    where = "import inference.parallel.native_cpu as n; print(n.LIBRARY, n._library() is not None)"
+    library, found = run([installed / "python", "-c", where], elsewhere).split()
+    assert Path(library).is_relative_to(installed.parent)
+    assert found == "True"
+
+
+def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None:
+    without = os.environ | {"CC": "/nonexistent/cc"}
+    subprocess.run([*_WHEEL, tmp_path], env=without, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in ZipFile(wheel).namelist() if name.endswith(".so")]
+    asked = without | {"SLIPWAY_BUILD_KERNEL": "yes"}
+    assert subprocess.run([*_WHEEL, tmp_path], env=asked, capture_output=True).returncode
 
 
 def test_the_installed_command_exports_into_the_folder_where_it_is_given(

@@ -14,13 +14,14 @@ import sys
 import pytest
 import torch
 
+from inference.parallel.native_cpu import has_library
 from tests.conftest import ROOT
 
 # Vectors of torch's own kernels, and the most that oneDNN may use: products of int8 without VNNI,
-# which saturate, and those with it but without AMX.
+# which saturate, and those with it but without AMX. Last, what the project's own library may use.
 SETS = [
-    ("default", "AVX2"),
-    pytest.param("avx2", "AVX512_CORE_VNNI", marks=pytest.mark.long),
+    ("default", "AVX2", "none"),
+    pytest.param("avx2", "AVX512_CORE_VNNI", "avx2", marks=pytest.mark.long),
 ]
 TESTS = (
     "tests/unit/inference/parallel/test_gemm.py",
@@ -31,14 +32,19 @@ TESTS = (
 )
 
 
-@pytest.mark.parametrize(("vectors", "products"), SETS)
-def test_results_hold_with(vectors: str, products: str) -> None:
+@pytest.mark.parametrize(("vectors", "products", "library"), SETS)
+def test_results_hold_with(vectors: str, products: str, library: str) -> None:
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         vectors = "default"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
         cwd=ROOT,
-        env=os.environ | {"ATEN_CPU_CAPABILITY": vectors, "ONEDNN_MAX_CPU_ISA": products},
+        env=os.environ
+        | {
+            "ATEN_CPU_CAPABILITY": vectors,
+            "ONEDNN_MAX_CPU_ISA": products,
+            "SLIPWAY_CPU_KERNEL": library if has_library() else "none",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inference.model import cached_attention
 from inference.model.cached_attention import AttentionMask, GroupedAttention
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
@@ -12,12 +13,19 @@ from inference.model.step import (
     AttentionRules,
     Segment,
 )
+from inference.parallel.native_cpu import has_library
 
 CACHE = KVCache(
     CacheShape(num_layer=2, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are for torch's kernels."""
+    monkeypatch.setattr(cached_attention, "has_library", lambda: False)
 
 
 def attention_of(segments: list[Segment], rules: AttentionRules | None = None) -> GroupedAttention:
@@ -71,6 +79,25 @@ def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
     assert pair.masks[3].bias is not None
     hidden = pair.masks[3].bias.flatten(1).isinf().tolist()
     assert hidden == [[False, False, False, True], [True, False, False, False]]
+
+
+@pytest.mark.skipif(not has_library(), reason="not compiled when the project was installed")
+def test_the_library_sees_the_tokens_that_masks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = AttentionRules(sliding_window=9, sliding_layers=(True, False))
+    segments = [Segment(1, 3, 1), Segment(2, 12, 1), Segment(4, 6, 3), Segment(5, 30, 1)]
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(CACHE.shape, dtype=torch.float32, device=torch.device("cpu"))
+    for layer in range(2):
+        cache.rows(layer).copy_(torch.randn(cache.rows(layer).shape, generator=generator))
+    query = torch.randn(6, 4, 4, generator=generator)
+    found = []
+    for is_here in (False, True):
+        monkeypatch.setattr(cached_attention, "has_library", lambda is_here=is_here: is_here)
+        attention = GroupedAttention(segments, cache, rules=rules, dtype=torch.float32)
+        single = attention.groups[0].masks[None]
+        assert (single.spans is not None) == is_here
+        found.append([attention(query, layer=layer) for layer in range(2)])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("heads", [4, 6, 8, 12])

@@ -1,0 +1,220 @@
+"""The project's own library for CPUs: products of 8 bits and bf16, single tokens' attention, norms.
+
+It reads memory as fast as the processor can (`native/rows.c`), and is compiled when the project is
+installed or its wheel is built. Where there is none, torch computes (`gemm_cpu.py`).
+"""
+
+# Shapes: N rows (tokens), I inputs, O outputs, B sequences, H query heads, K key/value heads, S
+#         cached tokens, D head size
+
+import ctypes
+import logging
+import os
+import platform
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from inference.parallel.epilogue import Epilogue
+from inference.parallel.gemm_cpu import TWO_DIGITS_INPUTS, use_huge_pages
+from inference.parallel.int8 import quantise
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).with_name("native")
+LIBRARY = _FOLDER / "rows.so"
+# Forces the instructions of a processor, or with "none" torch's products.
+VARIABLE = "SLIPWAY_CPU_KERNEL"
+_CHOICES = {"x86_64": ("avx2", "avx512"), "aarch64": ("dotprod",)}
+
+_WIDTH = 32  # outputs of a block
+_GROUP = {torch.int8: 4, torch.bfloat16: 2}  # inputs that are stored together
+_MOST_INPUTS = 1 << 16  # a sum of 8-bit products fits into 32 bits
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("values", "scale", "sums", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind")),
+    )
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL, int] | None:
+    """Return the library and the instructions to take, None where torch multiplies.
+
+    Raises:
+        ValueError: The variable asks for what is not here.
+    """
+    wanted = os.environ.get(VARIABLE, "auto")
+    choices = ("auto", "none", *_CHOICES.get(platform.machine(), ()))
+    if wanted not in choices:
+        raise ValueError(f"{VARIABLE}={wanted}: expected one of {', '.join(choices)}")
+    if wanted == "none":
+        return None
+    reason: object = f"this processor has none of {', '.join(choices[2:])}"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        source = b"".join((_FOLDER / name).read_bytes() for name in ("rows.c", "kernel.h"))
+        if library.slipway_source() & 0xFFFFFFFF != zlib.crc32(source):
+            raise OSError("it is of another version; install this one again")
+        level = library.slipway_level(wanted.encode())
+        if level >= 0:
+            pointer: Any = ctypes.c_void_p
+            number: Any = ctypes.c_int64
+            small: Any = ctypes.c_int
+            library.slipway_multiply.argtypes = [*[pointer] * 4, number, *[small] * 3]
+            attended = [*[pointer] * 5, *[number] * 8, ctypes.c_float, *[small] * 3]
+            library.slipway_attend.argtypes = attended
+            normed = [*[pointer] * 3, *[number] * 2, ctypes.c_float, *[small] * 3]
+            library.slipway_rms_norm.argtypes = normed
+            library.slipway_rms_norm.restype = None
+            return library, level
+    except OSError as error:
+        reason = error
+    if wanted != "auto":
+        raise ValueError(f"{VARIABLE}={wanted}: {reason}; unset it to take what there is")
+    logger.warning("8-bit and bf16 weights are multiplied by torch, not by %s: %s", LIBRARY, reason)
+    return None
+
+
+def has_library() -> bool:
+    """Return whether there is the library, for `attend` and `rms_norm`."""
+    return _library() is not None
+
+
+def has_native(weight: torch.dtype, inputs: int) -> bool:
+    """Return whether `NativeGemm` serves weights of a type, and faster than others here."""
+    if weight not in _GROUP or inputs > _MOST_INPUTS or not has_library():
+        return False
+    return weight == torch.int8 or not multiplies_bf16()
+
+
+def multiplies_bf16() -> bool:
+    """Return whether the processor multiplies bf16 itself: oneDNN's prompts are then faster."""
+    if platform.machine() == "aarch64":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+
+
+class NativeGemm:
+    """A product with a weight in bf16, or in 8 bits with a scale per output.
+
+    Rows are multiplied with weights in bf16 in fp32. With those of 8 bits they are rounded to whole
+    numbers, see `FbgemmInt8Gemm`. No row sees another, and none depends on how many there are.
+    """
+
+    def __init__(self, weight: torch.Tensor, epilogue: Epilogue, *, int8: bool) -> None:
+        """Copy `weight` (I, O) into blocks of outputs."""
+        found = _library()
+        assert found is not None
+        library, self._level = found
+        self._multiply = library.slipway_multiply
+        inputs, self._outputs = weight.shape
+        kept, kind = {}, 0
+        if int8:
+            columns, scale = quantise(weight)
+            kept = {"scale": scale, "sums": columns.sum(1, dtype=torch.int32)}
+            kind = 2 if inputs >= TWO_DIGITS_INPUTS else 1
+        else:
+            columns = weight.t()
+        if epilogue.bias is not None:
+            kept["bias"] = epilogue.bias.float()
+        more = -self._outputs % _WIDTH
+        self._kept = {name: functional.pad(each, (0, more)) for name, each in kept.items()}
+        self._kept["values"] = values = _blocks(columns)
+        use_huge_pages(values.data_ptr(), values.nbytes)
+        pointers = {name: each.data_ptr() for name, each in self._kept.items()}
+        self._weight = _Weight(**pointers, inputs=inputs, outputs=self._outputs, kind=kind)
+        self._address = ctypes.addressof(self._weight)
+        self._epilogue = epilogue
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return activation(x W + bias) + residual in the type of x."""
+        x = x.contiguous()
+        y = x.new_empty(len(x), self._outputs)
+        late = self._epilogue.activation is not None
+        added = None if residual is None or late else residual.contiguous()
+        failed = self._multiply(
+            self._address,
+            x.data_ptr(),
+            y.data_ptr(),
+            None if added is None else added.data_ptr(),
+            len(x),
+            x.dtype == torch.bfloat16,
+            self._level,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the rows of a product of {len(x)}")
+        return self._epilogue.finish(y, residual if late else None)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Return the attention (B, H*D) of a token of each sequence, for query (B, H, D).
+
+    Keys and values (B, K, S, D) lie in the cache, with the same strides; all are fp32 or all are
+    bf16. `spans` (2, B) int64 are the first token that each sequence sees, and the one after the
+    last. Sums are fp32.
+    """
+    found = _library()
+    assert found is not None
+    library, level = found
+    sequences, heads, size = query.shape
+    if query.stride()[1:] != (size, 1):
+        query = query.contiguous()
+    slot, head, token, _ = keys.stride()
+    assert token == size
+    assert values.stride() == keys.stride()
+    out = query.new_empty(sequences, heads * size)
+    failed = library.slipway_attend(
+        *(each.data_ptr() for each in (query, keys, values, out, spans)),
+        *(sequences, heads, keys.shape[1], size),
+        *(query.stride(0), slot, head, keys.shape[2]),
+        scale,
+        query.dtype == torch.bfloat16,
+        level,
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the attention over {keys.shape[2]} tokens")
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight of each row, in the type of x, fp32 or bf16."""
+    found = _library()
+    assert found is not None
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    size = len(weight)
+    found[0].slipway_rms_norm(
+        *(each.data_ptr() for each in (x, weight, y)),
+        *(x.numel() // size, size),
+        eps,
+        *(each.dtype == torch.bfloat16 for each in (x, weight)),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _blocks(columns: torch.Tensor) -> torch.Tensor:
+    """Return (O, I) as the library reads it: (blocks, groups, 32 outputs, inputs of a group)."""
+    outputs, inputs = columns.shape
+    group = _GROUP[columns.dtype]
+    more = (0, -inputs % group, 0, -outputs % _WIDTH)
+    columns = functional.pad(columns, more) if any(more) else columns
+    blocks = columns.reshape(len(columns) // _WIDTH, _WIDTH, -1, group)
+    return blocks.transpose(1, 2).contiguous()
