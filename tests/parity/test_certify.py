@@ -28,6 +28,7 @@ from tests.openai_servers import write_tokenizer
 from tests.tiny import write_nemo
 from tests.tiny_megatron_core import core_state, write_core
 from tests.tiny_transformers import MIXTURES, MODELS, write_model
+from tests.unit.export_scripts.families.test_text_models import write_whole
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}"
@@ -1002,6 +1003,20 @@ def test_experts_of_megatron_core_are_named_where_they_are_not_computed(tmp_path
     assert part(certificate, "tensors").status == "equal"
     (layers,) = part(certificate, "layers").of("not computed")
     assert "expert_num = 4" in layers.detail
+
+
+def test_a_text_model_is_compared_with_the_whole(tmp_path: Path) -> None:
+    source = write_whole("qwen2_5_vl", tmp_path / "source")
+    copy = Copy(convert_to(source, tmp_path, output_format="huggingface", tp_size=1))
+    certificate = made(source, copy.path, layers=True)
+    assert certificate.status == "equal", certificate_text(certificate)
+    layers = part(certificate, "layers")
+    assert "Qwen2_5_VLForConditionalGeneration" in layers.compared
+    assert [row["place"] for row in layers.rows][-1] == "logits"
+    copy.tensors["model.layers.1.input_layernorm.weight"][2] = 5
+    copy.save()
+    certificate = made(source, copy.path, layers=True)
+    assert [each.where for each in part(certificate, "layers").of("differs")] == ["layer 1"]
 
 
 def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_path: Path) -> None:

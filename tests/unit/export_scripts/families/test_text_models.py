@@ -64,7 +64,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
 }  # fmt: skip
 
 
-def _write(name: str, folder: Path) -> Path:
+def write_whole(name: str, folder: Path) -> Path:
+    """Save a random model of images and texts whose every parameter matters."""
     kind, text, images, _ = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=images)
     torch.manual_seed(1)
@@ -78,7 +79,7 @@ def _write(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _write("qwen2_5_vl", tmp_path_factory.mktemp("whole") / "qwen2_5_vl")
+    return write_whole("qwen2_5_vl", tmp_path_factory.mktemp("whole") / "qwen2_5_vl")
 
 
 def _changed(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -102,7 +103,7 @@ def _logits(folder: Path, kind: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_texts_have_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
-    source = _write(name, tmp_path / "source")
+    source = write_whole(name, tmp_path / "source")
     done = convert(_request(source, tmp_path / "out"))
     kind = json.loads((done.ft_dir / "config.json").read_text())["model_type"]
     assert kind == MODELS[name][-1]
