@@ -23,6 +23,7 @@ from export_scripts.checkpoints.base import (
     same_values,
 )
 from export_scripts.checkpoints.huggingface import (
+    CONFIG_NAME,
     TIED_TABLES,
     index_huggingface,
     is_huggingface,
@@ -46,6 +47,7 @@ from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.text_models import has_images
 from foundations.errors import CheckpointMismatchError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
 
@@ -317,7 +319,7 @@ def _planned(
         for key in _unread(plan)
         if key not in named
     ]
-    findings += _untied(plan)
+    findings += [*_untied(plan), *_images(facts.reader, folder.reader)]
     if folder.is_shards:
         tensors = tuple(WrittenTensor(item.tensor.name, ((item, None),)) for item in plan.tensors)
         return Pair(folder, plan, facts, tensors, tuple(findings))
@@ -344,6 +346,19 @@ def _planned(
     for key in (*lost, *named):
         expected[key] = copied_tensor(key, facts.pieces(key)[0].shape)
     return Pair(folder, plan, facts, tuple(expected.values()), tuple(findings))
+
+
+def _images(source: CheckpointReader, folder: CheckpointReader) -> Iterator[Remark]:
+    """Yield that a side is a model of images and texts, of which the text model is compared."""
+    names = [
+        name
+        for name, side in (("source", source), ("folder", folder))
+        if side.format == "huggingface" and has_images(json_file(Path(side.path, CONFIG_NAME)))
+    ]
+    if names:
+        status = NOT_COMPUTED if "folder" in names else UP_TO
+        detail = "only the text model is compared, without tensors and settings of images"
+        yield Remark(status, "not compared", "images", f"{' and '.join(names)}: {detail}")
 
 
 def _stated_tokens(source: Path, folder: Folder) -> list[tuple[str, str]]:

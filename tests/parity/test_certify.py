@@ -1009,7 +1009,8 @@ def test_a_text_model_is_compared_with_the_whole(tmp_path: Path) -> None:
     source = write_whole("qwen2_5_vl", tmp_path / "source")
     copy = Copy(convert_to(source, tmp_path, output_format="huggingface", tp_size=1))
     certificate = made(source, copy.path, layers=True)
-    assert certificate.status == "equal", certificate_text(certificate)
+    assert certificate.status == "equal up to", certificate_text(certificate)
+    assert [each.where for each in part(certificate, "tensors").findings] == ["images"]
     layers = part(certificate, "layers")
     assert "Qwen2_5_VLForConditionalGeneration" in layers.compared
     assert [row["place"] for row in layers.rows][-1] == "logits"
@@ -1090,6 +1091,12 @@ def test_a_model_of_no_known_family_is_held_to_its_settings(
     copy.save()
     found = part(made(source, copy.path), "tensors").of("differs")
     assert [each.where for each in found] == ["model.embed_tokens.weight"]
+
+
+def test_images_of_a_model_are_not_called_equal(tmp_path: Path) -> None:
+    source = write_whole("mistral3", tmp_path / "source")
+    found = part(made(source, shutil.copytree(source, tmp_path / "folder")), "tensors")
+    assert [each.where for each in found.of("not computed")] == ["images"]
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Sources) -> None:
