@@ -24,6 +24,32 @@ _END_S = 10.0  # for the ranks to end
 _GONE_S = 0.5
 
 
+class _Answers:
+    """The answers to one order.
+
+    Attributes:
+        came: those that its request has not taken yet.
+        is_due: whether its request will be woken for them.
+    """
+
+    def __init__(self) -> None:
+        self.came: deque[Any] = deque()
+        self.is_due = False
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Let the request take what has come."""
+        self.is_due = False
+        self._woken.set()
+
+    async def get(self) -> Any:
+        """Return the next answer, once there is one."""
+        while not self.came:
+            self._woken.clear()
+            await self._woken.wait()
+        return self.came.popleft()
+
+
 class EngineProcess:
     """The process of one engine; it ends with this one.
 
@@ -39,10 +65,10 @@ class EngineProcess:
         self.steps = 0
         self._name, self._lose = folder.name, lose
         self._numbers = itertools.count(LOST + 1)
-        self._waiting: dict[int, asyncio.Queue[Any]] = {}
+        self._waiting: dict[int, _Answers] = {}
         self._process, self._link = started_engine(str(folder.parent))
         self._loop = asyncio.get_running_loop()
-        self._arrived: deque[tuple[int, Any]] = deque()
+        self._due: deque[_Answers] = deque()
         self._loop.add_reader(self._link.fileno(), self._read)
 
     async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
@@ -73,7 +99,7 @@ class EngineProcess:
                         tokens = tokens or [[] for _ in outputs[TOKENS]]
                         for ids, new in zip(tokens, outputs[TOKENS], strict=True):
                             ids += new
-                        if not answers.empty():
+                        if answers.came:
                             continue  # what comes next has these, too
                         outputs = {TOKENS: tokens}
                     if final:
@@ -92,9 +118,9 @@ class EngineProcess:
 
     @contextlib.contextmanager
     def _order(self, order: Any) -> Any:
-        """Send an order; yield its number, and the queue of its answers."""
+        """Send an order; yield its number and its answers."""
         number = next(self._numbers)
-        answers = self._waiting[number] = asyncio.Queue[Any]()
+        answers = self._waiting[number] = _Answers()
         try:
             self._send(number, order)
             yield number, answers
@@ -106,37 +132,46 @@ class EngineProcess:
             self._link.send_bytes(pickle.dumps((number, order), pickle.HIGHEST_PROTOCOL))
         except OSError:  # it has ended, or was closed
             if (answers := self._waiting.get(number)) is not None:
-                answers.put_nowait(ModelError("the model's process has ended", "UNAVAILABLE"))
+                answers.came.append(ModelError("the model's process has ended", "UNAVAILABLE"))
 
     def _read(self) -> None:
+        """Take all that has come, so that a slow client's request finds its tokens together."""
+        batch: list[tuple[int, Any]] = []
         try:
-            self.steps, batch = pickle.loads(self._link.recv_bytes())
+            while self._link.poll():
+                self.steps, more = pickle.loads(self._link.recv_bytes())
+                batch += more
         except (EOFError, OSError):
             self._loop.remove_reader(self._link.fileno())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GONE_S)  # memory is given back before its status is known
             status = self._process.returncode
-            batch = [(LOST, f"its process {'has ended' if status is None else how_ended(status)}")]
-        is_idle = not self._arrived
-        self._arrived += batch
-        if is_idle:
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        """Hand a few answers to their requests; the loop reads its sockets before the next ones."""
-        for _ in range(min(AT_ONCE, len(self._arrived))):
-            number, answer = self._arrived.popleft()
+            reason = "has ended" if status is None else how_ended(status)
+            batch.append((LOST, f"its process {reason}"))
+        is_idle = not self._due
+        for number, answer in batch:
             if number == LOST:
                 self._end(answer)
-            elif number in self._waiting:
-                self._waiting[number].put_nowait(answer)
-        if self._arrived:
-            self._loop.call_soon(self._hand_on)
+            elif (answers := self._waiting.get(number)) is not None:
+                answers.came.append(answer)
+                if not answers.is_due:
+                    answers.is_due = True
+                    self._due.append(answers)
+        if is_idle:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake a few requests; the loop reads its sockets, and more answers, before the next."""
+        for _ in range(min(AT_ONCE, len(self._due))):
+            self._due.popleft().wake()
+        if self._due:
+            self._loop.call_soon(self._wake)
 
     def _end(self, reason: str) -> None:
         text = f"{self._name} is out of service: {reason}"
         for each in self._waiting.values():
-            each.put_nowait(ModelError(text, "UNAVAILABLE"))
+            each.came.append(ModelError(text, "UNAVAILABLE"))
+            each.wake()
         self._lose(text)
 
     async def close(self) -> None:

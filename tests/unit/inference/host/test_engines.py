@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Coroutine
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 
 from inference.backend.arguments import ModelArguments
 from inference.backend.requests import TOKENS, InferRequest, ModelError, RawTensor
+from inference.host import engines
 from inference.host.engines import EngineProcess
 from tests.unit.inference.host.engine_models import Scripted
 
@@ -72,6 +76,27 @@ def test_steps_that_are_taken_at_once_are_the_tokens_so_far() -> None:
         assert seen[-1] == states[-1]
 
     with_engine(use)
+
+
+def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = Pipe()
+    process = SimpleNamespace(wait=lambda _=None: 0, kill=lambda: None)
+    monkeypatch.setattr(engines, "started_engine", lambda _: (process, here))
+
+    async def main() -> list[Any]:
+        engine = EngineProcess(Path("/there/m"), print)
+        asking = asyncio.create_task(answers(engine, asked("tokens")))
+        number, _ = pickle.loads(await asyncio.to_thread(there.recv_bytes))
+        for step in range(3):
+            there.send_bytes(pickle.dumps((step, [(number, ({TOKENS: [[step]]}, False, 0.0))])))
+        there.send_bytes(pickle.dumps((3, [(number, ({TOKENS: [[0, 1, 2]]}, True, 0.0))])))
+        found = await asking
+        await engine.close()
+        return found
+
+    seen = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert [outputs[TOKENS] for outputs, _ in seen] == [[[0, 1, 2]]] * len(seen)
+    assert len(seen) <= 2
 
 
 @pytest.mark.parametrize(
