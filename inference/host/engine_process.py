@@ -26,12 +26,16 @@ from typing import Any
 from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetrics
-from inference.backend.requests import InferRequest, ModelError, RawTensor
+from inference.backend.requests import TOKENS, InferRequest, ModelError, RawTensor
 from inference.system.parent_process import end_with_parent
 
 LOST = 0  # the number of an answer that no order asked for: why the engine has failed
-READ_METRICS, GIVE_UP = "read metrics", "give up"  # the latter: the order of the same number
+READ_METRICS = "read metrics"
+GIVE_UP, TAKEN = "give up", "taken"  # the order, and one of the answers, of the same number
 AT_ONCE = 16
+# Tensors of a request that its client has not read: each is as large as the whole answer, and the
+# next ones are not made before.
+MOST_UNREAD = 64
 _STEPS_S = 0.5  # between two reports of steps that have made no answer
 
 logger = logging.getLogger(__name__)
@@ -83,7 +87,7 @@ class ModelProcess:
         self._connection, self._loop = connection, loop
         self._model: EngineModel | None = None
         self._metrics: ModelMetrics | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
         self._batch: list[tuple[int, Any]] = []
         self._steps = 0  # of the engine, as reported
         self.post = Mailbox(loop).post
@@ -123,15 +127,20 @@ class ModelProcess:
 
     def _obey(self, number: int, order: Any) -> None:
         if isinstance(order, InferRequest):
-            task = self._loop.create_task(self._answer(number, order))
-            self._tasks[number] = task
-            task.add_done_callback(lambda _: self._tasks.pop(number))
+            room = asyncio.Semaphore(MOST_UNREAD)
+            task = self._loop.create_task(self._answer(number, order, room))
+            self._running[number] = task, room
+            task.add_done_callback(lambda _: self._running.pop(number))
         elif isinstance(order, LoadOrder):
             self._send(number, self._load(order))
         elif order == READ_METRICS:
             self._send(number, [] if self._metrics is None else [*self._metrics.read()])
-        elif number in self._tasks:
-            self._tasks[number].cancel()
+        elif number in self._running:
+            task, room = self._running[number]
+            if order == TAKEN:
+                room.release()
+            else:
+                task.cancel()
 
     def _load(self, order: LoadOrder) -> str:
         """Load a model; return why that is impossible, "" if it is not."""
@@ -145,13 +154,15 @@ class ModelProcess:
         self._model = model
         return ""
 
-    async def _answer(self, number: int, request: InferRequest) -> None:
+    async def _answer(self, number: int, request: InferRequest, room: asyncio.Semaphore) -> None:
         assert self._model is not None
         waited: list[float] = []  # seconds in the queue
         try:
             responses = self._model.infer(request, queued=waited.append)
             async with contextlib.aclosing(responses):
                 async for outputs, final in responses:
+                    if TOKENS not in outputs:
+                        await room.acquire()
                     portable = {name: _portable(each) for name, each in outputs.items()}
                     self._send(number, (portable, final, sum(waited)))
         except ModelError as error:

@@ -16,7 +16,7 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
-from inference.host.engine_process import AT_ONCE, GIVE_UP, LOST, READ_METRICS, LoadOrder
+from inference.host.engine_process import AT_ONCE, GIVE_UP, LOST, READ_METRICS, TAKEN, LoadOrder
 from inference.host.engine_start import started_engine
 from inference.server.processes import how_ended
 
@@ -105,6 +105,8 @@ class EngineProcess:
                     if final:
                         queued(waited_s)
                     yield outputs, final
+                    if not (final or TOKENS in outputs):
+                        self._send(number, TAKEN)
             finally:
                 if not final:
                     self._send(number, GIVE_UP)

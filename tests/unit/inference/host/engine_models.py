@@ -56,6 +56,11 @@ class Scripted(EngineModel):
             queued(0.5)
             yield {TOKENS: [[1, 3, 4], [2, 5, 6, 7]]}, True
             return
+        if does == "flood":
+            for number in range(1000):
+                self.engine.steps = number
+                yield {"step": np.array([number])}, number == 999
+            return
         import torch  # takes time
 
         yield {"half": torch.ones(2, dtype=torch.bfloat16), "whole": torch.arange(2)}, False

@@ -16,6 +16,7 @@ import pytest
 from inference.backend.arguments import ModelArguments
 from inference.backend.requests import TOKENS, InferRequest, ModelError, RawTensor
 from inference.host import engines
+from inference.host.engine_process import MOST_UNREAD
 from inference.host.engines import EngineProcess
 from tests.unit.inference.host.engine_models import Scripted
 
@@ -99,6 +100,20 @@ def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.Monk
     assert len(seen) <= 2
 
 
+def test_tensors_that_nobody_reads_are_not_made() -> None:
+    async def use(engine: EngineProcess, lost: list[str]) -> None:
+        responses = engine.infer(asked("flood"))
+        steps = [int((await anext(responses))[0]["step"][0])]
+        for _ in range(20):
+            await answers(engine, asked("tokens"))
+        assert engine.steps <= MOST_UNREAD + 1
+        steps += [int(outputs["step"][0]) async for outputs, _ in responses]
+        assert steps == [*range(1000)]
+        assert not lost
+
+    with_engine(use)
+
+
 @pytest.mark.parametrize(
     ("does", "answer"),
     [("refuse", ("too busy", "UNAVAILABLE")), ("fault", ("'a fault'", "INTERNAL"))],
@@ -118,7 +133,8 @@ def test_a_refusal_is_that_of_its_request_alone(does: str, answer: tuple[str, st
 def test_a_request_that_is_given_up_is_cancelled_there() -> None:
     async def use(engine: EngineProcess, _: list[str]) -> None:
         asking = asyncio.create_task(answers(engine, asked("wait")))
-        await answers(engine, asked("tokens"))  # the other has begun, too
+        await asyncio.sleep(0)  # it is sent
+        await answers(engine, asked("tokens"))  # and has begun
         asking.cancel()
         await asyncio.wait([asking])
         found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
