@@ -287,6 +287,15 @@ def _deepseek_written(config: MixtureConfig) -> Fields:
     }
 
 
+def _v3_written(config: MixtureConfig) -> Fields:
+    """Return also what vLLM reads; transformers computes so whatever they say."""
+    return {
+        **_deepseek_written(config),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
 def _v2_written(config: MixtureConfig) -> Fields:
     is_grouped = config.group_num > 1
     return {
@@ -410,7 +419,7 @@ _DECODERS = (
         bos=0,
         eos=1,
         read=_sigmoid_groups,
-        written=_deepseek_written,
+        written=_v3_written,
     ),
     _LatentMixture(
         model_type="deepseek_v2",
