@@ -139,7 +139,7 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
             scores[4] += error
         rows.append((ids, scores))
     if form.startswith("slime"):
-        samples = [
+        samples: list[dict[str, Any]] = [
             {"tokens": ids, "response_length": len(ids) - 2, "rollout_log_probs": scores[2:],
              "loss_mask": [1] * (len(ids) - 2)}
             for ids, scores in rows
