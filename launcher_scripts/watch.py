@@ -262,13 +262,14 @@ class Watch:
             return True
         if not self._has_room(run):
             return False
-        if self.options.exchange and {*run.jobs} <= {"deploy"}:  # its evaluation has ended before
+        each.attempts += 1
+        # Its jobs have ended before: as an earlier watch was killed, or all but a kept server.
+        if not run.jobs or (self.options.exchange and {*run.jobs} == {"deploy"}):
             self._judge(each, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
             return True
         if each.server is not None:
             self.state.held.setdefault(each.server, []).append(each.step)
         each.state = RUNNING
-        each.attempts += 1
         each.jobs = list(run.jobs)
         each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
         self.state.write()
@@ -401,11 +402,12 @@ class Watch:
     def _follow_one(self, each: Watched) -> None:
         """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
         if (run := self._runs.get(each.step)) is not None:
+            refusal = ""
             try:
                 if run.advance() is None:
                     return
             except SubmissionError as error:
-                self.console.say(f"a job was refused: {error}")
+                refusal = f"a job was refused: {error}"
             del self._runs[each.step]
             if self.options.exchange and "deploy" in run.jobs and self._serves(each.step):
                 self._servers[each.step] = run
@@ -413,6 +415,9 @@ class Watch:
                 run.stop_all()
             each.jobs = list(run.handles)  # what follows a failure was not started
             self.console.say(run.summary())
+            if refusal:
+                self._ended(each, refusal)
+                return
         folder = self.state.results_of(each.step)
         records = {name: read_job(folder, name) for name in each.awaited}
         if not all(found is not None and found.is_final for found in records.values()):

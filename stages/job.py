@@ -40,6 +40,7 @@ from stages.step import JobStep, run_in_step
 # A job holds it, in its folder, for as long as it lives: commands on other machines can see that.
 LOCK_NAME = ".alive-{job}.lock"
 LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
+_ORPHANED = "stopped by the end of its command"
 # Errors whose message says everything; others are logged with their traceback.
 _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
@@ -70,6 +71,9 @@ class StageJob(Checkpointable):
         started = time.monotonic()
         close_to_others()
         begin_log()
+        if has_lost_owner():  # the record may be another command's by now
+            sys.excepthook = _print_cause
+            raise StageError(_ORPHANED)
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -84,8 +88,7 @@ class StageJob(Checkpointable):
                 end_with_owner()
                 summary = self.around(self._run, stopped) if self.around else self._run()
         except KeyboardInterrupt as error:
-            is_orphan = has_lost_owner()
-            stop = StageError(f"stopped by {'the end of its command' if is_orphan else 'a signal'}")
+            stop = StageError(_ORPHANED if has_lost_owner() else "stopped by a signal")
             self._note_end(started, record.CANCELLED, stop, stopped=True)
             end_processes_of_job()
             sys.excepthook = _print_cause

@@ -21,8 +21,10 @@ import pytest
 
 from inference.evaluation.task import Metric
 from launcher_scripts.configuration.compose import Composition, compose_config
+from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import Config, WatchSection
 from launcher_scripts.console import Console
+from launcher_scripts.launchers.base import SubmissionError
 from launcher_scripts.main import main
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch import Watch
@@ -171,6 +173,40 @@ def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(
     )
 
 
+def test_a_pipeline_that_ended_unseen_is_taken_over(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by the last job of a watch that was killed: nothing is left to run."""
+    checkpoint = arrive(run, 10)
+    assert watch(tmp_path)[0] == 0
+    (path,) = tmp_path.rglob("watch.json")
+    state = json.loads(path.read_text())
+    for each in state["watched"]:
+        each |= {"state": "waiting", "attempts": 0, "jobs": []}
+    path.write_text(json.dumps(state))
+    results = path.with_name("step_0000010")
+    assert not (results / "model_repo").exists()
+    again = [f"export.model.checkpoint_path={hydra_text(str(checkpoint))}", "stages=[convert]"]
+    assert main(["export=gpt3/sample", *again, f"export.run.results_dir={results}"]) == 0
+    job = read_record(results / "convert" / RECORD_NAME)
+    status, watched = watch(tmp_path)
+    assert (status, watched[10].state, watched[10].attempts) == (0, "evaluated", 1)
+    assert read_record(results / "convert" / RECORD_NAME) == job
+
+
+def test_a_first_job_that_is_refused_is_a_failed_attempt(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise SubmissionError("another command has submitted convert meanwhile")
+
+    arrive(run, 10)
+    monkeypatch.setattr("launcher_scripts.run.submit_jobs", refuse)
+    status, watched = watch(tmp_path, "watch.retries=0")
+    assert (status, watched[10].state, watched[10].attempts) == (1, "failed", 1)
+    assert "another command has submitted convert meanwhile" in watched[10].problem
+
+
 def test_wrong_configuration_is_refused_before_anything_is_waited_for(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +244,7 @@ class FakeRun:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.jobs: dict[str, Any] = {}
+        self.jobs = {"convert": SimpleNamespace(stage=None)}
         self.handles = {"convert": None}
         self.looks = 0
 
