@@ -5,17 +5,11 @@ tensors are in `checkpoints`, files of the result in `ft`.
 """
 
 from export_scripts.families.bert import BERT_HUGGINGFACE
+from export_scripts.families.decoders import DECODERS
 from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
-from export_scripts.families.dense.families import DENSE_HUGGINGFACE
-from export_scripts.families.gpt.huggingface import (
-    BLOOM_HUGGINGFACE,
-    GPT2_HUGGINGFACE,
-    OPT_HUGGINGFACE,
-)
 from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
-from export_scripts.families.gptj import CODEGEN_HUGGINGFACE, GPTJ_HUGGINGFACE
 from export_scripts.families.gptj_jax import GPTJ_JAX
-from export_scripts.families.gptneox import GPTNEOX_ELEUTHER, GPTNEOX_HUGGINGFACE
+from export_scripts.families.gptneox import GPTNEOX_ELEUTHER
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
@@ -24,17 +18,11 @@ from export_scripts.families.t5.nemo import T5_NEMO
 
 # The first mapping whose format and `matches` fit a checkpoint converts it.
 SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
-    GPT2_HUGGINGFACE,
-    OPT_HUGGINGFACE,
-    BLOOM_HUGGINGFACE,
-    GPTJ_HUGGINGFACE,
-    CODEGEN_HUGGINGFACE,
+    *DECODERS.values(),
     GPTJ_JAX,
-    GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,
     *MIXTURE_HUGGINGFACE,
     *MIXTURE_CORE_MAPPINGS,
-    *DENSE_HUGGINGFACE,
     *DENSE_CORE_MAPPINGS,
     *GPT_MEGATRON_MAPPINGS,
     *GPT_CORE_MAPPINGS,

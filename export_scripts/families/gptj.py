@@ -4,17 +4,15 @@ Layout: FasterTransformer, models/gptj/GptJWeight.cc and GptJDecoderLayerWeight.
 CodeGen computes the same with its projections in another order.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from export_scripts.families.gpt.huggingface import GPT2_KEYS
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig, unrotatable
 from export_scripts.families.layout.spec import ModelFamily, layout_table
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
+from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
-from export_scripts.families.mapping.sources import Copy, Get, Parts, View, Views
+from export_scripts.families.mapping.sources import Copy, Get, Parts, Sources, View, Views
 from foundations.files.json_content import Fields, Table
 
 
@@ -62,36 +60,10 @@ def _read(settings: Settings, values: Table) -> Fields:
     return {"rotary_embedding": dims}
 
 
-_GPTJ = HuggingFaceDecoder(
-    model_type="gptj",
-    model="GPTJForCausalLM",
-    title="GPT-J",
-    family=GPTJ,
-    keys=GPT2_KEYS,
-    layer="transformer.h.{layer}.",
-    names={
-        "model.wte": "transformer.wte",
-        "input_layernorm": "ln_1",
-        "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-        "attention.dense": "attn.out_proj",
-        "mlp.dense_h_to_4h": "mlp.fc_in",
-        "mlp.dense_4h_to_h": "mlp.fc_out",
-        "model.final_layernorm": "transformer.ln_f",
-        "model.lm_head": "lm_head",
-    },
-    read=_read,
-    written=lambda config: {
-        "activation_function": "gelu_new",
-        "rotary_dim": config.rotary_embedding,
-    },
-    stores_head=True,
-    bos=50256,
-    eos=50256,
-    positions="n_positions",
-    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions", "*.attn.causal_mask"),
-    prefix="transformer.",
+SETTINGS = Trait(
+    _read,
+    lambda config: {"activation_function": "gelu_new", "rotary_dim": config.rotary_embedding},
 )
-GPTJ_HUGGINGFACE = _GPTJ.mapping()
 
 _RANKS = 4
 _QUERY_VALUE_KEY = (0, 2, 1)
@@ -124,14 +96,7 @@ class _OfFourRanks(Copy):
         ]
 
 
-CODEGEN_HUGGINGFACE = dataclasses.replace(
-    _GPTJ,
-    model_type="codegen",
-    model="CodeGenForCausalLM",
-    title="CodeGen",
-    sources=lambda *_: {
-        LAYER + "attention.query_key_value.weight": _OfFourRanks(
-            "transformer.h.{layer}.attn.qkv_proj.weight"
-        )
-    },
-).mapping()
+def codegen_sources(*_: Any) -> Sources:
+    """Return the source of CodeGen's projection."""
+    key = "transformer.h.{layer}.attn.qkv_proj.weight"
+    return {LAYER + "attention.query_key_value.weight": _OfFourRanks(key)}

@@ -18,7 +18,7 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name
+from export_scripts.families.mapping.huggingface import Trait, activation_name
 from export_scripts.families.mapping.known_settings import eleuther_obstacles
 from export_scripts.families.mapping.names import fused_layer, named_sources, whole_names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
@@ -120,7 +120,10 @@ def _output_bias(config: GPTNeoXConfig, *joined: Any) -> Any:
     return functools.reduce(lambda total, share: rounded(total + share, kind), shares)
 
 
-def _sources(facts: Facts, config: GPTNeoXConfig) -> Sources:
+_L = "gpt_neox.layers.{layer}."
+
+
+def sources(facts: Facts, config: GPTNeoXConfig, _: Sources) -> Sources:
     """Return the sources of output biases: whole, or the share of each rank that adds them."""
     attention, mlp = (f"{_L}{name}.bias" for name in ("attention.dense", "mlp.dense_4h_to_h"))
     has_bias = facts.config.get("attention_bias", True)
@@ -152,45 +155,15 @@ def _read(settings: Settings, values: Table) -> Fields:
     return {"rotary_embedding": rotary["rotary_embedding"], "exact_gelu": exact_gelu}
 
 
-_L = "gpt_neox.layers.{layer}."
-GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
-    model_type="gpt_neox",
-    model="GPTNeoXForCausalLM",
-    title="GPT-NeoX, Pythia",
-    name="gptneox",
-    family=GPTNEOX,
-    keys=(
-        "num_attention_heads",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "vocab_size",
-        "use_parallel_residual",
-        "layer_norm_eps",
-    ),
-    layer=_L,
-    names={
-        "model.wte": "gpt_neox.embed_in",
-        **fused_layer(),
-        "model.final_layernorm": "gpt_neox.final_layer_norm",
-    },
-    sources=_sources,
-    read=_read,
-    written=lambda config: {
+SETTINGS = Trait(
+    _read,
+    lambda config: {
         "hidden_act": activation_name("Gelu", exact_gelu=config.exact_gelu),
         "rotary_pct": rotary_fraction(config.rotary_embedding, config.size_per_head),
         "rotary_emb_base": FT_BASE,
         "attention_bias": True,
     },
-    heads=("embed_out.weight", "lm_head.weight"),  # transformers renamed it in version 5
-    stores_head=True,
-    bos=0,
-    eos=2,
-    positions="max_position_embeddings",
-    ignored=("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq"),
-    prefix="gpt_neox.",
-    warnings=half_precision_warnings,
-).mapping()
+)
 
 
 _WTE = "embedding.word_embeddings.weight"

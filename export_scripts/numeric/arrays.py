@@ -1,7 +1,7 @@
 """Weights as numpy arrays: their types, and conversions that round as torch does.
 
 numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be sliced, transposed and
-joined like any other, and arithmetic on them fails instead of going wrong.
+joined like any other, and arithmetic on them fails instead of going wrong. ml_dtypes converts them.
 """
 
 import functools
@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -24,8 +25,6 @@ _FP32, _FP16 = DTYPES["fp32"], DTYPES["fp16"]
 # Intermediate results of one block fit the second-level cache.
 _BLOCK_VALUES = 1 << 16
 _WORTH_A_TABLE = 1 << 12
-
-_BF16_NAN = 0x7FC0
 
 
 def store(target: Array, values: Array) -> None:
@@ -60,55 +59,35 @@ def _blocks(shape: Shape) -> Iterator[tuple[Any, ...]]:
         yield (slice(first, first + step),)
 
 
+def _numbers(array: Array) -> Array:
+    """Return bf16 as numbers."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype == BF16 else array
+
+
 def _store_block(target: Array, values: Array) -> None:
-    if values.dtype == BF16 and target.dtype == _FP32:
-        # The upper half of an fp32: exact.
-        wide = target.view(np.uint32)
-        np.copyto(wide, values.view(np.uint16))
-        np.left_shift(wide, 16, out=wide)
-    elif values.dtype in (_FP16, BF16) and values.size >= _WORTH_A_TABLE:
-        table = _table(values.dtype, target.dtype)
+    if values.dtype == _FP16 and values.size >= _WORTH_A_TABLE:
+        table = _table(target.dtype)
         np.copyto(bits(target), np.take(table, values.view(np.uint16), mode="clip"))
-    elif target.dtype == BF16:
-        _round_to_bf16(target.view(np.uint16), to_float32(values))
     else:
-        np.copyto(target, to_float32(values), casting="unsafe")
+        exact = _numbers(values) if values.dtype == BF16 else to_float32(values)
+        np.copyto(_numbers(target), exact, casting="unsafe")
 
 
 @functools.cache
-def _table(stored: np.dtype[Any], wanted: np.dtype[Any]) -> Array:
-    """Return the 65536 values of a 16-bit type converted: a lookup is faster than a conversion."""
+def _table(wanted: np.dtype[Any]) -> Array:
+    """Return the 65536 values of fp16 converted: a lookup is faster than a conversion."""
     table = np.empty(1 << 16, wanted)
-    every = np.arange(1 << 16, dtype=np.uint16).view(stored)
-    step = _WORTH_A_TABLE // 2
-    for first in range(0, len(table), step):
-        store(table[first : first + step], every[first : first + step])
+    every = np.arange(1 << 16, dtype=np.uint16).view(_FP16)
+    np.copyto(_numbers(table), every, casting="unsafe")
     return bits(table)
-
-
-def _round_to_bf16(target: Array, values: Array) -> None:
-    pattern = values.view(np.uint32)
-    rounded = pattern >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += pattern
-    rounded >>= 16
-    odd = np.isnan(values)
-    if odd.any():
-        rounded[odd] = _BF16_NAN
-    np.copyto(target, rounded, casting="unsafe")
 
 
 def to_float32(values: Array) -> Array:
     """Return values as fp32: exact for fp16 and bf16, rounded for fp64."""
     if values.dtype == _FP32:
         return values
-    if values.dtype == BF16:
-        out = np.empty(values.shape, _FP32)
-        store(out, values)
-        return out
     with np.errstate(over="ignore"):
-        return values.astype(_FP32)
+        return _numbers(values).astype(_FP32)
 
 
 def round_to(values: Array, data_type: str) -> Array:

@@ -1,5 +1,6 @@
 """Values rounded to FP8 E4M3, as bytes (numpy has no such type), with scales of blocks."""
 
+import ml_dtypes
 import numpy as np
 
 from export_scripts.numeric.arrays import Array
@@ -41,13 +42,7 @@ def to_fp8(values: Array, block: tuple[int, int]) -> tuple[Array, Array]:
 def fp8_bytes(values: Array) -> Array:
     """Return fp32 values as the nearest ones of E4M3, ties to even; larger ones as its largest.
 
-    A sign, four bits of an exponent less 7, three bits of a mantissa; no infinities, NaN is 0x7F.
+    Not a number is 0x7F.
     """
-    pattern = values.view(np.uint32)
-    size = pattern & 0x7FFFFFFF
-    # The exponent of fp32 is less 127, and its mantissa has 20 bits more.
-    normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3)
-    small = np.rint(np.abs(values) * np.float32(2**9)).astype(np.uint32)  # below 2^-6
-    code = np.where(size < 121 << 23, small, np.minimum(normal, 0x7E))
-    code[np.isnan(values)] = 0x7F
-    return (pattern >> 24 & 0x80 | code).astype(np.uint8)
+    codes = np.clip(values, -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(values), np.uint8(0x7F), codes)

@@ -4,6 +4,7 @@ Shapes: matrices are (out, in); G groups of inputs share a scale. Names and shap
 `checkpoints.quantized`, without numpy.
 """
 
+import ml_dtypes
 import numpy as np
 
 from export_scripts.numeric.arrays import Array, to_float32
@@ -100,19 +101,9 @@ def mxfp4(blocks: Array, scales: Array) -> Array:
 
 
 def wide(values: Array) -> Array:
-    """Return integers, or the bytes of FP8, as fp32."""
-    return _from_fp8(values) if values.dtype == np.uint8 else values.astype(np.float32)
-
-
-def _from_fp8(values: Array) -> Array:
-    """Return the values of bytes in FP8 E4M3 (no infinities; NaN is 0x7F and 0xFF)."""
-    every = np.arange(256)
-    exponent, mantissa = every >> 3 & 15, every & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    table = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    table[every & 127 == 127] = np.nan
-    table = np.where(every >= 128, -table, table).astype(np.float32)
-    return np.take(table, values)
+    """Return integers, or the bytes of FP8 E4M3, as fp32."""
+    is_fp8 = values.dtype == np.uint8
+    return (values.view(ml_dtypes.float8_e4m3fn) if is_fp8 else values).astype(np.float32)
 
 
 def _unpacked(words: Array, bits: int) -> Array:

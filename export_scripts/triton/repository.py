@@ -30,7 +30,7 @@ from export_scripts.triton.model_config import (
     ensemble_steps,
     text_encoder_steps,
 )
-from export_scripts.triton.parameters import parameter_problems
+from export_scripts.triton.parameters import FIELDS, PARAMETERS, parameter_problems
 from export_scripts.triton.signature import ENCODERS, MODEL_SIGNATURES, ModelSignature
 from foundations.files.replace import replace_file
 from foundations.suggest import did_you_mean
@@ -133,18 +133,17 @@ def check_repository(
 
     found = [
         problem(key, "must be at least 1.")
-        for key in ("tp_size", "pp_size", "max_batch_size", "instance_count")
+        for key in ("max_batch_size", "instance_count")
         if getattr(request, key) < 1
     ]
-    for key, known, lacks in (
-        ("engine", tuple(ENGINES), "has no Triton model"),
-        ("data_type", DATA_TYPES, "is unknown"),
-    ):
-        if getattr(request, key) not in known:
-            found.append(problem(key, f"{lacks}; use one of {', '.join(known)}."))
-    for key, choices in (("int8_mode", (0, 1, 2)), ("enable_custom_all_reduce", (0, 1))):
-        if int(getattr(request, key)) not in choices:
-            found.append(problem(key, f"must be one of {', '.join(map(str, choices))}."))
+    if request.engine not in ENGINES:
+        found.append(problem("engine", f"has no Triton model; use one of {', '.join(ENGINES)}."))
+    values = _parameters_of(request)
+    found += [
+        problem(FIELDS.get(key, key), f"{expected}.")
+        for key, text in values.items()
+        if (expected := PARAMETERS[key].kind.problem(text))
+    ]
     if request.model_dir.name in TEXT_MODELS:
         found.append(
             problem("model_dir", f"ends in '{request.model_dir.name}', the name of a text model.")
@@ -172,6 +171,16 @@ def check_repository(
             if getattr(request, key) != needed
         ]
     return found
+
+
+def _parameters_of(request: RepositoryRequest) -> dict[str, str]:
+    """Return the parameters of config.pbtxt that are fields of a request."""
+    names = (
+        "tensor_para_size", "pipeline_para_size", "data_type", "int8_mode",
+        "enable_custom_all_reduce",
+    )  # fmt: skip
+    values = {name: getattr(request, FIELDS.get(name, name)) for name in names}
+    return {name: str(int(v)) if isinstance(v, bool) else str(v) for name, v in values.items()}
 
 
 def repository_models(request: RepositoryRequest, *, kind: str | None = None) -> list[Path]:
@@ -279,14 +288,7 @@ def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelCon
         tensors += signature.SCORES
     # The C++ backend joins a BERT's file names to its folder without a slash.
     end = "/" if model_type == "bert" and not is_python else ""
-    parameters = {
-        "tensor_para_size": str(request.tp_size),
-        "pipeline_para_size": str(request.pp_size),
-        "data_type": request.data_type,
-        "model_type": model_type,
-        "int8_mode": str(int(request.int8_mode)),
-        "enable_custom_all_reduce": str(int(request.enable_custom_all_reduce)),
-    }
+    parameters = {**_parameters_of(request), "model_type": model_type}
     if model_type == "bert":
         parameters |= {"is_sparse": "0", "is_remove_padding": str(int(is_python))}
     if not request.portable:

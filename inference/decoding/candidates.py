@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from inference.decoding.tensor_fields import Array
 
@@ -29,7 +30,7 @@ class Candidates:
     values: Array  # (n, W) fp32
     ids: Array  # (n, W)
     log_norms: Array | None  # (n,) fp32
-    logits: torch.Tensor  # (n, X)
+    logits: Tensor  # (n, X)
 
     def rows(self, start: int, count: int) -> Candidates:
         """Return the candidates of `count` slots from `start` on."""
@@ -38,7 +39,7 @@ class Candidates:
         return Candidates(self.values[part], self.ids[part], norms, self.logits[part])
 
 
-def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Candidates:
+def select(x: Tensor, *, width: int, with_norm: bool) -> Candidates:
     """Return the best `width` tokens of every row of `x` (n, X)."""
     values, ids = top_candidates(x, width=min(width, x.shape[1]))
     log_norms = None
@@ -49,7 +50,7 @@ def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Candidates:
     return Candidates(values.cpu().numpy(), ids.cpu().numpy(), log_norms, x)
 
 
-def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_candidates(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     """Return values and ids, both (n, width), of the best tokens of every row of `x`.
 
     A row with NaN has a best value that is not finite. Places that only banned tokens could fill
@@ -93,7 +94,7 @@ def _top_of_row(chunks: Array, maxima: Array, values: Array, ids: Array) -> None
     ids[: len(order)] = within[places // chunk] * chunk + places % chunk
 
 
-def top_by_chunks(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_by_chunks(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     """Do the same with static shapes and without waiting for the device."""
     chunk = 64 if width <= 16 else 16
     if 2 * width * chunk > x.shape[1]:
@@ -109,9 +110,7 @@ def top_by_chunks(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.T
     return _top_by_key(x.gather(1, ids), ids, width)
 
 
-def _top_by_key(
-    values: torch.Tensor, ids: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_by_key(values: Tensor, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Sort by 64-bit keys: the logit as an ordered integer above, the inverted id below."""
     # NaN sorts first, so that the row is seen to be unusable; -0.0 equals 0.0.
     values = torch.nan_to_num(values + 0.0, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -121,6 +120,6 @@ def _top_by_key(
     return found, _LOW32 - (best & _LOW32)
 
 
-def _flip(bits: torch.Tensor) -> torch.Tensor:
+def _flip(bits: Tensor) -> Tensor:
     """Map float bits to integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from inference.decoding.draws import NO_MARKS, UNMARKED, Penalty, TokenMarks
 from inference.decoding.rows import TokenScore
@@ -40,8 +41,8 @@ class LogitRules(NamedTuple):
 
 
 def process_logits(
-    logits: torch.Tensor, *, slots: Sequence[int], rules: Sequence[LogitRules], vocab_size: int
-) -> torch.Tensor:
+    logits: Tensor, *, slots: Sequence[int], rules: Sequence[LogitRules], vocab_size: int
+) -> Tensor:
     """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
     _apply_masks(x, rules)
@@ -59,16 +60,14 @@ def process_logits(
     return x
 
 
-def _column(x: torch.Tensor, values: Sequence[float]) -> torch.Tensor | None:
+def _column(x: Tensor, values: Sequence[float]) -> Tensor | None:
     """Return a number for each row of `x` (n, 1) fp32; None if all of them are 1."""
     if all(value == 1 for value in values):
         return None
     return _to(x, np.array(values, np.float32))[:, None]
 
 
-def _places(
-    x: torch.Tensor, ids: Sequence[Sequence[int] | Array]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _places(x: Tensor, ids: Sequence[Sequence[int] | Array]) -> tuple[Tensor, Tensor] | None:
     """Return the row and the id of each of the `ids` of rows of `x`, None for no ids."""
     sizes = [len(row_ids) for row_ids in ids]
     if not any(sizes):
@@ -77,7 +76,7 @@ def _places(
     return _to(x, places[0]), _to(x, places[1])
 
 
-def pad_vocabulary(logits: torch.Tensor) -> torch.Tensor:
+def pad_vocabulary(logits: Tensor) -> Tensor:
     """Return a copy of `logits` (n, V) widened to (n, X) with -inf."""
     count, vocab_size = logits.shape
     x = logits.new_empty((count, -(-vocab_size // ALIGNMENT) * ALIGNMENT))
@@ -86,7 +85,7 @@ def pad_vocabulary(logits: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def pick_slots(logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+def pick_slots(logits: Tensor, slots: Sequence[int]) -> Tensor:
     """Return some rows of `logits` in the given order, without a copy where those are all."""
     if list(slots) == list(range(len(logits))):
         return logits
@@ -109,7 +108,7 @@ def temperature_divisor(temperature: float) -> float:
     return 1.0 if temperature == 1 else float(np.float32(temperature) + _TEMPERATURE_EPSILON)
 
 
-def _apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+def _apply_penalty(x: Tensor, rules: Sequence[LogitRules]) -> None:
     """Penalise every id that a slot has seen, once, whatever its count."""
     ids = [rule.marks.seen for rule in rules]
     if (seen := _places(x, ids)) is None:
@@ -121,7 +120,7 @@ def _apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     x[seen] = torch.where(old < 0, old * r, old / r) - a
 
 
-def _apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+def _apply_masks(x: Tensor, rules: Sequence[LogitRules]) -> None:
     """Exclude the tokens that the mask of a row does not have."""
     for row, rule in zip(x, rules, strict=True):
         if rule.mask is not None:
@@ -129,7 +128,7 @@ def _apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
             row[: len(excluded)].masked_fill_(_to(x, excluded), -torch.inf)
 
 
-def _apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+def _apply_min_p(x: Tensor, rules: Sequence[LogitRules]) -> None:
     """Exclude the ids of a row that are less likely than `min_p` times its likeliest one."""
     shares = np.asarray([rule.min_p for rule in rules], np.float32)
     if not shares.any():
@@ -139,13 +138,13 @@ def _apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     x.masked_fill_(x < x.amax(-1, keepdim=True) + depths, -torch.inf)
 
 
-def _to(x: torch.Tensor, values: Array) -> torch.Tensor:
+def _to(x: Tensor, values: Array) -> Tensor:
     return torch.from_numpy(values).to(x.device, non_blocking=True)
 
 
 @torch.inference_mode()
 def token_scores(
-    logits: torch.Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
+    logits: Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
 ) -> list[TokenScore]:
     """Return the score of each of `next_ids` with the `top` best tokens.
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from inference.decoding.beam_search import BeamSearch, PooledBeamSearch
 from inference.decoding.candidates import Candidates, select
@@ -54,7 +55,7 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def step(self, answers: Sequence[Answer], logits: torch.Tensor) -> None:
+    def step(self, answers: Sequence[Answer], logits: Tensor) -> None:
         """Choose the next token of every slot of the given answers, none of which has finished.
 
         `logits`, (N, V) fp32 or wider, have the slots of the answers in their order; they are kept.
@@ -88,7 +89,7 @@ class Sampler:
             self._score(sampled, slots, logits)
 
     def _score(
-        self, answers: Sequence[SampledAnswer], slots: Sequence[int], logits: torch.Tensor
+        self, answers: Sequence[SampledAnswer], slots: Sequence[int], logits: Tensor
     ) -> None:
         """Score the newest tokens of the answers that want it."""
         wanted = [

@@ -18,6 +18,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import Architecture
 from export_scripts.ft.config_ini import read_config
@@ -140,7 +141,7 @@ class EngineBase(ABC, Generic[RequestT]):
         """Take the limits of requests from what a folder says."""
 
     @abstractmethod
-    def _warm_up(self) -> tuple[StepPlan, torch.Tensor | None]:
+    def _warm_up(self) -> tuple[StepPlan, Tensor | None]:
         """Return a step of one token, which makes the ranks ready for requests."""
 
     @abstractmethod

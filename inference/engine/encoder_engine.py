@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
@@ -44,7 +45,7 @@ class EncoderEngine(EngineBase[RunningEncoding]):
         self.description = f"rows of up to {self.max_len} tokens"
         return replace(settings, encoder_only=True)
 
-    def _warm_up(self) -> tuple[StepPlan, torch.Tensor | None]:
+    def _warm_up(self) -> tuple[StepPlan, Tensor | None]:
         rows = (EncoderRow(1),)
         if isinstance(self.architecture, EncoderDecoderArchitecture):
             return StepPlan([], (), [], encoder_rows=rows, encoder_ids=[0]), None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
@@ -59,8 +60,8 @@ class EncodingResult:
     `hidden` is (B, S, E) fp32; `attentions`, if asked for, (B, layers, heads, S, S) fp32.
     """
 
-    hidden: torch.Tensor
-    attentions: torch.Tensor | None = None
+    hidden: Tensor
+    attentions: Tensor | None = None
 
 
 def parse_encoding(
@@ -127,8 +128,8 @@ class RunningEncoding(QueuedRequest):
     future: Future[EncodingResult]
     arrival: int = 0
     waiting: list[int] = field(default_factory=list)  # rows that have not begun
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # row -> (tokens, E)
-    attentions: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # row -> (tokens, E)
+    attentions: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.waiting = list(range(len(self.request.rows)))
@@ -226,7 +227,7 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
                 owner.succeed(owner.result())
 
 
-def _host_room(shape: Sequence[int], *, pinned: bool) -> torch.Tensor:
+def _host_room(shape: Sequence[int], *, pinned: bool) -> Tensor:
     """Return an empty fp32 tensor of the host.
 
     `pinned` memory is copied by the GPU itself, and used again and again without new page faults:

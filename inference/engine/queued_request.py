@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
+from torch import Tensor
 
 from inference.engine.load import EngineLoad
 from inference.ranks.base import StepResult
@@ -43,7 +43,7 @@ class PlannedStep(Generic[RequestT]):
     """
 
     plan: StepPlan
-    embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
+    embeddings: Tensor | None  # (plan.embedding_rows, E) fp32
     overlaps: bool
     owners: Sequence[RequestT]
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from time import perf_counter
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from inference.decoding.rows import RequestError, SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
@@ -220,7 +220,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             sequence.answer.prompt = gathered.result
 
     def _choose(
-        self, sampled: Mapping[RunningSequence, Sequence[int]], logits: torch.Tensor
+        self, sampled: Mapping[RunningSequence, Sequence[int]], logits: Tensor
     ) -> set[RunningRequest]:
         """Choose tokens from rows of logits; return the requests that got any."""
         if not sampled:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from inference.decoding.processors import token_scores
 from inference.decoding.rows import (
@@ -102,15 +102,15 @@ class PromptOutputs:
         """Drop what was gathered, unless it is final: the prompt is computed again."""
         if not self.is_final:
             self._scores: list[TokenScore] = []
-            self._pooled: torch.Tensor | None = None
+            self._pooled: Tensor | None = None
 
-    def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
+    def add_logits(self, logits: Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         """Take the next chunk's logits (n, V) and the prompt tokens that follow each place."""
         logits = logits[: len(next_ids)]  # no token of the prompt follows its last place
         if next_ids:
             self._scores += token_scores(logits, next_ids, top=self._top, vocab_size=vocab_size)
 
-    def add_pooled(self, pooled: torch.Tensor) -> None:
+    def add_pooled(self, pooled: Tensor) -> None:
         """Take the sum (E,) of the next chunk's hidden states."""
         self._pooled = pooled if self._pooled is None else self._pooled + pooled
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from inference.model.kv_cache import KVCache
@@ -40,10 +41,10 @@ class AttentionMask:
     with `causal` those before it. `spans` are for `attend`, without the others.
     """
 
-    bias: torch.Tensor | None
+    bias: Tensor | None
     causal: bool
     first: int = 0
-    spans: torch.Tensor | None = None
+    spans: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class AttentionGroup:
     slot_count: int
     new_tokens: int
     masks: Mapping[int | None, AttentionMask]
-    read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    read: Callable[[int], tuple[Tensor, Tensor]]
 
 
 class GroupedAttention:
@@ -86,17 +87,17 @@ class GroupedAttention:
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
 
     @cached_property
-    def _rows(self) -> torch.Tensor:
+    def _rows(self) -> Tensor:
         return self._cache.token_rows(self.slots, self.places)
 
     def __call__(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         *,
         layer: int,
-        new: torch.Tensor | None = None,
+        new: Tensor | None = None,
         angles: Angles | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return (N, H*D) as a `CachedAttention` does."""
         assert angles is None
         if new is not None:
@@ -134,7 +135,7 @@ class GroupedAttention:
         bias = attention_bias(starts, new_tokens, length - first, rules, window)
         return AttentionMask(bias.to(self._dtype), causal=False, first=first)
 
-    def _attend(self, query: torch.Tensor, group: AttentionGroup, layer: int) -> torch.Tensor:
+    def _attend(self, query: Tensor, group: AttentionGroup, layer: int) -> Tensor:
         """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
         rules, dtype = self._rules, query.dtype
         keys, values = group.read(layer)  # (B, K, S, D)
@@ -192,12 +193,12 @@ def _may_join(run: list[Segment], segment: Segment) -> bool:
 
 
 def _attend_capped(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
     rules: AttentionRules,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention (B, H, Q, D) whose scores pass a soft cap, which torch's has not."""
     assert rules.softcap is not None
     scale = query.shape[3] ** -0.5 if rules.scale is None else rules.scale

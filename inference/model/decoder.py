@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
@@ -46,9 +47,9 @@ class ParallelLayer:
     norm: Normalise
     mlp_norm: Normalise | None  # None: the first feeds both
     reduce: AllReduce | None  # one for both
-    bias: torch.Tensor | None  # added after it
+    bias: Tensor | None  # added after it
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Return (N, E) for x (N, E)."""
         h = self.norm(x)
         inner = h if self.mlp_norm is None else self.mlp_norm(x)
@@ -165,7 +166,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             residual_from_norm=choice.residual_from_norm,
         )
 
-    def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _output_biases(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         """Return the biases of attention and MLP output, whole."""
         if self.architecture.fused_bias_sum:
             # Stored divided, as each rank of FasterTransformer adds it before the sum.
@@ -177,7 +178,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         )
 
     def _attention(
-        self, number: int, out_bias: torch.Tensor | None, reduce: AllReduce | None
+        self, number: int, out_bias: Tensor | None, reduce: AllReduce | None
     ) -> Attention:
         prefix = f"model.layers.{number}.attention."
         # One linear for queries, keys and values, fused on disk or not.
@@ -207,7 +208,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         *counts, size = self._heads
         names = [f"{prefix}{name}_norm" for name in ("query", "key")]
 
-        def of_heads(parts: list[torch.Tensor]) -> torch.Tensor:
+        def of_heads(parts: list[Tensor]) -> Tensor:
             # Those of one head serve all of them.
             pairs = zip(parts, counts, strict=True)
             return torch.cat([part.view(-1, size).expand(count, size) for part, count in pairs])
@@ -229,7 +230,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
     def _mlp(
         self,
         prefix: str,
-        out_bias: torch.Tensor | None,
+        out_bias: Tensor | None,
         reduce: AllReduce | None,
         *,
         gated: bool = False,
@@ -271,7 +272,7 @@ class Decoder(GeneratorModel):
         self.rules = loader.rules()
         self.narrows = architecture.residual == "sequential"
 
-    def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def run_layers(self, x: Tensor, step: Step) -> Tensor:
         """Return the output of this stage's last layer (N, E); see `Step.narrows`."""
         step = replace(step, angles={table: table(step.positions) for table in self._rotary})
         for layer in self.layers[:-1]:

@@ -7,7 +7,7 @@ Embeddings, pooler and heads run outside, as FasterTransformer has it.
 
 import math
 
-import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.layers import MLP, Attention, Sublayer, Sublayers
@@ -29,7 +29,7 @@ class Encoder(StageModel):
         numbers = weights.layout.layers(self.architecture.num_layer)
         self.layers = [_layer(loader, number) for number in numbers]
 
-    def run_layers(self, x: torch.Tensor, step: RaggedRows) -> torch.Tensor:
+    def run_layers(self, x: Tensor, step: RaggedRows) -> Tensor:
         """Return the output of this stage's last layer (N, E) for its first layer's input."""
         scale = 1 / (math.sqrt(self.architecture.size_per_head) * self.architecture.q_scaling)
         inputs = EncoderStep(step, AttentionRules(scale=scale))

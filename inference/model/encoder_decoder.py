@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.kv_cache import KVCache
@@ -43,23 +44,21 @@ class CrossAttention:
     out: Gemm
     heads: int
     layer: int  # of the cache
-    scalers: torch.Tensor | None  # (tasks + 1, 2H, D)
+    scalers: Tensor | None  # (tasks + 1, 2H, D)
 
     def cache_encoded(
         self,
-        encoded: torch.Tensor,
-        cache_rows: torch.Tensor,
+        encoded: Tensor,
+        cache_rows: Tensor,
         cache: KVCache,
         *,
-        tasks: torch.Tensor | None,
+        tasks: Tensor | None,
     ) -> None:
         """Store keys and values of encoder output (N, E) at `cache_rows`."""
         both = self.key_value(encoded).view(len(encoded), 2 * self.heads, -1)
         cache.write(self.layer, cache_rows, scaled(both, self.scalers, tasks))
 
-    def __call__(
-        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step, residual: Tensor | None = None) -> Tensor:
         """Return (N, E) for normalised x (N, E)."""
         assert step.encoded is not None
         query = self.query(x).view(len(x), self.heads, -1)  # (N, H, D)
@@ -94,7 +93,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             input_scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
         )
 
-    def relative_bias(self, side: str) -> torch.Tensor | None:
+    def relative_bias(self, side: str) -> Tensor | None:
         """Return the bias by distance of this rank's heads, None with absolute positions."""
         if self.architecture.position != "relative":
             return None
@@ -172,7 +171,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         mlp = MLP(up, self.row(prefix + "DenseSiluDense.wo"))
         return Sublayer(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
 
-    def _scalers(self, attention: str, *, queries: bool = True) -> torch.Tensor | None:
+    def _scalers(self, attention: str, *, queries: bool = True) -> Tensor | None:
         """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""
         key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
         if key is None or value is None:
@@ -182,7 +181,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             len(key), -1, self.architecture.size_per_head
         )
 
-    def _table(self, name: str) -> torch.Tensor | None:
+    def _table(self, name: str) -> Tensor | None:
         """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""
         if not self.architecture.ia3_num_tasks:
             return None
@@ -190,7 +189,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         return torch.cat((table, torch.ones_like(table[:1])))
 
 
-def distance_bias(table: torch.Tensor, *, max_distance: int, bidirectional: bool) -> torch.Tensor:
+def distance_bias(table: Tensor, *, max_distance: int, bidirectional: bool) -> Tensor:
     """Return the bias by distance for a table (H, buckets) of learned values.
 
     Near distances have a bucket each, farther ones share buckets of logarithmic width, and all
@@ -258,7 +257,7 @@ class EncoderDecoder(GeneratorModel):
             if layout.is_last_stage:
                 self.head = loader.head()
 
-    def run_encoder(self, x: torch.Tensor, step: EncoderStep, layers: range) -> torch.Tensor:
+    def run_encoder(self, x: Tensor, step: EncoderStep, layers: range) -> Tensor:
         """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
 
         `layers` are global numbers.
@@ -267,20 +266,20 @@ class EncoderDecoder(GeneratorModel):
             x = self.encoder[number - self.encoder_layers.start](x, step)
         return x
 
-    def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
+    def encode(self, ids: Tensor, rows: RaggedRows) -> Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
         step = EncoderStep(rows, self.encoder_rules)
         x = self.embed(Tokens(ids=ids, positions=rows.positions))
         return self.finish_encoder(self.run_encoder(x, step, self.encoder_layers))
 
-    def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
+    def finish_encoder(self, x: Tensor) -> Tensor:
         """Return the encoder's output (N, E): the last layer's, normalised."""
         assert self._encoder_norm is not None, "only the last stage ends the encoder"
-        y: torch.Tensor = self._encoder_norm(x)
+        y: Tensor = self._encoder_norm(x)
         return y
 
     def cache_encoded(
-        self, encoded: torch.Tensor, step: EncoderStep, slots: Sequence[int], cache: KVCache
+        self, encoded: Tensor, step: EncoderStep, slots: Sequence[int], cache: KVCache
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
@@ -290,7 +289,7 @@ class EncoderDecoder(GeneratorModel):
         for cross in self.cross:
             cross.cache_encoded(encoded, cache_rows, cache, tasks=step.tasks)
 
-    def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def run_layers(self, x: Tensor, step: Step) -> Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
         for layer in self.decoder:
             x = layer(x, step)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -97,7 +98,7 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        prefixes: Sequence[torch.Tensor] = (),
+        prefixes: Sequence[Tensor] = (),
     ) -> None:
         """Allocate it, for keys and values that are computed in `dtype`.
 
@@ -130,19 +131,19 @@ class KVCache:
         """The slot for tokens whose results are discarded."""
         return self.shape.slots
 
-    def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values of a local layer, (blocks, H, S, D) views."""
         return self._layers[layer][:, 0], self._layers[layer][:, 1]
 
-    def rows(self, layer: int) -> torch.Tensor:
+    def rows(self, layer: int) -> Tensor:
         """Return a local layer as rows of one token's key or value of a head: (rows, D)."""
         return self._rows[0][layer].view(self.dtype)
 
-    def largest(self, layer: int) -> torch.Tensor | None:
+    def largest(self, layer: int) -> Tensor | None:
         """Return the largest magnitude of each of `rows` in FP8, (rows,); None for others."""
         return self._rows[1][layer].view(-1) if self.shape.fp8 else None
 
-    def token_rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def token_rows(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the rows of tokens' keys and values, for `write`: (N * 2 * H,)."""
         size = self.shape.block_tokens
         blocks = slots if self.shape.is_whole else self.tables[slots, positions // size].long()
@@ -151,7 +152,7 @@ class KVCache:
         rows = (blocks * (2 * heads)).unsqueeze(1) + parts  # (N, 2H)
         return (rows * size + (positions % size).unsqueeze(1)).flatten()
 
-    def write(self, layer: int, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
+    def write(self, layer: int, rows: Tensor, keys_values: Tensor) -> None:
         """Store the (N, 2, H, D) keys and values of a local layer at `rows` of `token_rows`."""
         flat = self._kept(keys_values.reshape(-1, self.shape.size_per_head))
         for each, part in zip(self._rows, flat, strict=True):
@@ -159,7 +160,7 @@ class KVCache:
 
     def reader(
         self, slot: int, slot_count: int, length: int
-    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Callable[[int], tuple[Tensor, Tensor]]:
         """Return a function from a local layer to what it keeps of slots in a row.
 
         These are the first `length` keys and values, (slot_count, H, length, D) each: views where a
@@ -169,7 +170,7 @@ class KVCache:
         if not self.shape.fp8:
             return read[0]
 
-        def widened(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def widened(layer: int) -> tuple[Tensor, Tensor]:
             (keys, values), largest = (each(layer) for each in read)
             return _widened(keys, largest[0], self._wide), _widened(values, largest[1], self._wide)
 
@@ -215,7 +216,7 @@ class KVCache:
         cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self.device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
-    def _kept(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def _kept(self, values: Tensor) -> list[Tensor]:
         """Return values (..., D) as they are kept: in FP8 also each row's largest, (..., 1)."""
         if not self.shape.fp8:
             return [values]
@@ -224,7 +225,7 @@ class KVCache:
         digits = (values * (_LARGEST / largest.clamp_min(1e-30))).clamp(-_LARGEST, _LARGEST)
         return [digits.to(FP8).view(torch.uint8), largest]
 
-    def _load(self, spans: Sequence[Span]) -> list[list[torch.Tensor]]:
+    def _load(self, spans: Sequence[Span]) -> list[list[Tensor]]:
         """Return copies of tokens of each store, D values or 1.
 
         (L, 2, H, n, D) for each span where a slot is one block, else one (n, L, 2, H, D) for all.
@@ -240,9 +241,7 @@ class KVCache:
         # Indexing two axes that are not neighbours puts the tokens first.
         return [[store[:, blocks, :, :, places] for store in self._stores]]
 
-    def _store(
-        self, spans: Sequence[Span], values: Sequence[Sequence[torch.Tensor]] | None
-    ) -> None:
+    def _store(self, spans: Sequence[Span], values: Sequence[Sequence[Tensor]] | None) -> None:
         """Store what `_load` returned, zeros for None."""
         for number, store in enumerate(self._stores):
             if self.shape.is_whole:
@@ -254,7 +253,7 @@ class KVCache:
                 zero = store.new_zeros(())
                 store[:, blocks, :, :, places] = zero if values is None else values[0][number]
 
-    def _cells(self, spans: Sequence[Span]) -> torch.Tensor:
+    def _cells(self, spans: Sequence[Span]) -> Tensor:
         """Return the block of each token and its place there, (2, n)."""
         tokens = [np.arange(start, stop) for _, start, stop in spans]
         slots = np.repeat([slot for slot, _, _ in spans], [len(each) for each in tokens])
@@ -263,7 +262,7 @@ class KVCache:
         return on_device(np.stack((blocks, places)), self.device)
 
 
-def on_device(values: Array, device: torch.device) -> torch.Tensor:
+def on_device(values: Array, device: torch.device) -> Tensor:
     """Return an array on a device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
@@ -271,7 +270,7 @@ def on_device(values: Array, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros, which uninitialized memory is not: a masked NaN would still spoil its row.
 
     On CPU the pages are the system's own zeros, taken when first written.
@@ -284,14 +283,14 @@ def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
 
 
-def _widened(digits: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _widened(digits: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the keys or values (..., D) that bytes of FP8 and largest ones (..., 1) stand for."""
     return (digits.view(FP8).float() * (largest / _LARGEST)).to(dtype)
 
 
 def _reader(
-    store: torch.Tensor, slot: int, slot_count: int, length: int, cache: KVCache
-) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    store: Tensor, slot: int, slot_count: int, length: int, cache: KVCache
+) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Return `KVCache.reader` of one of its stores."""
     slots = slice(slot, slot + slot_count)
     if cache.shape.is_whole:
@@ -300,7 +299,7 @@ def _reader(
         return list(zip(keys.unbind(0), values.unbind(0), strict=True)).__getitem__
     blocks = cache.tables[slots, : -(-length // cache.shape.block_tokens)].long()
 
-    def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(layer: int) -> tuple[Tensor, Tensor]:
         tokens = store[layer][blocks]  # (slots, slot blocks, 2, H, S, D)
         keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
         return keys, values

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
@@ -29,8 +30,8 @@ Normalise = Callable[..., Any]
 
 def make_norm(
     kind: Norm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     *,
     eps: float,
     rounds: bool = False,
@@ -46,12 +47,12 @@ def make_norm(
     by_library = kind == "rmsnorm" and has_library()
 
     def normalise(
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
+        x: Tensor,
+        residual: Tensor | None = None,
         *,
-        onto: torch.Tensor | None = None,
+        onto: Tensor | None = None,
         factor: float = 1.0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x = x if residual is None else x + residual
         if by_library:
             y = rms_norm(x, weight, eps)
@@ -77,17 +78,17 @@ class QueryKeyNorm:
     over the `tp_size` ranks that share them.
     """
 
-    weight: torch.Tensor
+    weight: Tensor
     counts: tuple[int, int]
     eps: float
     whole: bool
     reduce: AllReduce | None
     tp_size: int
     centred: bool = False
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     rotated: bool = False
 
-    def __call__(self, heads: torch.Tensor) -> None:
+    def __call__(self, heads: Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
         if heads.is_cuda and not self.whole and not self.centred:
             from inference.model.gpu.norm import norm_heads
@@ -105,12 +106,12 @@ class QueryKeyNorm:
         wide = wide * (mean + self.eps).rsqrt().unsqueeze(2) * self.weight
         heads.copy_(wide if self.bias is None else wide + self.bias)
 
-    def _summed(self, mean: torch.Tensor) -> torch.Tensor:
+    def _summed(self, mean: Tensor) -> Tensor:
         """Return the mean squares of all ranks' queries and keys (N, 2) for those of this one."""
         return mean if self.reduce is None else self.reduce(mean) / self.tp_size
 
 
-def alibi_slopes(head_num: int) -> torch.Tensor:
+def alibi_slopes(head_num: int) -> Tensor:
     """Return the slope of each head (head_num,), fp32 (Press et al., Train Short, Test Long).
 
     If the count is not a power of two, the further heads take every other slope of the next power.
@@ -128,24 +129,24 @@ class Embedding:
     A rank may hold only some rows of the vocabulary; the others then contribute by `reduce`.
     """
 
-    table: torch.Tensor  # (rows, E), which may be memory-mapped; row 0 is token `first_row`
+    table: Tensor  # (rows, E), which may be memory-mapped; row 0 is token `first_row`
     vocab_size: int
     dtype: torch.dtype
     first_row: int = 0
     reduce: AllReduce | None = None
     scale: float = 1.0  # on the rows of the vocabulary, rounded to `dtype`
-    prompts: torch.Tensor | None = None  # all loaded prompt tables, one after the other
-    positions: torch.Tensor | None = None  # (max_pos_seq_len, E)
+    prompts: Tensor | None = None  # all loaded prompt tables, one after the other
+    positions: Tensor | None = None  # (max_pos_seq_len, E)
     norm: Normalise | None = None
 
-    def __call__(self, tokens: Tokens) -> torch.Tensor:
+    def __call__(self, tokens: Tokens) -> Tensor:
         """Return the first layer's input (N, E)."""
         x = self._with_virtual(tokens) if tokens.has_virtual else self._real(tokens.ids)
         if self.positions is not None:
             x = x + functional.embedding(tokens.positions, self.positions).to(self.dtype)
         return normalised(x, self.norm)
 
-    def _with_virtual(self, tokens: Tokens) -> torch.Tensor:
+    def _with_virtual(self, tokens: Tokens) -> Tensor:
         ids, given = tokens.ids, (self.prompts, tokens.embeddings)
         tables = [table.to(self.dtype) for table in given if table is not None]
         rows = (ids - self.vocab_size).clamp_min(0)
@@ -153,7 +154,7 @@ class Embedding:
         real = self._real(ids.clamp_max(self.vocab_size - 1))
         return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)
 
-    def _real(self, ids: torch.Tensor) -> torch.Tensor:
+    def _real(self, ids: Tensor) -> Tensor:
         if self.reduce is None:
             x = functional.embedding(ids, self.table).to(self.dtype)
         elif not len(self.table):
@@ -177,11 +178,11 @@ class Attention:
     layer: int  # of this stage
     rotary: RotaryTable | None = None
     norm: QueryKeyNorm | None = None
-    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, H+2K, D)
+    scalers: Tensor | None = None  # of IA3, (tasks + 1, H+2K, D)
 
     def __call__(
-        self, x: torch.Tensor, step: Step | EncoderStep, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: Tensor, step: Step | EncoderStep, residual: Tensor | None = None
+    ) -> Tensor:
         """Return (N, E) for normalised x (N, E), plus `residual`, which may be overwritten."""
         H, K, D = self.heads  # noqa: N806 - the shape legend
         qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, step.tasks)  # (N, H+2K, D)
@@ -213,12 +214,12 @@ class XIELU:
     Huang and Schlag, Deriving Activation Functions Using Integration, arXiv 2411.13010.
     """
 
-    positive: torch.Tensor  # (1,) like the others
-    negative: torch.Tensor
-    beta: torch.Tensor
-    eps: torch.Tensor  # most of what is exponentiated, just below zero
+    positive: Tensor  # (1,) like the others
+    negative: Tensor
+    beta: Tensor
+    eps: Tensor  # most of what is exponentiated, just below zero
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Return the activation of x, of its shape."""
         wide = x.float()
         below = (torch.expm1(torch.minimum(wide, self.eps)) - wide) * self.negative
@@ -232,12 +233,12 @@ class MLP:
 
     up: Product  # with its activation, if that has no parameters
     down: Gemm
-    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
+    scalers: Tensor | None = None  # of IA3, (tasks + 1, width)
     activation: XIELU | None = None
 
     def __call__(
-        self, x: torch.Tensor, step: Step | EncoderStep, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: Tensor, step: Step | EncoderStep, residual: Tensor | None = None
+    ) -> Tensor:
         """Return (N, E) for x (N, E)."""
         h = self.up(x)
         h = h if self.activation is None else self.activation(h)
@@ -247,7 +248,7 @@ class MLP:
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
 _FP16_LIMIT = 64504.0
 
-PartT = TypeVar("PartT", bound=Callable[..., torch.Tensor])
+PartT = TypeVar("PartT", bound=Callable[..., Tensor])
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class Sublayer(Generic[PartT]):
     sum_norm: Normalise | None = None  # of the sum with the residual
     residual_from_norm: bool = False
 
-    def __call__(self, x: torch.Tensor, step: Step | EncoderStep) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step | EncoderStep) -> Tensor:
         """Return x plus what the part makes of the normalised x, (N, E)."""
         h = normalised(x, self.norm)
         x = h if self.residual_from_norm else x
@@ -293,27 +294,25 @@ class Sublayers:
 
     parts: tuple[Sublayer[Any], ...]
 
-    def __call__(self, x: torch.Tensor, step: Step | EncoderStep) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step | EncoderStep) -> Tensor:
         """Return (N, E) for x (N, E)."""
         for part in self.parts:
             x = part(x, step)
         return x
 
 
-def kept(x: torch.Tensor, step: Step | EncoderStep) -> torch.Tensor:
+def kept(x: Tensor, step: Step | EncoderStep) -> Tensor:
     """Return the rows of x (N, E) that a layer's step keeps."""
     return x if step.kept is None else x.index_select(0, step.kept)
 
 
-def normalised(x: torch.Tensor, norm: Normalise | None) -> torch.Tensor:
+def normalised(x: Tensor, norm: Normalise | None) -> Tensor:
     """Return the norm of x, or x where there is none."""
-    y: torch.Tensor = x if norm is None else norm(x)
+    y: Tensor = x if norm is None else norm(x)
     return y
 
 
-def scaled(
-    x: torch.Tensor, scalers: torch.Tensor | None, tasks: torch.Tensor | None
-) -> torch.Tensor:
+def scaled(x: Tensor, scalers: Tensor | None, tasks: Tensor | None) -> Tensor:
     """Return x (N, ...) scaled by the row of `scalers` (tasks + 1, ...) for each task (N,).
 
     IA3 multiplies keys, values and MLP activations by a learned vector per task; a token without a

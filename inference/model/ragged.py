@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from inference.model.kv_cache import on_device
@@ -26,10 +27,10 @@ class RaggedRows:
     """Division of N tokens into rows of `lengths`; `tiles`, if given, are those of `gpu.rows`."""
 
     lengths: tuple[int, ...]
-    positions: torch.Tensor  # (N,) of each token within its row
-    tiles: torch.Tensor | None = None  # (TILE_NUMBERS, T) int32
+    positions: Tensor  # (N,) of each token within its row
+    tiles: Tensor | None = None  # (TILE_NUMBERS, T) int32
 
-    def per_token(self, values: Sequence[int]) -> torch.Tensor:
+    def per_token(self, values: Sequence[int]) -> Tensor:
         """Return (N,): each row's value, repeated for its tokens."""
         return on_device(np.repeat(values, self.lengths), self.positions.device)
 
@@ -62,12 +63,12 @@ class EncoderStep:
 
     rows: RaggedRows
     rules: AttentionRules
-    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
+    tasks: Tensor | None = None  # IA3 task of each token (N,), None without IA3
     # Receives the weights: (rows, stage's layers, H, S, S). Entries beyond a row's length are left.
-    attentions: torch.Tensor | None = None
+    attentions: Tensor | None = None
 
     @cached_property
-    def _bias(self) -> torch.Tensor | None:
+    def _bias(self) -> Tensor | None:
         """The addition to the scores of the longest row, (H, S, S)."""
         table = self.rules.distance_bias
         if table is None:
@@ -78,12 +79,12 @@ class EncoderStep:
 
     def attention(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         *,
         layer: int,
-        new: torch.Tensor | None = None,
+        new: Tensor | None = None,
         angles: Angles | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return each token's mix of the values of its own row as a `CachedAttention` does.
 
         `layer` is its place in `attentions`.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import Rotary
 
@@ -39,12 +40,12 @@ class Angles:
     queries (N, 1, 1), None for none.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     interleaved: bool = False
-    growth: torch.Tensor | None = None
+    growth: Tensor | None = None
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Return x (N, H, D) with the first R dimensions of each head rotated."""
         width = self.cos.shape[-1]
         part = x[..., :width]
@@ -69,7 +70,7 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
         self._dtype = dtype
         self._scaling = rotary.scaling
 
-    def __call__(self, positions: torch.Tensor) -> Angles:
+    def __call__(self, positions: Tensor) -> Angles:
         """Return the angles at `positions` (N,)."""
         frequencies = self._frequencies
         if frequencies.ndim == 2:
@@ -94,7 +95,7 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
 AnglesOf = Mapping[RotaryTable, Angles]
 
 
-def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
+def _frequencies(rotary: Rotary) -> tuple[Tensor, float]:
     """Return the angle per position of each pair, and a factor on cosine and sine.
 
     The angles are (R/2,), or of LongRoPE (2, R/2).
@@ -118,7 +119,7 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
     return frequencies, 1.0
 
 
-def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Slow down long waves by the factor, keep short ones, blend between (Llama 3.1)."""
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, original = (float(scaling[name]) for name in names)
@@ -127,7 +128,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
     return frequencies * (blend + (1 - blend) / factor)
 
 
-def _yarn(frequencies: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, float]:
+def _yarn(frequencies: Tensor, rotary: Rotary) -> tuple[Tensor, float]:
     """Interpolate long waves, keep short ones, sharpen attention (Peng et al., YaRN, 3.2-3.4)."""
     scaling = rotary.scaling
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]

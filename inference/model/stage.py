@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import Architecture
 from inference.model.layers import Embedding
@@ -43,13 +44,13 @@ class StageModel(ABC):
     def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
         """Load the layers."""
 
-    def empty_hidden(self, tokens: int) -> torch.Tensor:
+    def empty_hidden(self, tokens: int) -> Tensor:
         """Return an uninitialised (tokens, E) for the hidden states of the stage before."""
         hidden = self.architecture.hidden
         return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
 
     @abstractmethod
-    def run_layers(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+    def run_layers(self, x: Tensor, step: Any) -> Tensor:
         """Return the output of this stage's last layer (N, E) for the input of its first."""
 
 
@@ -61,14 +62,12 @@ class GeneratorModel(StageModel):
     _embedding: Embedding | None  # of the first stage
     head: VocabParallelHead | None  # of the last stage
 
-    def embed(self, tokens: Tokens) -> torch.Tensor:
+    def embed(self, tokens: Tokens) -> Tensor:
         """Return the input of the first layer, of either stack (N, E)."""
         assert self._embedding is not None, "only the first stage embeds"
         return self._embedding(tokens)
 
-    def logits(
-        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, x: Tensor, step: Step, *, out: Tensor | None = None) -> Tensor:
         """Return this rank's slice of the logits of the wanted tokens, (n, slice) fp32."""
         assert self.head is not None, "only the last stage has a head"
         if len(step.output_rows) < len(x):

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from inference.model.kv_cache import Array
 from inference.model.rotary import Angles, AnglesOf
@@ -58,11 +59,11 @@ class AttentionRules:
     A score is q.k times `scale`, capped, plus the bias of ALiBi or of a table.
     """
 
-    alibi_slopes: torch.Tensor | None = None  # (H,) of this rank's heads
+    alibi_slopes: Tensor | None = None  # (H,) of this rank's heads
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] | None = None  # whether a local layer has it; None: all
     # (H, D): bias by distance back, the last entry for all that are farther.
-    distance_bias: torch.Tensor | None = None
+    distance_bias: Tensor | None = None
     causal: bool = True  # a token does not see those after it
     scale: float | None = None  # None: 1 / sqrt(D)
     softcap: float | None = None  # a score becomes cap * tanh(score / cap)
@@ -87,12 +88,12 @@ class CachedAttention(Protocol):
 
     def __call__(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         *,
         layer: int,
-        new: torch.Tensor | None = None,
+        new: Tensor | None = None,
         angles: Angles | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return (N, H*D) for queries (N, H, D); new keys and values are stored first.
 
         Args:
@@ -113,10 +114,10 @@ class Tokens:
     after those, of `embeddings`.
     """
 
-    ids: torch.Tensor  # (N,)
-    positions: torch.Tensor  # (N,)
+    ids: Tensor  # (N,)
+    positions: Tensor  # (N,)
     has_virtual: bool = False
-    embeddings: torch.Tensor | None = None  # (rows, hidden)
+    embeddings: Tensor | None = None  # (rows, hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,22 +129,22 @@ class Step(Tokens):
     all. `encoded`, if given, is attention over the encoder's output, all of which a token sees.
     """
 
-    output_rows: torch.Tensor  # (n,)
+    output_rows: Tensor  # (n,)
     attention: CachedAttention
     narrows: bool = False
-    kept: torch.Tensor | None = None
+    kept: Tensor | None = None
     encoded: CachedAttention | None = None
-    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
+    tasks: Tensor | None = None  # IA3 task of each token (N,), None without IA3
     angles: AnglesOf = field(default_factory=dict)  # of the tokens
 
 
 def attention_bias(
-    starts: torch.Tensor,
+    starts: Tensor,
     new_tokens: int,
     length: int,
     rules: AttentionRules,
     window: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the addition to the attention scores of slots with as many new tokens each.
 
     Zero or the position bias for visible tokens, -inf elsewhere: (B, 1 or H, Q, S) fp32.

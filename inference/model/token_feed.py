@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inference.model.kv_cache import Array, on_device
 
@@ -26,7 +27,7 @@ class Chosen:
     The best logit is finite if the row is usable.
     """
 
-    values: torch.Tensor
+    values: Tensor
     arrived: torch.cuda.Event | None = None
 
     def array(self) -> Array:
@@ -51,7 +52,7 @@ class TokenFeed:
         *,
         vocab: range,
         vocab_size: int | None = None,
-        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Allocate `slots` entries, and one more for choices that no step reads.
 
@@ -67,7 +68,7 @@ class TokenFeed:
         self._gather = gather
         self.unread = slots
 
-    def ids(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def ids(self, ids: Tensor, slots: Tensor) -> Tensor:
         """Return `ids` (N,) with the newest tokens of their `slots` (N,) for NEWEST."""
         return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
@@ -83,12 +84,12 @@ class TokenFeed:
 
     def choose(
         self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        forbidden: torch.Tensor,
-        draws: torch.Tensor | None = None,
-        penalties: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        logits: Tensor,
+        slots: Tensor,
+        forbidden: Tensor,
+        draws: Tensor | None = None,
+        penalties: Tensor | None = None,
+    ) -> Tensor:
         """Store the best or a drawn token of each row of logits; return them as in `Chosen`.
 
         Of equal logits the lower id comes first. A row with NaN has a best logit that is not
@@ -110,7 +111,7 @@ class TokenFeed:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
             logits = logits[:, :1].fill_(_LOWEST)
-        chosen: torch.Tensor = self._kernels.chosen_tokens(
+        chosen: Tensor = self._kernels.chosen_tokens(
             *(logits, slots, forbidden, self._newest, draws, penalties),
             first=first,
             keep=keep,
@@ -126,7 +127,7 @@ class TokenFeed:
 
         return choice
 
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def _whole(self, logits: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary (n, V)."""
         if self._gather is not None:
             every = self._gather(logits)  # (T, n, V / T or more)
@@ -134,7 +135,7 @@ class TokenFeed:
             logits = slices.transpose(0, 1).flatten(1)
         return logits[:, : self._vocab_size]
 
-    def _agreed(self, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _agreed(self, chosen: Tensor, slots: Tensor) -> Tensor:
         """Return the best of what all ranks have chosen, and keep it for the next step."""
         assert self._gather is not None
         every = self._gather(chosen)  # (T, n, 2)
@@ -152,7 +153,7 @@ def marks_bytes(slots: int, vocab_size: int) -> int:
     return (slots + 1) * vocab_size * 5
 
 
-def chosen_to_host(chosen: torch.Tensor) -> Chosen:
+def chosen_to_host(chosen: Tensor) -> Chosen:
     """Start the copy of the chosen tokens (n, 2) to the host."""
     if chosen.device.type == "cpu":
         return Chosen(chosen)

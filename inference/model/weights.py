@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import (
@@ -62,13 +63,13 @@ class RankWeights:
         self.device = device
         self._matrix_dtype = matrix_dtype or dtype
         self._unusable: list[str] = []
-        self._tables: dict[tuple[str, range, torch.dtype], torch.Tensor] = {}
+        self._tables: dict[tuple[str, range, torch.dtype], Tensor] = {}
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's part of a tensor, in the computed type unless one is given."""
         return self._checked(name, self.reader.read(name, self.layout.tp_rank), dtype or self.dtype)
 
-    def optional(self, name: str) -> torch.Tensor | None:
+    def optional(self, name: str) -> Tensor | None:
         """Return this rank's part of a tensor that not every model has."""
         return self.tensor(name) if self.reader.has(name) else None
 
@@ -87,7 +88,7 @@ class RankWeights:
         part = self.reader.read(name, self.layout.tp_rank)
         return self._checked(name, part, self._matrix_dtype).flatten(1)
 
-    def rows(self, name: str, rows: range, *, is_matrix: bool = False) -> torch.Tensor:
+    def rows(self, name: str, rows: range, *, is_matrix: bool = False) -> Tensor:
         """Return some rows of a whole table, or of a vector, in the computed type.
 
         One that serves as a matrix, such as the head's, has the type of these; on a GPU it ends
@@ -116,7 +117,7 @@ class RankWeights:
                 for name in self._unusable
             )
 
-    def _checked(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _checked(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         # One pass over the values that are read anyway: a sum shows NaN and infinities.
         values = values.to(self.device)
         total = values.sum(dtype=torch.float32)
@@ -203,7 +204,7 @@ class LayerLoader(Generic[ArchitectureT]):
         rounds = rounds and self.gemm.fp8 and not self.gemm.batch_invariant
         return make_norm(kind or own, weight, bias, eps=eps, rounds=rounds)
 
-    def scale(self, name: str) -> torch.Tensor:
+    def scale(self, name: str) -> Tensor:
         """Return a norm's scale in fp32."""
         weight = self.weights.tensor(f"{name}.weight", torch.float32)
         # Rounded to 16 bits, a sum with 1 would lose what is stored.
@@ -250,7 +251,7 @@ class LayerLoader(Generic[ArchitectureT]):
         """Return a row-parallel linear with its own bias and all-reduce."""
         return self.row_with(name, self.weights.optional(f"{name}.bias"), self.reduce)
 
-    def row_with(self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None) -> Gemm:
+    def row_with(self, name: str, bias: Tensor | None, reduce: AllReduce | None) -> Gemm:
         """Return a row-parallel linear with the given bias and all-reduce."""
         weight = self._matrix(name)
         return make_row_gemm(weight, bias, reduce=reduce, options=self.gemm)

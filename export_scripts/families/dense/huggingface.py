@@ -1,4 +1,4 @@
-"""Dense decoders in Hugging Face's form: one record a family, read in both directions."""
+"""Dense decoders in Hugging Face's form: the kind of the records in `decoders.yaml`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +48,8 @@ def chosen_layers(flags: Sequence[bool]) -> tuple[int, ...] | None:
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+# Of settings and the values read before: whether each layer has the window.
+Slides = Callable[[Settings, Table], Sequence[bool]]
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Window:
 
     default: int | None = None  # of the library for sliding_window; null is none
     has_switch: bool = False  # whether use_sliding_window decides
-    # Whether each layer has it, without layer_types; None: all, whatever layer_types says.
-    slides: Callable[[Settings, Table], Sequence[bool]] | None = None
+    # Which layers have it without layer_types; None: all, whatever layer_types says.
+    slides: Slides | None = None
     rotates_alone: bool = False  # whether layers without it do not rotate
 
     def read(self, settings: Settings, values: Table) -> Fields:

@@ -1,4 +1,4 @@
-"""The GPT layout from Hugging Face: GPT-2, OPT, and BLOOM with ALiBi and an early layernorm."""
+"""OPT in Hugging Face's form: tensors that are computed, static int8 weights, and its settings."""
 
 import functools
 import itertools
@@ -6,90 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
+from export_scripts.families.gpt.layout import LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.names import Names, fused_layer
+from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import (
-    Compute,
-    Constant,
-    Copy,
-    Sources,
-)
+from export_scripts.families.mapping.sources import Compute, Constant, Copy, Sources
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table
-
-GPT2_KEYS = ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon")
-GPT2_NAMES: Names = {
-    "model.wte": "transformer.wte",
-    "model.wpe": "transformer.wpe",
-    "input_layernorm": "ln_1",
-    "attention.query_key_value": "attn.c_attn",
-    "attention.dense": "attn.c_proj",
-    "post_attention_layernorm": "ln_2",
-    "mlp.dense_h_to_4h": "mlp.c_fc",
-    "mlp.dense_4h_to_h": "mlp.c_proj",
-    "model.final_layernorm": "transformer.ln_f",
-    "model.lm_head": "lm_head",
-}
-
-GPT2_HUGGINGFACE = HuggingFaceDecoder(
-    model_type="gpt2",
-    model="GPT2LMHeadModel",
-    title="GPT-2",
-    name="gpt",
-    family=GPT,
-    keys=(*GPT2_KEYS, "n_positions", "activation_function"),
-    layer="transformer.h.{layer}.",
-    names=GPT2_NAMES,
-    in_out=True,  # matrices are Conv1D's
-    is_tied=True,
-    bos=50256,
-    eos=50256,
-    ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks kept as buffers
-    prefix="transformer.",
-).mapping()
-
-_POST = "apply_residual_connection_post_layernorm"
-
-
-def _read_bloom(settings: Settings, _: Table) -> Fields:
-    post = settings.flag(_POST, default=False)
-    return {
-        "layernorm_type": "post_layernorm" if post else "pre_layernorm",
-        "model_variant": "bloom-post" if post else "bloom-pre",
-    }
-
-
-BLOOM_HUGGINGFACE = HuggingFaceDecoder(
-    model_type="bloom",
-    model="BloomForCausalLM",
-    title="BLOOM",
-    family=GPT,
-    keys=("n_head", "hidden_size", "n_layer", "vocab_size", "layer_norm_epsilon"),
-    fixed={
-        "has_positional_encoding": False,
-        "has_pre_decoder_layernorm": True,
-        "use_attention_linear_bias": True,
-    },
-    layer="transformer.h.{layer}.",
-    names={
-        "model.wte": "transformer.word_embeddings",
-        "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
-        **fused_layer("self_attention"),
-        "model.final_layernorm": "transformer.ln_f",
-        "model.lm_head": "lm_head",
-    },
-    read=_read_bloom,
-    written=lambda config: {_POST: config.model_variant == "bloom-post"},
-    is_tied=True,
-    bos=1,
-    eos=2,
-    prefix="transformer.",
-).mapping()
 
 # Static int8 weights from measured ranges of activations (int8_mode 2), a table {module: {"input":
 # max |x|, "output": max |y|}}. Formulas: FasterTransformer, examples/pytorch/gpt/utils/
@@ -97,14 +22,11 @@ BLOOM_HUGGINGFACE = HuggingFaceDecoder(
 _LARGEST = 127.0
 _OPT_LAYER = "model.decoder.layers.{layer}."
 # FT matrix -> the source's modules it consists of.
-_MATRICES: Names = {
-    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.dense": "self_attn.out_proj",
-    "mlp.dense_h_to_4h": "fc1",
-    "mlp.dense_4h_to_h": "fc2",
-}
 _MODULES: Mapping[str, tuple[str, ...]] = {
-    name: (parts,) if isinstance(parts, str) else parts for name, parts in _MATRICES.items()
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.dense": ("self_attn.out_proj",),
+    "mlp.dense_h_to_4h": ("fc1",),
+    "mlp.dense_4h_to_h": ("fc2",),
 }
 
 
@@ -232,60 +154,24 @@ def _neutral(facts: Facts) -> Sources:
     }
 
 
-def _opt_sources(facts: Facts, config: GPTConfig) -> Sources:
+def opt_sources(facts: Facts, config: GPTConfig, table: Sources) -> Sources:
     """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
-    positions = "model.decoder.embed_positions.weight"
-    table: Sources = {
+    found: Sources = {
         **_neutral(facts),
-        "model.wpe": Copy(positions, skip=_POSITION_OFFSET),
+        "model.wpe": Copy("model.decoder.embed_positions.weight", skip=_POSITION_OFFSET),
     }
+    (embedding, _), (head, _) = (table[name].reads[0] for name in ("model.wte", HEAD))
     if facts.has(_PROJECT_IN):
-        table["model.wte"] = Compute(
+        found["model.wte"] = Compute(
             lambda config, table, project: _widened(config, table, project.T),
-            (_OPT.embedding, _PROJECT_IN),
+            (embedding, _PROJECT_IN),
         )
     if facts.has(_PROJECT_OUT):
-        table[HEAD] = Compute(_widened, (_OPT.stored_head(facts), _PROJECT_OUT))
+        found[HEAD] = Compute(_widened, (head, _PROJECT_OUT))
     if facts.activation_ranges is not None:
         _check_ranges(facts.activation_ranges, config.num_layer)
-        table |= _int8_weights(facts.activation_ranges, config)
-    return table
+        found |= _int8_weights(facts.activation_ranges, config)
+    return found
 
 
-_OPT = HuggingFaceDecoder(
-    model_type="opt",
-    model="OPTForCausalLM",
-    title="OPT",
-    family=GPT,
-    keys=(
-        "num_attention_heads",
-        "hidden_size",
-        "ffn_dim",
-        "num_hidden_layers",
-        "vocab_size",
-        "max_position_embeddings",
-        "activation_function",
-    ),
-    # OPT has no key for epsilon: transformers takes torch's default. NVIDIA's converter always
-    # writes a separate head.
-    fixed={"layernorm_eps": 1e-5, "tie_word_embeddings": False, "int8": False},
-    layer=_OPT_LAYER,
-    names={
-        "model.wte": "model.decoder.embed_tokens",
-        "input_layernorm": "self_attn_layer_norm",
-        "post_attention_layernorm": "final_layer_norm",
-        **_MATRICES,
-        "model.final_layernorm": "model.decoder.final_layer_norm",
-    },
-    sources=_opt_sources,
-    read=_read_opt,
-    written=_written_opt,
-    is_tied=True,
-    stores_head=True,
-    bos=2,
-    eos=2,
-    ignored=("*decoder.version",),
-    accepts=("activation_ranges", "prompt"),
-)
-
-OPT_HUGGINGFACE = _OPT.mapping()
+OPT = Trait(_read_opt, _written_opt)

@@ -128,6 +128,18 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     return usual if usual in names else next(iter(names), activation)
 
 
+# Of the facts, the config and the sources of tensors that have names.
+SourcesOf = Callable[[Facts, Any, Sources], Sources]
+
+
+@dataclass(frozen=True)
+class Trait:
+    """Fields that are made of settings and of the values read before, and the way back."""
+
+    read: Callable[[Settings, Fields], Table] = lambda *_: {}
+    written: Callable[[Any], Table] = lambda _: {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDecoder:
     """A family of decoders: its settings and the names of its tensors."""
@@ -146,7 +158,7 @@ class HuggingFaceDecoder:
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
     # For tensors that have none by their names, or another one.
-    sources: Callable[[Facts, Any], Sources] = lambda *_: {}
+    sources: SourcesOf = lambda *_: {}
     # Further fields, from the settings and the values read before, and the way back.
     read: Callable[[Settings, Fields], Table] = lambda *_: {}
     written: Callable[[Any], Table] = lambda _: {}
@@ -231,7 +243,7 @@ class HuggingFaceDecoder:
         table = named_sources(names, layout, rows=self.rows, in_out=self.in_out)
         if self.stores_head:
             table[HEAD] = Copy(self.stored_head(facts), cut=0)
-        return {**table, **self.sources(facts, config)}
+        return {**table, **self.sources(facts, config, table)}
 
     def stored_head(self, facts: Facts) -> str:
         """Return the key that holds the head: the first one stored, or a tied model's embedding."""

@@ -47,7 +47,7 @@ def test_problems_are_reported_in_the_words_of_the_command(
 ) -> None:
     assert main([str(model_dir), "--data-type", "fp8", "--tensor-model-parallel-size", "0"]) == 1
     error = capsys.readouterr().err
-    assert "error: --tensor-model-parallel-size=0 must be at least 1." in error
+    assert "error: --tensor-model-parallel-size=0 must be a whole number" in error
     assert "error: --data-type=fp8 is unknown" in error
     assert main([str(model_dir), "--parameter", "device"]) == 1
     assert "--parameter device is not KEY=VALUE" in capsys.readouterr().err

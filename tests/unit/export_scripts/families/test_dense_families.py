@@ -371,6 +371,17 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         (COMMAND_R7B, {"layer_types": ["full_attention"] * 32}, "no layer would rotate"),
         (COMMAND_R7B, {"use_parallel_block": False}, "attention and MLP follow each other"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
+        *(
+            (
+                GRANITE_33_8B,
+                {
+                    "model_type": "ministral3",
+                    "rope_scaling": {"rope_type": kind, "factor": 2.0, "llama_4_scaling_beta": 0.1},
+                },
+                "queries grow with its original_max_position_embeddings",
+            )
+            for kind in ("linear", "dynamic")
+        ),
     ],
 )
 def test_settings_that_the_layout_lacks_are_refused_together(

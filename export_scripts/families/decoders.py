@@ -1,0 +1,133 @@
+"""Decoders in Hugging Face's form, from the table next to this module."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from export_scripts.families import gptj, gptneox
+from export_scripts.families.dense import operations
+from export_scripts.families.dense.huggingface import (
+    BIAS_KEYS,
+    LLAMA_KEYS,
+    LLAMA_NAMES,
+    SIZES,
+    DenseDecoder,
+    Window,
+)
+from export_scripts.families.dense.layout import DENSE
+from export_scripts.families.gpt import huggingface
+from export_scripts.families.gpt.layout import GPT
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Trait
+from export_scripts.families.mapping.settings import Settings, half_precision_warnings
+from export_scripts.families.mapping.source_mapping import SourceMapping
+from foundations.files.json_content import Fields, Table
+
+_FAMILIES = {family.name: family for family in (GPT, gptj.GPTJ, gptneox.GPTNEOX, DENSE)}
+_KEYS = {
+    "*sizes": SIZES,
+    "*llama": LLAMA_KEYS,
+    "*biases": BIAS_KEYS,
+    "*gpt2": ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon"),
+}
+_TRAITS: Mapping[str, Trait] = {
+    **operations.TRAITS,
+    "opt": huggingface.OPT,
+    "gptj": gptj.SETTINGS,
+    "gptneox": gptneox.SETTINGS,
+}
+# Sources of tensors, and warnings.
+_FUNCTIONS = {
+    "none": lambda *_: [],
+    "no sources": lambda *_: {},
+    "half_precision": half_precision_warnings,
+    "window_left_out": operations.window_left_out,
+    "codegen": gptj.codegen_sources,
+    "falcon": operations.falcon_sources,
+    "gptneox": gptneox.sources,
+    "opt": huggingface.opt_sources,
+    "stablelm": operations.norms_of_heads("_layernorm.norms.#.weight"),
+    "cohere": operations.norms_of_heads("_norm.weight"),
+    "xielu": operations.xielu_sources,
+}
+
+
+def _whole(name: str, records: Mapping[str, Table]) -> Fields:
+    """Return a record with what its base has, which it states otherwise in part."""
+    own = dict(records[name])
+    base = _whole(own.pop("base"), records) if "base" in own else {}
+    return {
+        **base,
+        **{
+            key: _without_null({**base.get(key, {}), **value}) if isinstance(value, dict) else value
+            for key, value in own.items()
+        },
+    }
+
+
+def _without_null(table: Table) -> Fields:
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _flag(name: str, table: Mapping[Any, Any]) -> Trait:
+    """Return the trait of a boolean: the fields if it is true, and those if it is false."""
+    fields: dict[bool, Fields] = {value: table.get(value, {}) for value in (True, False)}
+    shown = bool(fields[True])  # the value that its fields show
+
+    def read(settings: Settings, _: Fields) -> Table:
+        return fields[settings.flag(name, default=table.get("default", False))]
+
+    def written(config: Any) -> Table:
+        has_them = all(getattr(config, key) == value for key, value in fields[shown].items())
+        return {name: has_them is shown}
+
+    return Trait(read, written)
+
+
+def _joined(traits: list[Trait]) -> Fields:
+    """Return the fields of a decoder that has several traits."""
+    return {
+        "read": lambda settings, values: {
+            key: value for each in traits for key, value in each.read(settings, values).items()
+        },
+        "written": lambda config: {
+            key: value for each in traits for key, value in each.written(config).items()
+        },
+    }
+
+
+def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
+    fields = _as_tuples(record)
+    fields["family"] = family = _FAMILIES[fields.get("family", DENSE.name)]
+    names = fields.get("names", {})
+    if family is DENSE and "model.wpe" not in names:
+        names = {**LLAMA_NAMES, **names}
+    fields["names"] = _as_tuples(names)
+    if "keys" in fields:
+        words = fields["keys"].split()
+        fields["keys"] = tuple(key for word in words for key in _KEYS.get(word, (word,)))
+    for name in {"sources", "warnings"} & fields.keys():
+        fields[name] = _FUNCTIONS[fields[name]]
+    if (window := fields.get("window")) is not None:
+        rule = window.get("slides")
+        slides = operations.slides_of(*rule) if rule else None
+        fields["window"] = Window(**{**window, "slides": slides})
+    traits = [_flag(*each) for each in fields.pop("flags", {}).items()]
+    traits += [_TRAITS[name] for name in fields.pop("traits", ())]
+    kind = DenseDecoder if family is DENSE else HuggingFaceDecoder
+    return kind(model_type=model_type, **fields, **_joined(traits))
+
+
+def _as_tuples(table: Table) -> Fields:
+    return {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
+
+
+def _mappings() -> dict[str, SourceMapping]:
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    records = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: _decoder(name, _whole(name, records)).mapping() for name in records}
+
+
+# By model_type, in the order of the table.
+DECODERS = _mappings()
