@@ -3,8 +3,8 @@
     python -m benchmarks.recovery --work-dir DIR [--repeats 2] [--server tritonserver]
 
 Runs the deploy stage on the bundled 5M model with two ranks, kills or stops one process of the
-server after another, and sends requests over HTTP throughout. `away` ends with the first answer of
-the next server; `noticed` is the end of readiness.
+server after another, each after some seconds of service, and sends requests over HTTP throughout.
+`away` ends with the first answer of the next server; `noticed` is the end of readiness.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from inference.server.processes import descendants
 Fault = tuple[str, tuple[str, ...], int]
 FAULTS: dict[str, tuple[Fault, ...]] = {
     "slipway": (
-        ("server killed", ("-m inference.host",), 9),
+        ("server killed", ("inference.host.__main__",), 9),
         ("engine killed", ("inference.host.engine_process",), 9),
         ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
-        ("server stopped", ("-m inference.host",), 19),
+        ("server stopped", ("inference.host.__main__",), 19),
         ("engine stopped", ("inference.host.engine_process",), 19),
         ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
     ),
@@ -41,8 +41,8 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
         ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
         ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
-        ("server killed", ("-m inference.host",), 9),
-        ("server stopped", ("-m inference.host",), 19),
+        ("server killed", ("inference.host.__main__",), 9),
+        ("server stopped", ("inference.host.__main__",), 19),
         ("supervisor killed", ("server.supervisor",), 9),
         ("supervisor stopped", ("server.supervisor",), 19),
     ),
@@ -75,9 +75,10 @@ def deployed(work_dir: Path, restarts: int, server: str) -> Iterator[tuple[int, 
 def process(root: int, words: tuple[str, ...]) -> int:
     """Return the process below `root` whose command line holds all words.
 
-    A supervisor's holds those of the server, too, and counts only if the words name it.
+    A supervisor's holds those of the server, too, and counts only if the words name it. Processes
+    of a standby are younger.
     """
-    for pid in descendants(root):
+    for pid in sorted(descendants(root)):
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             is_wanted = ("server.supervisor" in line) == ("server.supervisor" in words)
@@ -128,6 +129,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         path.unlink(missing_ok=True)
         for number, (name, words, which) in enumerate(rounds):
             wait_for_address(path, number)
+            time.sleep(args.serves_s)
             victim, began = process(root, words), time.monotonic()
             os.kill(victim, which)
             times.setdefault(name, []).append(since(began, path, number + 1))
@@ -140,6 +142,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
 OPTIONS: Options = {
     "work_dir": {"help": "keeps the repository"},
     "repeats": {"default": 2},
+    "serves_s": {"type": float, "default": 10.0, "help": "before each fault"},
     "server": {"choices": tuple(FAULTS), "default": "slipway", "help": "deploy.server"},
 }
 

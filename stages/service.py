@@ -10,10 +10,19 @@ from typing import cast
 
 from foundations.files.replace import read_file
 from inference.server.log import ServerStartError, last_lines
-from inference.server.server import ModelServer
+from inference.server.server import NEXT_LOG, ModelServer
+from inference.system.parent_process import LinkedProcess
+from inference.system.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import PYTORCH, DeployConfig, problems_of_exchange
-from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
+from stages.endpoint import (
+    ENDPOINT_NAME,
+    RELOAD_NAME,
+    STOP_NAME,
+    ServerEndpoint,
+    published_by,
+    server_log,
+)
 from stages.job_process import cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
 from stages.server_starts import ServerStart, losses
@@ -29,6 +38,8 @@ _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
 _PUBLISH_AGAIN_S = 5.0
+# A server that has served for so long gets a standby, whose imports take some seconds of a core.
+_STANDBY_AFTER_S = 3.0
 NOT_NEEDED = "no longer needed"
 _TIME_LIMIT, _STOPPED, _HANDED_OVER = "time limit", "stopped", "handed over"
 _RELOAD = "reload"
@@ -62,6 +73,7 @@ class Service:
     _serves: ServerEndpoint | None = field(default=None, init=False)
     _publish_at: float = field(default=0.0, init=False)  # next attempt; 0 without a failed one
     _wanted: str = field(default="", init=False)  # a repository that was asked for by its path
+    _standby: LinkedProcess | None = field(default=None, init=False)  # for the next start
 
     def run(self) -> str:
         """Serve until the end, and return why the service ended.
@@ -70,6 +82,12 @@ class Service:
             StageError: it did not, or its time was over before the server was ever ready.
             ServerStartError: the server did not become ready in the first place.
         """
+        try:
+            return self._run()
+        finally:
+            self._end_standby()
+
+    def _run(self) -> str:
         while True:
             try:
                 reason, failure = self._serve_once()
@@ -81,6 +99,7 @@ class Service:
                 self._call_off()
                 reason, failure = "", cause_of(error, folder=self.folder)
             if reason == _RELOAD:
+                self._end_standby()  # it counts another start
                 continue  # with other weights, which did not go into the server that was there
             if not failure:
                 return reason
@@ -131,12 +150,16 @@ class Service:
 
     def _start(self, stack: contextlib.ExitStack) -> tuple[AnyServer, ServerEndpoint]:
         """Start a server for the life of the stack and publish its address."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            stack.callback(_end, standby)
         server, endpoint = stack.enter_context(
             serving(
                 self.config,
                 self.folder,
                 self.progress,
                 restarts=self.restarts,
+                standby=standby,
                 check=self._check_needed,
             )
         )
@@ -237,7 +260,23 @@ class Service:
                 if time.monotonic() - began > _STEADY_S:
                     self._failures = 0
                 return "", failure
-            time.sleep(_POLL_S)
+            if time.monotonic() - began > _STANDBY_AFTER_S:
+                self._prepare(server)
+            server.ended_within(_POLL_S)
+
+    def _prepare(self, server: AnyServer) -> None:
+        """Have a process of this project's own server ready, should this one fail."""
+        if self._standby is not None or self._failures >= self.config.max_restarts:
+            return
+        if isinstance(server, ModelServer) and not server.has_triton and self.config.nodes == 1:
+            with contextlib.suppress(OSError):
+                self._standby = server.prepared({RESTARTS_VARIABLE: str(self.restarts + 1)})
+
+    def _end_standby(self) -> None:
+        if self._standby is not None:
+            _end(self._standby)
+            self._standby = None
+            server_log(self.folder, job_id_here()).with_suffix(NEXT_LOG).unlink(missing_ok=True)
 
     def _serve_the_last(self, server: ModelServer) -> None:
         """Go on for clients that have not followed to the successor, while there are any."""
@@ -285,3 +324,10 @@ class Service:
         if not is_current and self._serves is not None:
             return _HANDED_OVER
         return _TIME_LIMIT if time.monotonic() >= self.until else ""
+
+
+def _end(process: LinkedProcess) -> None:
+    """End a process that may have become a server, and has ended then."""
+    process.link.close()
+    process.kill()
+    process.wait()

@@ -16,6 +16,7 @@ from inference.server.kinds import TRITONSERVER
 from inference.server.log import put_aside
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD, OpenAIServer
 from inference.server.server import ModelServer
+from inference.system.parent_process import LinkedProcess
 from inference.system.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import (
@@ -43,12 +44,14 @@ def serving(
     progress: Progress,
     *,
     restarts: int = 0,
+    standby: LinkedProcess | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[AnyServer, ServerEndpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 
     It has answered a small request by then. Its log is `server-<job id>.log` in `folder`;
-    those of earlier starts keep a number. `check` is called until the server is ready; an exception
+    those of earlier starts keep a number. `standby` is a process that this project's own server
+    before this one has prepared. `check` is called until the server is ready; an exception
     that it raises ends the start.
 
     Raises:
@@ -67,6 +70,8 @@ def serving(
         "port_keys": PORT_KEYS,
         "access": config.access,
     }
+    if standby is not None:
+        options["standby"] = standby
     make = _other_engine if config.is_other_engine else _server
     with make(config, folder, start, options) as server:
         progress.update("starting the server")

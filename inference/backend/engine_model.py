@@ -7,6 +7,7 @@ answers; when its engine fails, a model leaves service.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pkgutil
 import sys
@@ -37,8 +38,8 @@ from inference.backend.requests import (
 from inference.backend.triton_model import TritonModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.ranks.launched_rank import open_rendezvous, started_place
-from inference.ranks.processes import early_workers
-from inference.system.launch_environment import RENDEZVOUS_VARIABLE
+from inference.ranks.processes import early_workers, fork_workers
+from inference.system.launch_environment import RENDEZVOUS_VARIABLE, visible_gpus
 from inference.system.process_memory import keep_loaded
 from inference.system.supervision import BUSY
 
@@ -261,6 +262,19 @@ class EngineModel(TritonModel):
             if (reason := self.engine.healthy()) is not None:
                 self.host.leave(reason)
                 return
+
+
+def fork_ranks(arguments: ModelArguments) -> None:
+    """Fork the other ranks of a model on CPUs, from a process without threads that has torch.
+
+    Those of several instances, or on several nodes, start later.
+    """
+    with contextlib.suppress(ValueError):  # the model says what is wrong
+        settings = read_settings(arguments)
+        is_on_cpu = settings.placement.device == "cpu" or not visible_gpus()
+        is_only = arguments.instance.count == 1 and not os.environ.get(RENDEZVOUS_VARIABLE)
+        if is_on_cpu and is_only:
+            fork_workers(settings.checkpoint_path, settings.placement.world_size)
 
 
 def _failure(error: Exception) -> tuple[ModelError, str]:

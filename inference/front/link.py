@@ -20,6 +20,7 @@ from typing import Any
 from inference.front.access import Access, OpenAIOptions
 
 LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
+WITH_ENGINE = "engine"  # a word of the server's command: it starts an engine's process at once
 _GRACE_S = 1.0
 
 
@@ -60,7 +61,6 @@ class HostSettings:
     ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
     access: Access
     openai: OpenAIOptions | None
-    folder: Path  # where relative paths begin
     canaries: CanaryTimes
 
 

@@ -1,28 +1,34 @@
-"""`python -m inference.host FD`: see `process`. FD is the connection to its owner."""
+"""The process of a server, with the arguments FD, REPOSITORY and perhaps `engine`: see `process`.
 
-import os
+FD is the connection to its owner. REPOSITORY is for the list of processes alone. What takes time to
+import is imported before the settings come: an owner may keep such a process for its next start.
+"""
+
+import contextlib
+import importlib
 import resource
 import sys
 from multiprocessing.connection import Connection
 
-from inference.front.link import HostSettings
+from inference.front.link import WITH_ENGINE
 from inference.host.engine_start import start_early
+from inference.system.parent_process import end_with_parent
+
+_MODULES = ("inference.host.process", "tokenizers")
 
 
 def main() -> None:
     """Serve until a signal or the owner's end."""
-    connection = Connection(int(sys.argv[1]))
-    settings: HostSettings = connection.recv()
-    os.chdir(settings.folder)
+    end_with_parent()
     # Idle connections are cheap, as long as there are descriptors for them.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if settings.triton is None:
-        start_early(settings.repository)
-    from inference.host.process import serve_host  # takes time to import
+    connection = Connection(int(sys.argv[1]))
+    if WITH_ENGINE in sys.argv[3:]:
+        start_early(sys.argv[2])
+    for name in _MODULES:
+        importlib.import_module(name)
+    from inference.host.process import serve_host
 
-    serve_host(settings, connection)
-
-
-if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError):  # the owner may end before it needs this process
+        serve_host(connection.recv(), connection)

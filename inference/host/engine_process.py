@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from inference.backend.arguments import ModelArguments
-from inference.backend.engine_model import EngineModel
+from inference.backend.engine_model import EngineModel, fork_ranks
 from inference.backend.metrics import ModelMetrics
 from inference.backend.requests import TOKENS, InferRequest, ModelError, RawTensor
 from inference.system.parent_process import end_with_parent
@@ -37,6 +37,8 @@ AT_ONCE = 16
 # next ones are not made before.
 MOST_UNREAD = 64
 _STEPS_S = 0.5  # between two reports of steps that have made no answer
+# With all that a model imports when it is loaded, and a forked rank.
+_MODULES = ("inference.engine.engine", "inference.ranks.worker")
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +106,9 @@ class ModelProcess:
         """Report that the engine has failed, once every request has its answer."""
         self.post(partial(self._send, LOST, reason))
 
-    async def serve(self) -> None:
-        """Obey orders until the server's process closes the connection."""
+    async def serve(self, number: int, order: Any) -> None:
+        """Obey a first order, and others until the server's process closes the connection."""
+        self._obey(number, order)
         # Orders are taken in whatever the event loop does: the sender never waits for its answers.
         threading.Thread(target=self._read, name="orders", daemon=True).start()
         while True:
@@ -201,7 +204,13 @@ def main() -> None:
     end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):  # the server's process ends this one
         signal.signal(number, signal.SIG_IGN)
-    # Orders, which begin with the start of other ranks, are read meanwhile.
-    threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
+    for name in _MODULES:
+        importlib.import_module(name)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        number, order = pickle.loads(connection.recv_bytes())
+    except EOFError:  # the server needs no engine
+        return
+    fork_ranks(order.arguments)
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(ModelProcess(Connection(int(sys.argv[1])), loop).serve())
+    loop.run_until_complete(ModelProcess(connection, loop).serve(number, order))

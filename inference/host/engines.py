@@ -66,7 +66,8 @@ class EngineProcess:
         self._name, self._lose = folder.name, lose
         self._numbers = itertools.count(LOST + 1)
         self._waiting: dict[int, _Answers] = {}
-        self._process, self._link = started_engine(str(folder.parent))
+        self._process = started_engine(str(folder.parent))
+        self._link = self._process.link
         self._loop = asyncio.get_running_loop()
         self._due: deque[_Answers] = deque()
         self._loop.add_reader(self._link.fileno(), self._read)

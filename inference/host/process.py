@@ -31,9 +31,9 @@ from inference.host.canaries import Canaries
 from inference.host.grpc_calls import KServeGrpc
 from inference.host.hosted import Hosted
 from inference.host.http import KServeHttp
+from inference.host.openai import open_endpoint
 from inference.host.repository import Repository, UnservedError, try_texts
 from inference.host.triton import TritonRepository
-from inference.system.parent_process import end_with_parent
 
 _POLL_S = 0.02
 _END_S = 0.5  # for the last answers to be sent, and for engines to stop
@@ -53,7 +53,6 @@ _NOT_EXCHANGED = (
 
 def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
     """Serve until a signal or the owner's end; the process then ends, with 1 after a failure."""
-    end_with_parent()
     asyncio.run(_serve_and_exit(_Host(settings, connection)))
     raise AssertionError("the process has ended")
 
@@ -180,8 +179,6 @@ class _Host:
         await hosted.load(lambda line: self._link.tell(says=line))
         if self._settings.openai is None:
             return
-        from inference.host.openai import open_endpoint  # takes time to import
-
         hosted.endpoint = await open_endpoint(self._context, hosted, self._settings.openai)
 
     async def _exchange_weights(self, source: str) -> None:

@@ -28,7 +28,7 @@ from inference.host.repository import UnservedError
 from inference.server import supervisor
 from inference.server.installation import find_triton, nvidias_options, server_options
 from inference.server.log import fatal_lines, short_reason
-from inference.server.processes import ServerWatch, descendants, model_of, process_state
+from inference.server.processes import ServerWatch, descendants, is_running, model_of
 from inference.server.segments import user_prefix
 from inference.system.parent_process import LinkedProcess
 from inference.system.private_folder import PrivateFolder, is_plain, plain_folder
@@ -206,7 +206,7 @@ class TritonRepository:
         """Return whether more is left of the server than processes of models."""
         assert self._process is not None
         left = (pid for pid in descendants(self._process.pid) if model_of(pid) is None)
-        return any(state.letter not in "ZX" for state in map(process_state, left) if state)
+        return any(map(is_running, left))
 
     async def metrics(self) -> list[str]:
         """Return the lines of the server's own metrics. Raises RejectedError."""

@@ -1,22 +1,25 @@
 """Worker processes: the ranks other than 0 on this node.
 
-Without torch: a model starts them before it imports torch, so that all ranks import it at once.
+Without torch: a model starts them before it imports torch, so that all ranks import it at once; or
+it has imported torch, has no thread yet, and forks them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from inference.system.control_groups import usable_cores
-from inference.system.parent_process import signal_name
+from inference.system.parent_process import set_command_line, signal_name
 from inference.system.process_memory import memory_variables
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 4000
 # The folder that holds the package, so that workers import the same code.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-
+_MODULE = "inference.ranks.worker"
 
 _early: dict[tuple[str, int], Worker] = {}  # by weights and rank: started, without settings
 
@@ -36,7 +39,7 @@ def start_worker(settings: RankSettings) -> Worker:
     Start them from a long-lived thread: the kernel ends them when their parent thread ends.
     """
     early = _early.pop((settings.ft_dir, settings.rank), None)
-    worker = early or Worker(settings.ft_dir, settings.rank, settings.threads)
+    worker = early or Worker(settings.ft_dir, settings.rank, threads=settings.threads)
     worker.send(settings)
     return worker
 
@@ -52,12 +55,22 @@ def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterato
     threads = threads or threads_per_rank(world_size)
     try:
         for rank in ranks:
-            _early[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads)
+            if (str(ft_dir), rank) not in _early:
+                _early[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=threads)
         yield
     finally:
         for rank in ranks:
             if (unused := _early.pop((str(ft_dir), rank), None)) is not None:
                 unused.kill()
+
+
+def fork_workers(ft_dir: Path, world_size: int) -> None:
+    """Fork the workers of a model from this process, which has no other thread, and no GPU.
+
+    They have imported what it has; `start_worker` takes them over. The others end with it.
+    """
+    for rank in range(1, world_size):
+        _early[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=None)
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -69,31 +82,29 @@ def threads_per_rank(local_ranks: int) -> int:
 
 
 class Worker:
-    """A process that runs one rank; the kernel ends it when the thread ends that has started it."""
+    """A process that runs one rank; the kernel ends it when the thread ends that has started it.
 
-    def __init__(self, ft_dir: str, rank: int, threads: int) -> None:
-        self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
-        environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
-        environment |= memory_variables()
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-        )
-        command = [sys.executable, "-m", "inference.ranks.worker"]
-        self.process = subprocess.Popen(
-            [*command, f"--rank={rank}", f"--ft-dir={ft_dir}"],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    It is forked where the number of its `threads` is left to its settings.
+    """
+
+    def __init__(self, ft_dir: str, rank: int, *, threads: int | None) -> None:
+        self._log = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
+        read, write = os.pipe()
+        self._orders = os.fdopen(write, "wb", buffering=0)
+        words = [f"--rank={rank}", f"--ft-dir={ft_dir}"]
+        try:
+            self.process = (
+                _forked(words, read, self._log.fileno())
+                if threads is None
+                else _started(words, read, self._log.fileno(), threads)
+            )
+        finally:
+            os.close(read)
 
     def send(self, settings: RankSettings) -> None:
         """Send the settings, with which the worker begins; one that has ended is found later."""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(settings.to_json().encode() + b"\n")
-            self.process.stdin.flush()
+            self._orders.write(settings.to_json().encode() + b"\n")
 
     def ended(self) -> str | None:
         """Return how it ended, None if it runs."""
@@ -113,7 +124,51 @@ class Worker:
 
     def kill(self) -> None:
         """End it, and wait for that."""
+        assert self.process.pid is not None
+        self.process.kill()  # it may not be the leader of its group yet
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
+        self._orders.close()
+
+
+class _Fork(ForkProcess):
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> None:
+        self.join()
+
+
+def _forked(words: list[str], orders: int, log: int) -> _Fork:
+    process = _Fork(target=_run, args=(words, orders, log), daemon=True)
+    process.start()
+    return process
+
+
+def _run(words: list[str], orders: int, log: int) -> None:
+    """Run a rank in a process that was forked for it."""
+    os.setsid()
+    for number, copy in ((orders, 0), (log, 1), (log, 2)):
+        os.dup2(number, copy)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    sys.argv = [_MODULE, *words]
+    set_command_line([sys.executable, "-m", *sys.argv])
+    sys.exit(pkgutil.resolve_name(f"{_MODULE}:main")())
+
+
+def _started(words: list[str], orders: int, log: int, threads: int) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
+    environment |= memory_variables()
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE, *words],
+        stdin=orders,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        start_new_session=True,
+    )

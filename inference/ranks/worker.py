@@ -45,7 +45,8 @@ def main() -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     end_with_parent()
-    text = sys.stdin.buffer.readline().decode()
+    with open(0, "rb", closefd=False) as orders:  # a forked process has another sys.stdin
+        text = orders.readline().decode()
     if not text:
         return 0  # rank 0 ended, or has no use for this process
     settings = RankSettings.from_json(text)

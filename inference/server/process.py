@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
 from inference.server.log import ServerStartError, last_lines
-from inference.server.processes import descendants, process_state
+from inference.server.processes import descendants, is_running
 from inference.system.parent_process import LinkedProcess
 from inference.system.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 
@@ -91,13 +91,13 @@ class ServedProcess:
         below = descendants(process.pid)
         if self.poll() is None and drain_s > 0:
             process.terminate()
-            self._ended_within(drain_s)
+            self.ended_within(drain_s)
         below += descendants(process.pid)
         _kill([process.pid])
-        self._ended_within(_END_S)
+        self.ended_within(_END_S)
         # A supervisor ends what it has started, and removes the memory that was shared.
         deadline = time.monotonic() + _END_S
-        while any(map(process_state, below)) and time.monotonic() < deadline:
+        while any(map(is_running, below)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         _kill(below)
         process.link.close()
@@ -118,25 +118,20 @@ class ServedProcess:
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
         self.ports = self._wanted_ports | dict(chosen)
 
-    def _start_process(
+    def _started(
         self,
         program: Sequence[str],
         words: Sequence[str],
         *,
+        log_path: Path | None = None,
         env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
     ) -> LinkedProcess:
         """Start a program with a new log; `words` follow the descriptor of its link."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path.write_bytes(b"")
-        self._process = LinkedProcess(
-            program,
-            words,
-            log_path=self.log_path,
-            env={**os.environ, **(env or {}), **self.env},
-            cwd=cwd,
-        )
-        return self._process
+        log_path = log_path or self.log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.write_bytes(b"")
+        env = {**os.environ, **self.env, **(env or {})}
+        return LinkedProcess(program, words, log_path=log_path, env=env)
 
     def _lost(self) -> str:
         """Return what the server has reported as lost, empty for nothing."""
@@ -147,7 +142,8 @@ class ServedProcess:
         found = list(dict.fromkeys(reasons)) or [line for line in lines if _ERROR.match(line)]
         raise ServerStartError(summary, reasons=found, log_path=self.log_path)
 
-    def _ended_within(self, limit_s: float) -> bool:
+    def ended_within(self, limit_s: float) -> bool:
+        """Return whether a started server has ended, as soon as it has."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)

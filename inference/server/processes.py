@@ -50,6 +50,12 @@ def process_state(pid: int) -> ProcessState | None:
     )
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process runs, or is stopped: it has not ended."""
+    state = process_state(pid)
+    return state is not None and state.letter not in "ZX"
+
+
 def descendants(pid: int) -> list[int]:
     """Return the process ids below `pid`, parents first."""
     children: dict[int, list[int]] = {}

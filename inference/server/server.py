@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import CanaryTimes, HostSettings, Reload, TritonOptions
+from inference.front.link import (
+    WITH_ENGINE,
+    CanaryTimes,
+    HostSettings,
+    Reload,
+    TritonOptions,
+)
 from inference.server.process import ServedProcess
 from inference.server.processes import ServerWatch
+from inference.system.parent_process import LinkedProcess, checkout_program
 from inference.system.process_memory import memory_variables
 
-_PROGRAM = (sys.executable, "-m", "inference.host")
-_CHECKOUT = Path(__file__).resolve().parents[2]
+_PROGRAM = checkout_program("inference.host.__main__")
 _POLL_S = 0.02
+NEXT_LOG = ".next.log"  # the end of the name of a standby's log
 _END_S = 5.0  # for a process that was killed to go
 
 
@@ -35,6 +41,7 @@ class ModelServer(ServedProcess):
         is_nvidias: with NVIDIA's C++ backend.
         openai: adds an endpoint of OpenAI's protocol.
         canaries: how often each model gets a small request, once the server is ready.
+        standby: a process that the server before this one has `prepared`.
     """
 
     model_repository: Path | str
@@ -44,6 +51,7 @@ class ModelServer(ServedProcess):
     is_nvidias: bool = False
     prefix: Sequence[str] = ()
     canaries: CanaryTimes = field(default_factory=CanaryTimes)
+    standby: LinkedProcess | None = None
 
     name = "the server"
     # These are set once a server is started.
@@ -86,10 +94,7 @@ class ModelServer(ServedProcess):
             raise
 
     def _launch(self) -> None:
-        # The folder is for the list of processes alone.
-        process = self._start_process(
-            _PROGRAM, [str(self.model_repository)], env=memory_variables(), cwd=_CHECKOUT
-        )
+        process = self._process = self._taken_standby() or self._prepared(self.log_path)
         self._link, self._watch = HostLink(process.link), ServerWatch(process.pid)
         triton = TritonOptions(self.log_path.absolute(), tuple(self.prefix), self.is_nvidias)
         settings = HostSettings(
@@ -99,10 +104,32 @@ class ModelServer(ServedProcess):
             self.ports,
             self.access,
             self.openai,
-            Path.cwd(),
             self.canaries,
         )
         self._link.send(settings)
+
+    def prepared(self, env: Mapping[str, str]) -> LinkedProcess:
+        """Return a process for the start after this one, with further variables.
+
+        It imports what the server and its engine need, and waits.
+        """
+        return self._prepared(self._next_log, env)
+
+    def _prepared(self, log_path: Path, env: Mapping[str, str] | None = None) -> LinkedProcess:
+        words = [str(self.model_repository), *([] if self.has_triton else [WITH_ENGINE])]
+        return self._started(
+            _PROGRAM, words, log_path=log_path, env={**memory_variables(), **(env or {})}
+        )
+
+    @property
+    def _next_log(self) -> Path:
+        return self.log_path.with_suffix(NEXT_LOG)
+
+    def _taken_standby(self) -> LinkedProcess | None:
+        if self.standby is None or self.standby.poll() is not None:
+            return None
+        self._next_log.replace(self.log_path)
+        return self.standby
 
     def _source(self) -> str:
         text = str(self.model_repository)

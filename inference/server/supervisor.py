@@ -13,18 +13,12 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from inference.server.processes import descendants
 from inference.server.segments import close_segments, shared_memory_of
-from inference.system.parent_process import adopt_orphans, end_with_parent
+from inference.system.parent_process import adopt_orphans, checkout_program, end_with_parent
 
-# This checkout's, whatever the folder and the variables of the owner.
-PROGRAM = (
-    *(sys.executable, "-I", "-c"),
-    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
-    "from inference.server.supervisor import main; sys.exit(main(sys.argv[1:]))",
-)
+PROGRAM = checkout_program("inference.server.supervisor", "-I")
 KILL = b"kill"  # from the owner
 LEFTOVER_GRACE_S = 2.0  # for processes that an orderly end of the command left behind
 _POLL_S = 0.1
@@ -79,9 +73,10 @@ def _status_of(
     return status
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     """Run a command for the owner of a link; return its status, 128 + n for signal n."""
-    owner, prefix, grace_s, command = Connection(int(argv[0])), argv[1], float(argv[2]), argv[3:]
+    _, number, prefix, grace, *command = sys.argv
+    owner, grace_s = Connection(int(number)), float(grace)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with shared_memory_of(prefix):

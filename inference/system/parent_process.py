@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+_CHECKOUT = Path(__file__).resolve().parents[2]
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -56,24 +58,52 @@ def stop_signals(*signals: signal.Signals) -> Iterator[threading.Event]:
             signal.signal(each, handler)
 
 
-class LinkedProcess(subprocess.Popen[bytes]):
-    """A program that appends to a log, in a session of its own, and the other end of its link.
+def set_command_line(words: Sequence[str]) -> None:
+    """Show other words in the list of processes, as far as there is room for them (proc(5), stat).
 
-    The arguments are the words of the program itself, the descriptor of its end, and `words`.
+    The kernel reads them where it has put the arguments of this process.
+    """
+    fields = Path("/proc/self/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
+    start, size = int(fields[45]), int(fields[46]) - int(fields[45])
+    line = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in words)[: size - 1]
+    ctypes.memmove(start, line.ljust(size, b"\0"), size)
+
+
+def checkout_program(module: str, *options: str) -> tuple[str, ...]:
+    """Return the command of `main` of a module of this checkout, whatever the owner's folder is.
+
+    `options` are the interpreter's.
+    """
+    code = f"import sys; sys.path.insert(0, {str(_CHECKOUT)!r}); from {module} import main; "
+    code += "sys.exit(main())"
+    return (sys.executable, "-P", *options, "-c", code)
+
+
+class LinkedProcess(subprocess.Popen[bytes]):
+    """A program and the other end of its link.
+
+    The arguments are the words of the program itself, the descriptor of its end, and `words`. With
+    a log, to which it appends, it is in a session of its own.
     """
 
     def __init__(
-        self, program: Sequence[str], words: Sequence[str] = (), *, log_path: Path, **options: Any
+        self,
+        program: Sequence[str],
+        words: Sequence[str] = (),
+        *,
+        log_path: Path | None = None,
+        **options: Any,
     ) -> None:
         self.link, other = Pipe()
-        with other, log_path.open("ab") as log:
+        with contextlib.ExitStack() as stack:
+            number = stack.enter_context(other).fileno()
+            if log_path is not None:
+                log = stack.enter_context(log_path.open("ab"))
+                options |= {"stdout": log, "stderr": log, "start_new_session": True}
             super().__init__(
-                [*program, str(other.fileno()), *words],
+                [*program, str(number), *words],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
+                pass_fds=[number],
                 **options,
             )
 

@@ -26,7 +26,7 @@ from tests.waiting import until
 # Words of the command lines of processes that are killed, one after the other.
 VICTIMS = {
     SLIPWAY: (
-        ("-m inference.host",),
+        ("inference.host.__main__",),
         ("inference.host.engine_process",),
         ("inference.ranks.worker", "--rank"),
     ),

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,31 @@ def test_a_lost_or_stopped_process_is_noticed(server: ModelServer, number: int) 
     assert ("status -9" if number == signal.SIGKILL else "stopped for 1 s") in said
     server.stop(drain_s=0)
     assert not [pid for pid in everything if lives(pid)]
+
+
+def test_a_standby_is_the_next_server_and_has_its_log(server: ModelServer) -> None:
+    expected, lost = texts(server.ports["http"]), processes(server)
+    standby = server.prepared({})
+    assert not server.failure()  # it is not one of the server's processes
+    os.kill(lost[0], signal.SIGKILL)
+    until(lambda: server.failure() is not None, "the notice")
+    server.stop(drain_s=0)
+    assert not [pid for pid in lost if lives(pid)]
+    with replace(server, standby=standby) as following:
+        following.start(timeout_s=START_S)
+        assert following.pid == standby.pid
+        assert texts(following.ports["http"]) == expected
+        assert [*following.log_path.parent.glob("*.log")] == [following.log_path]
+
+
+def test_a_standby_that_has_ended_is_not_taken(server: ModelServer) -> None:
+    standby = server.prepared({})
+    standby.kill()
+    standby.wait()
+    server.stop(drain_s=0)
+    with replace(server, standby=standby) as following:
+        following.start(timeout_s=START_S)
+        assert following.pid != standby.pid
 
 
 def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(

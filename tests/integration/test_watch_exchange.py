@@ -41,7 +41,9 @@ def test_each_checkpoint_has_its_own_figures_though_they_share_a_server_that_die
 
     until(lambda: state(10) == "evaluated", "the first figures", limit_s=200)
     running = processes_of(folder)
-    for process in [each for each, command in running.items() if "-m inference.host" in command]:
+    for process in [
+        each for each, command in running.items() if "inference.host.__main__" in command
+    ]:
         os.kill(process, signal.SIGKILL)
     text = finish(command, timeout_s=400)
     assert command.returncode == 0, text

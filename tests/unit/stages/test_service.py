@@ -31,6 +31,10 @@ class FakeServer:
     def failure(self) -> None:
         """Nothing is lost."""
 
+    def ended_within(self, limit_s: float) -> bool:
+        time.sleep(limit_s)
+        return False
+
     def last_used(self) -> float:
         return self.used_at
 

@@ -81,8 +81,8 @@ def test_steps_that_are_taken_at_once_are_the_tokens_so_far() -> None:
 
 def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Pipe()
-    process = SimpleNamespace(wait=lambda _=None: 0, kill=lambda: None)
-    monkeypatch.setattr(engines, "started_engine", lambda _: (process, here))
+    process = SimpleNamespace(link=here, wait=lambda _=None: 0, kill=lambda: None)
+    monkeypatch.setattr(engines, "started_engine", lambda _: process)
 
     async def main() -> list[Any]:
         engine = EngineProcess(Path("/there/m"), print)

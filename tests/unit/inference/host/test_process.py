@@ -115,7 +115,6 @@ def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.Monke
         raise SystemExit(status)
 
     monkeypatch.setattr(_Host, "serve", serve)
-    monkeypatch.setattr("inference.host.process.end_with_parent", lambda: None)
     monkeypatch.setattr(os, "_exit", leave)
     nothing: Any = None
     with pytest.raises(SystemExit, match="3"):
