@@ -11,7 +11,6 @@ import contextlib
 import os
 import pkgutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -46,7 +45,6 @@ from inference.system.supervision import BUSY
 if TYPE_CHECKING:
     from inference.engine.base import EngineBase
 
-_WATCH_S = 0.1
 # Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
 # plans the next step.
 _SWITCH_S = 0.0005
@@ -101,9 +99,9 @@ class EngineModel(TritonModel):
         host.show(self.metrics)
         self._running = 0  # requests
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._watcher.start()
+        self.engine.when_failed = host.leave
+        if (reason := self.engine.healthy()) is not None:  # already
+            host.leave(reason)
 
     def _take_place(self, instance: Instance) -> None:
         """Keep to the devices of one instance. Raises ValueError over several nodes."""
@@ -143,7 +141,6 @@ class EngineModel(TritonModel):
         former, self.former = self.former, None
         if former is None:
             return None
-        former.release()
         folder = self.settings.checkpoint_path
         if type(former) is type(self) and (
             replace(former.settings, checkpoint_path=folder) == self.settings
@@ -248,20 +245,7 @@ class EngineModel(TritonModel):
 
     def close(self) -> None:
         """Stop the engine."""
-        self.release()
         self.engine.stop()
-
-    def release(self) -> None:
-        """Leave the engine to another model."""
-        self._stopping.set()
-        self._watcher.join()
-
-    def _watch(self) -> None:
-        """Watch for a failed engine."""
-        while not self._stopping.wait(_WATCH_S):
-            if (reason := self.engine.healthy()) is not None:
-                self.host.leave(reason)
-                return
 
 
 def fork_ranks(arguments: ModelArguments) -> None:

@@ -65,6 +65,7 @@ class EngineBase(ABC, Generic[RequestT]):
         steps: How many every rank has finished.
         queued_rows: Rows of all requests that have not begun.
         after_step: Called when the results of a step have been reported.
+        when_failed: Called once with the reason, after every request has got it.
         description: Of the engine's capacity, from `_fit` on.
     """
 
@@ -118,6 +119,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self.steps = 0
         self.queued_rows = 0
         self.after_step: Callable[[], None] = lambda: None
+        self.when_failed: Callable[[str], None] = _pass_over
         self._arrivals = 0
         self._stopping = False
         self._failure: str | None = "the engine is not started"
@@ -202,6 +204,7 @@ class EngineBase(ABC, Generic[RequestT]):
     def stop(self) -> None:
         """Fail the requests in flight, end every rank, and give all memory back."""
         atexit.unregister(self.stop)
+        self.when_failed = _pass_over
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -397,3 +400,9 @@ class EngineBase(ABC, Generic[RequestT]):
             request.fail(EngineFailedError(reason))
         if ranks is not None:
             ranks.end(grace_s=0)
+        when_failed, self.when_failed = self.when_failed, _pass_over
+        when_failed(reason)
+
+
+def _pass_over(_: str) -> None:
+    """Do nothing for an engine that nobody watches."""

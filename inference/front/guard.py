@@ -122,7 +122,10 @@ class Guard:
             raise too_large(limit)
         await ask_for_body(request)
         try:
-            body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
+            if request.content.is_eof():  # a small one has come with its head
+                body = request.content.read_nowait()
+            else:
+                body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
         except TimeoutError as error:
             reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
             raise RejectedError(reason, HTTPStatus.REQUEST_TIMEOUT) from error

@@ -28,7 +28,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise RejectedError(f"the body is not JSON: {reason[:200]}") from None
     if not isinstance(value, dict):
         raise RejectedError("the body is not an object of JSON")
-    containers, levels = list[Any]([value]), 0
+    # Few brackets can make no more levels, and a text may hold some.
+    is_deep = data.count(b"[") + data.count(b"{") > _MOST_LEVELS
+    containers, levels = list[Any]([value] if is_deep else ()), 0
     while containers:
         if (levels := levels + 1) > _MOST_LEVELS:
             raise too_deep
@@ -58,7 +60,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key is given twice")  # parsers differ in which one counts
-    if any("\0" in key for key in made):
+    if "\0" in "".join(made):
         raise ValueError("a key has a null character")  # at which some parsers end it
     return made
 
