@@ -27,7 +27,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from benchmarks.contenders import Engine, Request, Slipway, Vllm, random_requests
-from benchmarks.models import FP8_FORMS, SIZES, Model, in_fp8, random_model
+from benchmarks.models import SIZES, Model, in_fp8, random_model
 from benchmarks.program import Cell, Options, percentile, rows_of_process, run
 
 _RATE = "mixed, again, rate"
@@ -188,7 +188,7 @@ OPTIONS: Options = {
     "data_type": {"default": "fp16"},
     "int8": {**_SWITCH, "help": "matrices in 8 bits, ours alone"},
     "fp8": {**_SWITCH, "help": "products in FP8, the weights rounded as they are loaded"},
-    "fp8_folder": {"choices": tuple(FP8_FORMS), "help": "of matrices in FP8 with such scales"},
+    "fp8_folder": {"choices": ("block", "channel"), "help": "of matrices in FP8 with such scales"},
     "fp8_cache": {**_SWITCH, "help": "keys and values in FP8"},
     "batch_invariant": {**_SWITCH, "help": "ours alone"},
     "top_p": {"type": float, "help": "sample from this nucleus, else greedy"},
