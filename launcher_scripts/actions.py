@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
 @dataclass(frozen=True)
 class _LastRun:
-    """The results folders of a run, or of a sweep, whose last is `results_dir`."""
+    """The results folders of a run, or of several rows, whose last is `results_dir`."""
 
     results_dir: str
     at: str = ""
@@ -42,7 +42,7 @@ class _LastRun:
 
 
 def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
-    """Remember the results folders of the run, or of the sweep, that starts now."""
+    """Remember the results folders of the run, or of the rows, that start now."""
     folders = tuple(map(str, results_dirs))
     write_json(base_results_dir / LAST_RUN, asdict(_LastRun(folders[-1], record.now(), folders)))
 
@@ -87,7 +87,7 @@ def _compare(config: Config, console: Console) -> int:
 
 
 def _run_dirs(config: Config) -> list[Path]:
-    """Return the results folders of the last run or of `run_dir`; a sweep has several."""
+    """Return the results folders of the last run or of `run_dir`; an upgrade has several."""
     if config.run_dir is not None:
         return [Path(config.run_dir)]
     path = Path(config.base_results_dir) / LAST_RUN
@@ -107,12 +107,8 @@ def read_job(
         return slurm_state.settle(path, queue)
     has_process = bool(found.job_id) and found.process is not None  # its own
     if has_process and _is_here(found) and not _is_process_of(found, path.parent):
-        return record.correct_record(
-            path,
-            found,
-            state=record.LOST,
-            error="the job ended without a result: killed, or the machine was restarted",
-        )
+        error = "the job ended without a result: killed, or the machine was restarted"
+        return record.exchange_record(path, found, replace(found, state=record.LOST, error=error))
     return found
 
 
@@ -142,12 +138,13 @@ def jobs_in(
                 raise
         others = [each for each in queued.get(stage, ()) if own is None or each != own.job_id]
         if others and (own is None or own.is_final or not own.job_id):
-            own = _described(path, others.pop(), queue)
-            with contextlib.suppress(OSError):  # its record from now on
-                record.write_record(path, own)
+            new = _described(path, others.pop(), queue)
+            if own is not None and not own.is_final:  # its command has yet to note the id
+                new = replace(own, job_id=new.job_id, log=new.log, host="", process=None)
+            own = record.exchange_record(path, own, new)
         elif own is not None and _is_abandoned(own):
             error = "the command that was submitting it has ended, and there is no such job"
-            own = record.correct_record(path, own, state=record.LOST, error=error)
+            own = record.exchange_record(path, own, replace(own, state=record.LOST, error=error))
         found += [own] * (own is not None) + [_described(path, each, queue) for each in others]
     return [each for each in found if each is not None]
 
@@ -170,8 +167,9 @@ def _is_abandoned(found: record.JobRecord) -> bool:
     """Return whether the command that was about to submit a job has ended, as far as is known."""
     if found.job_id or found.is_final:
         return False
-    if _is_here(found):
-        return not Path(f"/proc/{found.process}").exists()
+    if _is_here(found) and not Path(f"/proc/{found.process}").exists():
+        return True
+    # On another machine, or where another process has got its id since.
     age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)
     return age.total_seconds() > _SUBMISSION_S
 

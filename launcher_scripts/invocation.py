@@ -8,7 +8,7 @@ from pathlib import Path
 
 from foundations.files.disk import full_disk
 from launcher_scripts import job_folder
-from launcher_scripts.actions import jobs_in, problem_of_live_job
+from launcher_scripts.actions import jobs_in, note_last_run, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.evaluation_config import Context
@@ -27,6 +27,7 @@ from launcher_scripts.launchers.slurm_state import SlurmQueue, queue_now
 from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
 from stages.deploy_config import PYTORCH
+from stages.progress import DamagedFileError
 
 # The keys of clusters and containers that a kind of cluster uses.
 _EVERYWHERE = ("cluster.gpus_per_node.", "cluster.job_name_prefix.", "cluster.server_host.")
@@ -60,6 +61,9 @@ def prepare_run(
     problems += problems_of_settings(config)
     try:
         plan = plan_pipeline(config, Context(command=command, git_revision=revision))
+    except DamagedFileError as error:
+        problems.append(str(error))
+        return None
     except OSError as error:  # such as a folder without access, or a name that is too long
         # Only what was opened has no name in the error, and only a checkpoint is read here.
         source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
@@ -105,6 +109,7 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
                 run.render()
         if runs[0].only_renders:
             return EXIT_OK
+        note_last_run(Path(config.base_results_dir), *(run.config.results_dir for run in runs))
         for signum in (signal.SIGTERM, signal.SIGHUP):
             if signum == signal.SIGTERM or signal.getsignal(signum) != signal.SIG_IGN:  # by nohup
                 signal.signal(signum, signal.default_int_handler)  # as Ctrl-C

@@ -1,16 +1,13 @@
 """The command: compose the configuration, check every stage, run or submit them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 # While the modules below are loaded, which takes seconds from a slow disk, Ctrl-C ends the command
 # without a traceback.
@@ -49,9 +46,6 @@ from stages.job_process import close_to_others  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
 
 signal.signal(signal.SIGINT, _AT_INTERRUPT)
-
-if TYPE_CHECKING:
-    from launcher_scripts.sweep import Combination, Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,8 +91,6 @@ def _run(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
-    if arguments.multirun and arguments.shows is None:
-        return _sweep(arguments, words, console)
     composition = compose_config(arguments.overrides, arguments.root)
     problems = [*arguments.problems, *composition.problems]
     if (config := composition.config) is None:
@@ -107,15 +99,15 @@ def _run(words: Sequence[str]) -> int:
         return _report(problems) if problems else _show(config, arguments.shows, console)
     if config.action == "watch":
         return _watch(arguments, config, problems, console)
-    if config.action == "upgrade":
-        return _upgrade(arguments, config, problems, words, console)
-    if config.action != "run":
+    if config.action not in ("run", "upgrade"):
         from launcher_scripts.actions import look_after
 
         return _report(problems) if problems else look_after(config, console)
     if (other := _other_replica(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
+    if config.action == "upgrade":
+        return _upgrade(arguments, config, problems, words, console)
     from launcher_scripts.invocation import execute, prepare_run
 
     run = prepare_run(composition, words, console, problems)
@@ -145,14 +137,6 @@ def _welcome(problems: Sequence[str], console: Console) -> int:
     return _report(others) if others else EXIT_USAGE
 
 
-def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    from launcher_scripts.sweep import combinations, run_and_compare
-
-    wanted, problems = combinations(arguments.overrides)
-    problems = [*arguments.problems, *problems]
-    return _run_combinations(arguments, wanted, problems, words, console, run_and_compare)
-
-
 def _upgrade(
     arguments: Arguments,
     config: Config,
@@ -161,52 +145,19 @@ def _upgrade(
     console: Console,
 ) -> int:
     """Evaluate the rows of an upgrade, and judge them against the first."""
-    from launcher_scripts.upgrade import combinations_of_rows, problems_of_upgrade, run_and_decide
+    from launcher_scripts.invocation import execute
+    from launcher_scripts.rows import prepare_rows
+    from launcher_scripts.upgrade import command_lines_of_rows, problems_of_upgrade, run_and_decide
 
     if problems := [*problems, *problems_of_upgrade(config)]:
         return _report(problems)
-    rows = combinations_of_rows(config, arguments.overrides)
-    start = functools.partial(run_and_decide, config)
-    return _run_combinations(arguments, rows, [], words, console, start)
-
-
-def _run_combinations(
-    arguments: Arguments,
-    wanted: Sequence[Combination],
-    problems: list[str],
-    words: Sequence[str],
-    console: Console,
-    start: Callable[[Sequence[Outcome], Console], int],
-) -> int:
-    """Check all combinations, then `start` them; return the exit status."""
-    from launcher_scripts.invocation import execute, prepare_run
-    from launcher_scripts.launchers.slurm_state import queue_now
-    from launcher_scripts.sweep import Outcome, compose_all, problems_of_room
-
-    outcomes: list[Outcome] = []
-    said: dict[str, list[str]] = {}
-    queue = functools.cache(queue_now)
-    composed = compose_all(wanted, functools.partial(compose_config, place=arguments.root))
-    for each, composition in zip(wanted, composed, strict=True):
-        found = list(composition.problems)
-        if (config := composition.config) is not None:
-            if config.action != "run":
-                found.append("--multirun runs; leave action out, or leave --multirun out.")
-            if _other_replica(config):
-                return EXIT_OK
-            if run := prepare_run(
-                composition, words, console, found, label=each.label, queue=queue
-            ):
-                outcomes.append(Outcome(each, run))
-        for text in found:
-            said.setdefault(text, []).append(each.label)
-    for text, labels in said.items():  # of all combinations, or of some
-        problems += [text] if len(labels) == len(wanted) else [f"{each}: {text}" for each in labels]
-    if outcomes and not problems and not outcomes[0].run.only_renders:
-        problems += problems_of_room(outcomes)
+    wanted = command_lines_of_rows(config, arguments.overrides)
+    compose = functools.partial(compose_config, place=arguments.root)
+    rows, problems = prepare_rows(wanted, compose, words, console)
     if problems:
         return _report(problems)
-    return execute([each.run for each in outcomes], functools.partial(start, outcomes, console))
+    start = functools.partial(run_and_decide, config, rows, console)
+    return execute([each.run for each in rows], start)
 
 
 def _watch(arguments: Arguments, config: Config, problems: Sequence[str], console: Console) -> int:

@@ -146,7 +146,7 @@ class Run:
         try:
             for name in self.jobs:
                 if name not in self.handles:
-                    self._submit(name)
+                    self.submit(name)
         except SubmissionError as error:
             self.stop_all()
             return self._refused(error)
@@ -174,7 +174,7 @@ class Run:
             if name in self._passed:
                 continue
             is_last = name == list(self.jobs)[-1]
-            handle = self.handles.get(name) or self._submit(name)
+            handle = self.handles.get(name) or self.submit(name)
             status = self._outcome(handle, until_ready=job.is_server and not is_last)
             if status is None:
                 if shows:
@@ -256,19 +256,27 @@ class Run:
             lines += _findings(name, result)
         return "\n".join(lines)
 
-    def _submit(self, name: str) -> JobHandle:
-        after = dependency([(each.job, each.job_id) for each in self.handles.values()])
-        (handle,) = submit_jobs([self], name, after)
-        return handle
-
-    def announce(self, name: str, after: str) -> None:
-        """Write a job's files and its record, just before it is submitted.
+    def submit(self, name: str) -> JobHandle:
+        """Write a job's files and its record, and start or queue it.
 
         Raises:
-            SubmissionError: another command has submitted one of the same stage meanwhile.
+            SubmissionError: the cluster refuses it, or another command has submitted one of the
+                same stage meanwhile.
         """
-        job = self.jobs[name]
-        job_folder.prepare_submission(job, self.launcher, after, self.before.get(name))
+        job, launcher = self.jobs[name], self.launcher
+        after = dependency([(each.job, each.job_id) for each in self.handles.values()])
+        job_folder.prepare_submission(job, launcher, after, self.before.get(name))
+        try:
+            handle = launcher.submit(job, after)
+        except SubmissionError as error:
+            changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
+            record.update_record(job.record_path, "", **changes)
+            raise
+        self.handles[name] = handle
+        with (job.folder / "launcher.log").open("a", encoding="utf-8") as log:
+            log.write(f"{record.now()} Submitted {launcher.name} job {handle.job_id}\n")
+        self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
+        return handle
 
     def has_ended(self) -> bool:
         """Return whether no submitted job is left."""
@@ -355,34 +363,6 @@ class Run:
             if handle.poll() is None:
                 name, job_id = handle.job.stage.name, handle.job_id
                 self.console.say(f"{name}: job {job_id} does not end; see action=status")
-
-
-def submit_jobs(
-    runs: Sequence[Run], name: str, after: str, folder: Path | None = None
-) -> Sequence[JobHandle]:
-    """Submit the jobs of a stage, those of several runs as an array with files in `folder`.
-
-    Raises:
-        SubmissionError: the cluster refuses them, or another command has submitted one meanwhile.
-    """
-    launcher, announced = runs[0].launcher, []
-    jobs = [run.jobs[name] for run in runs]
-    try:
-        for run in runs:
-            run.announce(name, after)
-            announced.append(run.jobs[name])
-        handles = launcher.submit(*jobs, after=after, array=folder)
-    except SubmissionError as error:
-        changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
-        for job in announced:
-            record.update_record(job.record_path, "", **changes)
-        raise
-    for run, handle in zip(runs, handles, strict=True):
-        run.handles[name] = handle
-        with (handle.job.folder / "launcher.log").open("a", encoding="utf-8") as log:
-            log.write(f"{record.now()} Submitted {launcher.name} job {handle.job_id}\n")
-        run.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
-    return handles
 
 
 def _without_time(line: str) -> str:

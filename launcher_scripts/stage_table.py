@@ -7,7 +7,6 @@ from launcher_scripts.configuration.evaluation_config import Context, evaluation
 from launcher_scripts.configuration.export_config import (
     certify_stage,
     conversion_request,
-    planned_model,
     repository_request,
 )
 from launcher_scripts.configuration.schema import Config
@@ -68,7 +67,7 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "convert": lambda config, job, context: ConvertStage(
         job,
         conversion_request(config, exports=context.exports),
-        planned=planned_model(config) if config.is_dry_run else None,
+        may_be_elsewhere=config.plans_for_elsewhere,
     ),
     "certify": certify_stage,
     "export": lambda config, job, _: ExportStage(

@@ -20,7 +20,7 @@ from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.sweep import Combination, Outcome, run_sweep
+from launcher_scripts.rows import Row, run_rows
 from stages.deploy_config import OPENAI, VLLM
 
 # Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
@@ -46,7 +46,7 @@ _OF_ALL = (
     "export.accuracy",
 )
 # Names in upgrade.output_dir that are not a row's.
-_TAKEN = ("jobs", "junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
+_TAKEN = ("junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
 _GATED = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
@@ -113,9 +113,9 @@ def _is_below(word: str, names: Iterable[str]) -> bool:
     return any(f"{word.partition('=')[0]}.".startswith(f"{each}.") for each in names)
 
 
-def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combination]:
-    """Return the command line of each row, with a results folder of its own."""
-    found = []
+def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return the command line of each row by its name, with a results folder of its own."""
+    found = {}
     for name, keys in config.upgrade.rows.items():
         results = hydra_text(str(Path(config.upgrade.output_dir) / name))
         own = dict(_flat(keys))
@@ -126,8 +126,7 @@ def combinations_of_rows(config: Config, overrides: Sequence[str]) -> list[Combi
             left_out.append("deploy.openai")  # how the other rows speak that protocol
         words = [each for each in overrides if not _is_below(each.lstrip("+"), left_out)]
         given = [f"{key}={_value(value)}" for key, value in own.items()]
-        whole = (*words, *given, f"export.run.results_dir={results}")
-        found.append(Combination({"row": name}, whole))
+        found[name] = [*words, *given, f"export.run.results_dir={results}"]
     return found
 
 
@@ -140,7 +139,7 @@ def _value(value: Any) -> str:
     return hydra_text(value) if isinstance(value, str) else json.dumps(value)
 
 
-def run_and_decide(config: Config, outcomes: Sequence[Outcome], console: Console) -> int:
+def run_and_decide(config: Config, rows: Sequence[Row], console: Console) -> int:
     """Run the rows and judge them; return the exit status.
 
     Jobs that wait in a queue are not judged: the same command does, once they have ended.
@@ -148,16 +147,16 @@ def run_and_decide(config: Config, outcomes: Sequence[Outcome], console: Console
     from inference.compare import decide
 
     folder = Path(config.upgrade.output_dir)
-    status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder / "jobs")
+    status = run_rows(rows, console, wait=config.wait)
     if status == EXIT_INTERRUPTED:
         return status
-    queued = [each for each in outcomes if each.run.jobs and not each.run.launcher.in_foreground]
+    queued = [each for each in rows if each.run.jobs and not each.run.launcher.in_foreground]
     if queued and not config.wait:
         console.say("\nthe rows run in the queue; the same command judges them afterwards")
         return status
     bounds, _ = parse_bounds(config.upgrade.gate)
     try:
-        text, decision = decide(dict(map(_result, outcomes)), bounds, folder)
+        text, decision = decide(dict(map(_result, rows)), bounds, folder)
     except ValueError as error:
         reason = str(error).replace("evaluate.gate", "upgrade.gate")
         console.say(f"\nnothing is decided: {reason}")
@@ -166,21 +165,20 @@ def run_and_decide(config: Config, outcomes: Sequence[Outcome], console: Console
     return decision
 
 
-def _result(outcome: Outcome) -> tuple[str, Any]:
+def _result(row: Row) -> tuple[str, Any]:
     """Return a row's name, and its evaluation or the reason why there is none."""
     from inference.evaluation.report.files import read_run
 
-    name = outcome.combination.values["row"]
-    if outcome.status not in (EXIT_OK, *_GATED):
-        return name, "; ".join(_errors(outcome)) or f"it ended with status {outcome.status}"
+    if row.status not in (EXIT_OK, *_GATED):
+        return row.name, "; ".join(_errors(row)) or f"it ended with status {row.status}"
     try:
-        return name, read_run(Path(outcome.run.config.evaluate.output_dir) / "report.json")
+        return row.name, read_run(Path(row.run.config.evaluate.output_dir) / "report.json")
     except (OSError, ValueError) as error:
-        return name, str(error)
+        return row.name, str(error)
 
 
-def _errors(outcome: Outcome) -> Iterator[str]:
-    for stage, found in outcome.run.records().items():
-        if found is not None and found.error:
+def _errors(row: Row) -> Iterator[str]:
+    for stage, found in row.run.records().items():
+        if found is not None and found.error.strip():
             first, *others = filter(None, map(str.strip, found.error.splitlines()))
             yield f"{stage}: {' ... '.join([first, *others[-1:]])}"

@@ -41,11 +41,12 @@ from launcher_scripts.watch_state import (
     WatchState,
 )
 from stages import record
-from stages.base import Stage, fingerprint
+from stages.base import fingerprint
 from stages.deploy import DeployStage
-from stages.deploy_config import DeployConfig, problems_of_exchange
+from stages.deploy_config import problems_of_exchange
 from stages.endpoint import STOP_NAME
-from stages.evaluate import REPORT_NAME, EvaluateStage
+from stages.evaluate import REPORT_NAME
+from stages.progress import DamagedFileError
 
 # Where several servers may share a node, each takes ports of its own.
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
@@ -292,15 +293,15 @@ class Watch:
             return False
         others = [*self._runs.values(), *self._servers.values()]
         taken = [gpu for other in others if not other.has_ended() for gpu in _gpus_of(other)]
-        for stage in (job.stage for job in run.jobs.values()):
-            for key, server in _servers_of(stage):
-                if not server.local_gpus:
-                    continue
-                needed = server.tp_size * server.pp_size * server.instance_count
-                free = [gpu for gpu in visible_gpus() if gpu not in taken]
-                if taken and needed > len(free):
-                    return False
-                setattr(stage, key, replace(server, visible_devices=",".join(free[:needed])))
+        for stage in _servers_of(run):
+            server = stage.config
+            if not server.local_gpus:
+                continue
+            needed = server.tp_size * server.pp_size * server.instance_count
+            free = [gpu for gpu in visible_gpus() if gpu not in taken]
+            if taken and needed > len(free):
+                return False
+            stage.config = replace(server, visible_devices=",".join(free[:needed]))
         return True
 
     def _gate_overrides(self, results: Path) -> list[str]:
@@ -366,8 +367,14 @@ class Watch:
 
     def _serves(self, step: int) -> bool:
         """Return whether the server of a step's pipeline has begun or will, and has not ended."""
-        found = read_job(self.state.results_of(step), "deploy")
+        found = self._job(step, "deploy")
         return found is not None and not found.is_final
+
+    def _job(self, step: int, name: str) -> record.JobRecord | None:
+        """Return a job of a step's pipeline; None without a record, or with a damaged one."""
+        with contextlib.suppress(DamagedFileError):
+            return read_job(self.state.results_of(step), name)
+        return None
 
     def _end_idle_servers(self) -> None:
         """End the servers that no checkpoint asks, once none waits for one."""
@@ -419,15 +426,21 @@ class Watch:
                 self._ended(each, refusal)
                 return
         folder = self.state.results_of(each.step)
-        records = {name: read_job(folder, name) for name in each.awaited}
-        if not all(found is not None and found.is_final for found in records.values()):
+        records = {name: self._job(each.step, name) for name in each.awaited}
+        if None in records.values():  # deleted or damaged; Slurm may still know its jobs
+            known = {one.stage: one for one in jobs_in(folder, passes_damage=True)}
+            records = {name: known.get(name) for name in records}
+        found = [one for one in records.values() if one is not None]
+        if not found or len(found) < len(records):
+            self._ended(each, f"{folder} lacks the record of a job")
             return
-        last = records.get("evaluate") or list(records.values())[-1]
-        assert last is not None
+        if not all(one.is_final for one in found):
+            return
+        last = records.get("evaluate") or found[-1]
         is_judged = last.exit_code in (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)
         breaches = last.error if is_judged else ""
         if last.state != record.COMPLETED and not breaches:
-            causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
+            causes = [f"{one.stage}: {one.error}" for one in found if one.error]
             self._ended(each, causes[0] if causes else "its jobs have failed")
             return
         self._judge(each, Path(each.report), breaches)
@@ -437,8 +450,12 @@ class Watch:
         from inference.evaluation.record import read_report
 
         each.report = str(report)
-        if report.is_file():
-            each.metrics = {metric.name: metric for metric in read_report(report).metrics}
+        try:
+            metrics = read_report(report).metrics if report.is_file() else ()
+        except (OSError, ValueError) as error:  # somebody has changed it
+            self._ended(each, str(error))
+            return
+        each.metrics = {metric.name: metric for metric in metrics}
         held = [] if each.server is None else self.state.held.get(each.server, [])
         if each.step in held:  # its server has those before it no more
             del held[: held.index(each.step)]
@@ -481,16 +498,11 @@ class Watch:
         return idle is not None and time.time() - self._news_at > idle
 
 
-def _servers_of(stage: Stage) -> Iterator[tuple[str, DeployConfig]]:
-    """Yield the server that a stage runs, and the name of its field."""
-    if isinstance(stage, DeployStage):
-        yield "config", stage.config
-    if isinstance(stage, EvaluateStage) and stage.endpoint_path is None:
-        yield "deploy", stage.deploy
+def _servers_of(run: Run) -> list[DeployStage]:
+    return [job.stage for job in run.jobs.values() if isinstance(job.stage, DeployStage)]
 
 
 def _gpus_of(run: Run) -> Iterator[str]:
     """Yield the GPUs of this machine that the servers of a pipeline may see."""
-    for job in run.jobs.values():
-        for _, server in _servers_of(job.stage):
-            yield from (server.visible_devices or "").split(",")
+    for stage in _servers_of(run):
+        yield from (stage.config.visible_devices or "").split(",")

@@ -62,8 +62,12 @@ class Watched:
 
     @property
     def awaited(self) -> list[str]:
-        """The jobs that have to end; a server that others ask, too, may go on."""
-        return [name for name in self.jobs if name != "deploy" or self.server is None]
+        """The jobs that have to end; a server that others ask, too, may go on.
+
+        One that nothing follows has failed, and its jobs end with it.
+        """
+        goes_on = "deploy" if self.server is not None else ""
+        return [name for name in self.jobs if name != goes_on or name == self.jobs[-1]]
 
     @property
     def is_final(self) -> bool:

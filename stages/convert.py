@@ -9,7 +9,6 @@ from typing import Any
 from export_scripts.conversion.request import ConversionRequest
 from foundations.errors import CheckpointMismatchError
 from stages.base import Stage, StageError, Summary, as_json
-from stages.planned_model import PlannedModel
 from stages.progress import Progress
 
 # Configuration keys, for messages.
@@ -39,7 +38,7 @@ class ConvertStage(Stage):
 
     Attributes:
         request: as configured; what is really read is in `_found`.
-        planned: stands for a checkpoint that is not here.
+        may_be_elsewhere: the checkpoint may be on machines that this one cannot see.
     """
 
     name = "convert"
@@ -48,7 +47,7 @@ class ConvertStage(Stage):
     takes_outputs = True
 
     request: ConversionRequest
-    planned: PlannedModel | None = None
+    may_be_elsewhere: bool = False
 
     def __post_init__(self) -> None:
         self.request = replace(self.request, overwrite=self.job.overwrite, names=KEYS)
@@ -57,9 +56,9 @@ class ConvertStage(Stage):
         """Return the problems of checkpoint, sizes and destination."""
         from export_scripts.conversion.convert import check_conversion
 
+        if self._is_elsewhere:
+            return []
         request = self._found()
-        if (planned := self._planned()) is not None:
-            return planned.problems(request)
         if self.marker_path().exists():
             # `finding` compares the folder of an earlier run, and reports it.
             request = replace(request, overwrite=True)
@@ -95,21 +94,20 @@ class ConvertStage(Stage):
         return [f"{folder} is damaged: {problem}; {remedy}" for problem in problems]
 
     def notes(self) -> list[str]:
-        """Return a remark if another folder was taken in place of the configured one."""
-        if (planned := self._planned()) is not None:
-            has_problems = planned.problems(self.request)
-            return [] if has_problems else [planned.describe(self.request)]
+        """Return a remark on a checkpoint that is elsewhere, or that was taken for another."""
         asked, found = self.request.checkpoint_path, self._found().checkpoint_path
+        key = f"{KEYS['checkpoint_path']}={asked}"
+        if self._is_elsewhere:
+            return [f"{key} is not on this machine: whether sizes fit the model is not known"]
         if found == asked:
             return []
-        key = f"{KEYS['checkpoint_path']}={asked}"
         if asked.exists():
             return [f"{key}: taking {found} in it"]
         return [f"{key} does not exist; taking {found}"]
 
-    def _planned(self) -> PlannedModel | None:
-        """Return the sizes that stand for the checkpoint, where it is not on this machine."""
-        return None if self._found().checkpoint_path.exists() else self.planned
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self.may_be_elsewhere and not self._found().checkpoint_path.exists()
 
     def run(self, progress: Progress) -> Summary:
         """Convert.

@@ -181,7 +181,7 @@ class DeployConfig(DeploySection):
         serves_here: this machine will serve; its ports can be checked beforehand.
         local_gpus: GPUs visible on this machine if it will serve; else None.
         remarks: to show before the start.
-        is_planned: the folder is elsewhere, and the stated sizes stand for it.
+        is_elsewhere: the folder is on machines that this one cannot see.
     """
 
     folder: Path
@@ -199,7 +199,7 @@ class DeployConfig(DeploySection):
     serves_here: bool = False
     local_gpus: int | None = None
     remarks: tuple[str, ...] = ()
-    is_planned: bool = False
+    is_elsewhere: bool = False
 
     @property
     def is_from_elsewhere(self) -> bool:
@@ -454,7 +454,7 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
                 f"deploy.token_file={config.token_file} holds several tokens; vLLM takes one from "
                 "its environment; set deploy.front=true."
             )
-    is_here = config.is_from_elsewhere and not config.is_planned
+    is_here = config.is_from_elsewhere and not config.is_elsewhere
     if is_here and not (config.folder / "config.json").is_file():
         yield (
             f"deploy.engine={config.engine} serves a Hugging Face folder, and "

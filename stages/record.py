@@ -3,14 +3,14 @@
 import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from foundations.files.disk import full_disk
-from stages.progress import read_as, write_json
+from stages.progress import DamagedFileError, read_as, write_json
 
 RECORD_NAME = "job.json"
 
@@ -86,33 +86,50 @@ def read_record(path: Path) -> JobRecord | None:
 def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
     """Change some fields of the record of `job_id`; the record of another job is left alone.
 
-    A record without an id belongs to the job that is just being submitted.
+    A record without an id belongs to the job that is just being submitted. One that is damaged ends
+    no job: who reads it is told.
     """
     with locked(path):
-        record = read_record(path)
+        record = _readable(path)
         if record is None or record.job_id not in ("", job_id):
             return None
-        record = replace(record, job_id=job_id, **changes)
-        try:
-            write_json(path, asdict(record))
-        except OSError as error:
-            if full_disk(error, path) is None:
-                raise
-            # Written where the one before is, it needs no room. Blanks take the place of the rest
-            # of that one: a reader sees whole records alone.
-            text = json.dumps(asdict(record), indent=2).encode() + b"\n"
-            with path.open("r+b", buffering=0) as file:
-                file.write(text.ljust(path.stat().st_size))
-        return record
+        return _rewrite(path, replace(record, job_id=job_id, **changes))
 
 
-def correct_record(path: Path, found: JobRecord, **changes: Any) -> JobRecord | None:
-    """Change some fields of a record that was read; keep it where its folder can be written."""
+def exchange_record(path: Path, found: JobRecord | None, new: JobRecord) -> JobRecord | None:
+    """Put `new` in the place of a record that was read as `found`, None for none or a damaged one.
+
+    A record that has changed since is newer than what `new` was concluded from, such as the end
+    that a job has noted itself: it stays, and is returned. In a folder that cannot be written, of
+    someone else's run or on a full disk, `new` is returned alone.
+    """
     try:
-        return update_record(path, found.job_id, **changes)
+        with locked(path):
+            present = _readable(path)
+            return _rewrite(path, new) if present == found else present
     except OSError:
-        # Someone else's run, or a disk that is full: it can still be looked at.
-        return replace(found, **changes)
+        return new
+
+
+def _readable(path: Path) -> JobRecord | None:
+    with suppress(DamagedFileError):
+        return read_record(path)
+    return None
+
+
+def _rewrite(path: Path, record: JobRecord) -> JobRecord:
+    """Replace a record that is there, also on a full disk, and return the new one."""
+    try:
+        write_json(path, asdict(record))
+    except OSError as error:
+        if full_disk(error, path) is None:
+            raise
+        # Written where the one before is, it needs no room. Blanks take the place of the rest of
+        # that one: a reader sees whole records alone.
+        text = json.dumps(asdict(record), indent=2).encode() + b"\n"
+        with path.open("r+b", buffering=0) as file:
+            file.write(text.ljust(path.stat().st_size))
+    return record
 
 
 @contextmanager

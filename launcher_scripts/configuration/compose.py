@@ -162,7 +162,7 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
 def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     """Return the files of a root as untyped data, and what Hydra has composed of them.
 
-    A sweep or a watch composes many times, and reads them once.
+    An upgrade or a watch composes many times, and reads them once.
 
     Raises:
         HydraException, OmegaConfBaseException, ValueError, YAMLError: A file is unusable.

@@ -19,6 +19,7 @@ _REMOVED = {
     "cluster.probe": "leave it out",
     "deploy.client_shared_memory": "no server shares memory with clients",
     "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",
+    "export.model.sizes.*": "a dry run for a cluster does without the checkpoint",
     "evaluate.*.reference_path": "evaluate.reference names a report or a baseline, for every task",
     "evaluate.*.sha256": "get the file first; the message about a missing one has the command",
     "evaluate.*.url": "get the file first; the message about a missing one has the command",
@@ -76,7 +77,7 @@ def check_override(override: Override) -> str | None:
     name, word = override.key_or_group, str(override.input_line)
     value = word.partition("=")[2]
     if name.startswith("hydra") or key_of(override) != name:
-        return f"{word} lists alternatives, which needs --multirun." * override.is_sweep_override()
+        return f"{word} lists alternatives; give one value." * override.is_sweep_override()
     if name not in KEYS and name not in GROUPS:
         return unknown_key(word, name)
     if override.is_delete():
@@ -88,8 +89,8 @@ def check_override(override: Override) -> str | None:
         return f"{word}: {name} exists already; leave the + out: {word.removeprefix('+')}"
     if override.is_sweep_override():
         is_list = name in KEYS and KEYS[name].is_list
-        remedy = f"; a list is written '{name}=[{value}]'" if is_list else ""
-        return f"{word} lists alternatives, which needs --multirun{remedy}."
+        remedy = f"a list is written '{name}=[{value}]'" if is_list else "give one value"
+        return f"{word} lists alternatives; {remedy}."
     if name in GROUPS and not isinstance(override.value(), str):
         return unknown_choice(name, value)
     return None

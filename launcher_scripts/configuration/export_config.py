@@ -11,7 +11,6 @@ from foundations.values import shown
 from launcher_scripts.configuration.schema import Config
 from stages.base import JobSettings
 from stages.certify import CertifyStage
-from stages.planned_model import SIZES_KEY, PlannedModel
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
@@ -75,22 +74,6 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
         follows=options.folder is None,
         given=request.given,
     )
-
-
-def planned_model(config: Config) -> PlannedModel | None:
-    """Return the sizes of a model whose checkpoint is elsewhere; None where none are given.
-
-    Raises:
-        ValueError: Some of the needed sizes are missing.
-    """
-    sizes = config.export.model.sizes
-    needed = ("family", "hidden", "layers", "heads")
-    missing = [f"{SIZES_KEY}.{name}" for name in needed if getattr(sizes, name) is None]
-    if len(missing) == len(needed):
-        return None
-    if missing:
-        raise ValueError(f"{', '.join(missing)} are not set; give all sizes, or none.")
-    return PlannedModel(**vars(sizes), compute_type=config.export.triton_deployment.data_type)
 
 
 def repository_request(config: Config) -> RepositoryRequest:

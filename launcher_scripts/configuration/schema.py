@@ -29,7 +29,6 @@ from inference.certify.options import CertifySection
 from inference.evaluation.options import EvaluateSection
 from launcher_scripts.configuration.settings import DEBUG, is_set
 from stages.deploy_config import DeploySection
-from stages.planned_model import SizesSection
 
 CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
@@ -149,7 +148,6 @@ class ModelSection:
     weight_data_type: str = option("stored type of the weights", choices=DATA_TYPES)
     processes: int = option("processes that convert in parallel", within=(1, NODE_CPUS))
     load_checkpoints_to_cpu: bool = _accepted(False, "checkpoints are always read on the CPU")
-    sizes: SizesSection = field(default_factory=SizesSection)
 
 
 @dataclass
@@ -353,6 +351,11 @@ class Config:
     def is_dry_run(self) -> bool:
         """Whether scripts are written and nothing is started."""
         return self.dry_run or is_set(DEBUG)
+
+    @property
+    def plans_for_elsewhere(self) -> bool:
+        """Whether scripts are written on a machine that need not see the cluster's files."""
+        return self.is_dry_run and self.cluster_type != "local"
 
     @property
     def results_dir(self) -> Path:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from export_scripts.triton.model_config import ModelSizes, served_model_of
 from inference.system.launch_environment import visible_gpus
-from launcher_scripts.configuration.export_config import conversion_request, planned_model
+from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.time_limit import minutes
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, is_store_url
@@ -45,7 +45,7 @@ def server_config(config: Config) -> DeployConfig:
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     adapter = _adapter(config)
-    planned = _planned(config, folder)
+    is_elsewhere = config.plans_for_elsewhere and not folder.exists()
     # Where the cluster knows that resource, the job requests it.
     gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
@@ -64,26 +64,9 @@ def server_config(config: Config) -> DeployConfig:
         visible_devices=visible,
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not config.is_dry_run,
         local_gpus=None if shown is None else len(shown),
-        remarks=tuple(filter(None, (placement.warning, planned))),
-        is_planned=planned is not None,
+        remarks=tuple(filter(None, [placement.warning])),
+        is_elsewhere=is_elsewhere,
     )
-
-
-def _planned(config: Config, folder: Path) -> str | None:
-    """Return what the stated sizes say of another engine's folder that is not on this machine.
-
-    Raises:
-        ValueError: the model could not be served as asked.
-    """
-    is_elsewhere = config.deploy.repository is not None and not folder.exists()
-    if not (config.is_dry_run and config.deploy.engine in (VLLM, OPENAI) and is_elsewhere):
-        return None
-    planned, request = planned_model(config), conversion_request(config, exports=False)
-    if planned is None:
-        return None
-    for problem in planned.problems(request):
-        raise ValueError(problem)
-    return planned.describe(request)
 
 
 def _uptime_s(config: Config) -> float | None:

@@ -16,14 +16,12 @@ from stages.base import Stage
 from stages.record import RECORD_NAME
 from stages.step import JobStep
 
-# Folder of pickles and batch scripts, within that of a job or of an array.
+# Folder of pickles and batch scripts, within that of a job.
 SUBMITIT_NAME = "submitit"
 # A busy controller, or one that fails over, may not answer for some minutes.
 PATIENCE_S = 300.0
 # Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
-# In an array: each job waits for the one with its own number.
-AFTER_TWIN = "aftercorr"
 # Variables of an enclosing job or launcher, which would bind our jobs to the wrong resources.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
@@ -168,12 +166,8 @@ class Launcher(ABC):
     def render(self, job: Job, after: str) -> str:
         """Return the submission script without submitting it; `after` is the job's dependency."""
 
-    def submit(
-        self, *jobs: Job, after: str = "", array: Path | None = None, patience_s: float = PATIENCE_S
-    ) -> Sequence[JobHandle]:
-        """Start or queue a job, or several as an array with its files in `array`.
-
-        The files of each are already in place.
+    def submit(self, job: Job, after: str = "", *, patience_s: float = PATIENCE_S) -> JobHandle:
+        """Start or queue a job whose files are already in place.
 
         Raises:
             SubmissionError: the cluster refuses it, or does not answer for so long.
@@ -183,15 +177,6 @@ class Launcher(ABC):
     def room(self) -> Room | None:
         """Return how many jobs more the user may have in the queue; None for any number."""
         return None
-
-    def fits_array(self, jobs: Sequence[Job]) -> bool:
-        """Return whether jobs of several configurations can be an array."""
-        del jobs
-        return False
-
-    def largest_array(self) -> int:
-        """Return how many jobs an array can have."""
-        return sys.maxsize
 
 
 def fill(template: str, **values: Any) -> str:
@@ -213,7 +198,7 @@ def job_script(
     """Return the script of a job: variables, setup, and the job's Python in place of bash.
 
     Args:
-        job: The job, or any one of an array.
+        job: The job.
         step: What it will start.
         folder: With its pickle.
         flags: Options of sbatch.

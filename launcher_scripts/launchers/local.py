@@ -108,9 +108,11 @@ class LocalHandle(JobHandle):
             state = record.FAILED
         elif status is not None and status > 0:
             state, error = record.FAILED, "the job failed before the stage began"
-        # A job that is asked to end at its time limit takes that for a cancellation.
-        is_late = self._ended_as is not None and self._ended_as[0] == record.FAILED
-        if noted in record.FINAL_STATES and not (is_late and noted == record.CANCELLED):
+        # A job that is asked to end at its time limit takes that for a cancellation, and another
+        # command may have found it lost.
+        ended_as = noted if self._ended_as is None else self._ended_as[0]
+        is_vague = noted in (record.CANCELLED, record.LOST) and noted != ended_as
+        if noted in record.FINAL_STATES and not is_vague:
             return noted
         if self._ended_as is not None:
             state, error = self._ended_as
@@ -141,17 +143,14 @@ class LocalLauncher(Launcher):
         del after
         return job_script(job, self.step(job), job.submitit_folder / "JOB_ID")
 
-    def submit(
-        self, *jobs: Job, after: str = "", array: Path | None = None, patience_s: float = 0.0
-    ) -> list[LocalHandle]:
+    def submit(self, job: Job, after: str = "", *, patience_s: float = 0.0) -> LocalHandle:
         """Start the script of a job, in a session of its own.
 
         Its dependency must be satisfied: nothing is queued. The terminal's Ctrl-C reaches only the
         launcher, which stops the job gracefully. CUDA_VISIBLE_DEVICES is left as it is; submitit's
         own launcher empties it for a job that requests no GPU.
         """
-        del after, array, patience_s
-        (job,) = jobs
+        del after, patience_s
         # The start time, with a number if that exists.
         stamp, limit_min = f"{datetime.now():%m%d_%H%M%S}", job.stage.job.resources.time_limit_min
         names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
@@ -190,7 +189,7 @@ class LocalLauncher(Launcher):
             raise
         ends_at = time.monotonic() + max(60 * limit_min - _GRACE_S, 30 * limit_min)
         result = paths.result_pickle
-        return [self.handle_class(job, job_id, log_path, process, result, mark, ends_at)]
+        return self.handle_class(job, job_id, log_path, process, result, mark, ends_at)
 
     def step(self, job: Job) -> JobStep | None:
         """Return what starts the processes of the stage; None for the job's first process."""

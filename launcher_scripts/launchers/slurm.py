@@ -18,7 +18,6 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from launcher_scripts.launchers.base import (
     AFTER_START,
     PATIENCE_S,
-    SUBMITIT_NAME,
     Job,
     JobHandle,
     Launcher,
@@ -32,16 +31,14 @@ from launcher_scripts.launchers.slurm_checks import (
     own_file_system,
     problems_of_cluster,
 )
-from launcher_scripts.launchers.slurm_limits import largest_array, room_in_queue
+from launcher_scripts.launchers.slurm_limits import room_in_queue
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
     log_path,
     profile_notes,
-    shape,
     step_of,
 )
 from launcher_scripts.launchers.slurm_state import (
-    FOLDERS_NAME,
     SlurmAnswer,
     ask_slurm,
     attempts,
@@ -52,7 +49,7 @@ from launcher_scripts.launchers.slurm_state import (
 from stages import record
 from stages.base import Stage, Summary
 from stages.job import StageJob
-from stages.progress import DamagedFileError, write_json
+from stages.progress import DamagedFileError
 from stages.record import RECORD_NAME
 
 # Slurm is polled soon, and then less and less often.
@@ -97,40 +94,22 @@ class SlurmLauncher(Launcher):
         """Return the batch script; needs no Slurm."""
         return batch_script(job, after)
 
-    def fits_array(self, jobs: Sequence[Job]) -> bool:
-        """Return whether jobs of several configurations request the same, and end by themselves."""
-        first = shape(jobs[0])
-        return len(jobs) > 1 and all(not each.is_server and shape(each) == first for each in jobs)
-
-    def largest_array(self) -> int:
-        """Return how many jobs an array can have on this cluster."""
-        return largest_array()
-
-    def submit(
-        self, *jobs: Job, after: str = "", array: Path | None = None, patience_s: float = PATIENCE_S
-    ) -> list[SlurmHandle]:
-        """Queue a job, or an array of one shape. Raises SubmissionError with sbatch's message."""
-        first, place = jobs[0], (array or jobs[0].folder).resolve() / SUBMITIT_NAME
+    def submit(self, job: Job, after: str = "", *, patience_s: float = PATIENCE_S) -> SlurmHandle:
+        """Queue a job. Raises SubmissionError with sbatch's message."""
+        place = job.submitit_folder.resolve()
         place.mkdir(parents=True, exist_ok=True)
         script = place / f"{uuid.uuid4().hex}.sh"
-        script.write_text(batch_script(first, after, array=array, size=len(jobs)))
-        if array is not None:
-            write_json(place / FOLDERS_NAME, [str(job.folder.resolve()) for job in jobs])
-        pickles = [script.with_suffix(f".{number}.pkl") for number in range(len(jobs))]
-        for path, job in zip(pickles, jobs, strict=True):
-            payload = DelayedSubmission(self._payload(job, after))
-            # submitit counts time-outs with the limit, which the script repeats.
-            payload.set_timeout(job.stage.job.resources.time_limit_min, _MOST_TIMEOUTS)
-            payload.dump(path)
-        array_id = _queue(script, patience_s=patience_s)
-        handles = []
-        for number, (path, job) in enumerate(zip(pickles, jobs, strict=True)):
-            job_id = array_id if array is None else f"{array_id}_{number}"
-            path.rename(JobPaths(place, job_id).submitted_pickle)
-            log = log_path(job, job_id, array)
-            record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
-            handles.append(SlurmHandle(job, job_id, log))
-        return handles
+        script.write_text(batch_script(job, after))
+        payload = DelayedSubmission(self._payload(job, after))
+        # submitit counts time-outs with the limit, which the script repeats.
+        payload.set_timeout(job.stage.job.resources.time_limit_min, _MOST_TIMEOUTS)
+        pickle = script.with_suffix(".pkl")
+        payload.dump(pickle)
+        job_id = _queue(script, patience_s=patience_s)
+        pickle.rename(JobPaths(place, job_id).submitted_pickle)
+        log = log_path(job, job_id)
+        record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
+        return SlurmHandle(job, job_id, log)
 
     def _payload(self, job: Job, after: str) -> StageJob:
         around = None
@@ -161,11 +140,9 @@ def _queue(script: Path, *, patience_s: float) -> str:
         if said and number == 0:
             return said[1]
         # Slurm may have taken it more than once, when an answer was lost.
-        queue = queue_now().jobs.items()
-        ids = (job_id for job_id, job in queue if job.script == str(script))
-        found = sorted({int(each.partition("_")[0]) for each in ids})
-        job_id = said[1] if said else "".join(map(str, found[:1]))
-        for other in map(str, found):
+        found = [i for i, job in queue_now().jobs.items() if job.script == str(script)]
+        job_id = said[1] if said else min(found, key=int, default="")
+        for other in found:
             if other != job_id:
                 cancel(other)
         if job_id:

@@ -5,6 +5,7 @@ ended for whatever reason, so that a lost node starts it at once. The job that h
 address serves, and `job.json` is its record; its predecessor sees that address and drains.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from stages.base import Summary
 from stages.deploy import DeployStage
 from stages.endpoint import published_by
 from stages.job_process import job_id_here, log_line, node_name
+from stages.progress import DamagedFileError
 from stages.service import NOT_NEEDED
 
 _POLL_S = 0.5
@@ -111,8 +113,7 @@ class _Keeper:
         stage = replace(self._stage, predecessor=self._id, ends_at=self._ends_at)
         try:
             following = replace(job, stage=stage)
-            (handle,) = self._launcher.submit(following, after=after, patience_s=_ORDER_S)
-            self._successor = handle.job_id
+            self._successor = self._launcher.submit(following, after, patience_s=_ORDER_S).job_id
         except SubmissionError as error:  # such as a limit of queued jobs
             log_line(
                 f"chain: the next job was refused, and is submitted again in a minute: {error}"
@@ -165,7 +166,9 @@ class _Keeper:
     def _claim_record(self) -> None:
         """Make `job.json` the record of this job, unless it is already."""
         path = self._job.record_path
-        found = record.read_record(path)
+        found = None
+        with contextlib.suppress(DamagedFileError):
+            found = record.read_record(path)
         if found is None or found.job_id == self._id:
             return
         claimed = record.JobRecord(

@@ -7,7 +7,6 @@ starts those.
 import functools
 import getpass
 import os
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +18,6 @@ from launcher_scripts.launchers.slurm_script import further_options, sbatch_opti
 from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
 from stages.base import Stage
 
-_MOST_OF_ARRAY = 1001  # Slurm's default of MaxArraySize
 # What holds at the moment alone. Slurm, src/common/slurm_errno.c
 _NO_NODES = "Requested node configuration is not available"
 _QUEUE_IS_FULL = "Job violates accounting/QOS policy"
@@ -59,7 +57,7 @@ def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[s
     """Yield why no partition that the jobs name, or the default one, would ever start them."""
     # Partition (the default one with *), its longest job, smallest and largest number of nodes of
     # one, and nodes of a kind.
-    rows = [row for row in _table(["sinfo", "-h", "-o", "%P|%l|%s|%D"]) if len(row) == 4]
+    rows = _table(["sinfo", "-h", "-o", "%P|%l|%s|%D"], 4)
     default = ",".join({row[0].rstrip("*") for row in rows if row[0].endswith("*")})
     partition = config.cluster.partition or further_options(config).get("partition") or default
     # A QOS may replace the limit of a partition by its own.
@@ -126,15 +124,14 @@ def room_in_queue(config: Config) -> Room | None:
     if not limited:
         return None
     most, names = min(limited)
-    # An array counts with each of its jobs.
-    return Room(most - len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"])), most, names)
+    return Room(most - len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"], 1)), most, names)
 
 
 def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield the user's accounts, and the QOS, each with the longest time and the most jobs."""
     account = config.cluster.account or further_options(config).get("account")
     user = f"user={getpass.getuser()}"
-    rows = _sacctmgr(["assoc", "where", user, "format=account,maxwall,maxsubmit"])
+    rows = _sacctmgr(["assoc", "where", user], "account,maxwall,maxsubmit")
     accounts = [row for row in rows if account in (None, row[0])]
     for kind, limits in (("account", accounts), ("QOS", _qos(config, "maxwall,maxsubmitpu"))):
         yield f"{kind} {', '.join(row[0] for row in limits)}", limits
@@ -143,21 +140,16 @@ def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
 def _qos(config: Config, fields: str) -> list[list[str]]:
     """Return the name of the QOS that the configuration names, and fields of it."""
     name = config.cluster.qos or further_options(config).get("qos")
-    return _sacctmgr(["qos", "where", f"name={name}", f"format=name,{fields}"]) if name else []
+    return _sacctmgr(["qos", "where", f"name={name}"], f"name,{fields}") if name else []
 
 
-def _sacctmgr(words: Sequence[str]) -> list[list[str]]:
-    return _table(["sacctmgr", "-n", "-P", "show", *words])
+def _sacctmgr(words: Sequence[str], fields: str) -> list[list[str]]:
+    command = ["sacctmgr", "-n", "-P", "show", *words, f"format={fields}"]
+    return _table(command, fields.count(",") + 1)
 
 
-def _table(command: Sequence[str]) -> list[list[str]]:
-    """Return the fields of each line that a command prints; none where it fails."""
+def _table(command: Sequence[str], width: int) -> list[list[str]]:
+    """Return the lines of `width` fields that a command prints; none where it fails."""
     answer = ask_slurm(command)
-    return [line.split("|") for line in answer.text.splitlines()] if answer.status == 0 else []
-
-
-def largest_array() -> int:
-    """Return how many jobs an array can have here (MaxArraySize)."""
-    answer = ask_slurm(["scontrol", "show", "config"])
-    found = re.search(r"MaxArraySize\s*= (\d+)", answer.text) if answer.status == 0 else None
-    return max(int(found[1]), 1) if found else _MOST_OF_ARRAY
+    rows = [line.split("|") for line in answer.text.splitlines()]
+    return [row for row in rows if len(row) == width and answer.status == 0]

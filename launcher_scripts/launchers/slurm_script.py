@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import SUBMITIT_NAME, Job, job_script
+from launcher_scripts.launchers.base import Job, job_script
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -32,19 +32,13 @@ _CONTAINERS = ("--container-image", "--container-name")
 _PROFILE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
-def batch_script(job: Job, after: str, *, array: Path | None = None, size: int = 1) -> str:
+def batch_script(job: Job, after: str) -> str:
     """Return the script for sbatch: options, environment, and the job's Python in place of bash.
 
-    Python replaces the shell: it receives the signal before the time limit and can requeue. The
-    script of an array of `size` jobs serves each of them, and `job` is any one; the folder `array`
-    receives their pickles and logs.
+    Python replaces the shell: it receives the signal before the time limit and can requeue.
     """
-    options = sbatch_options(job, after)
-    job_id, folder = "$SLURM_JOB_ID", job.submitit_folder
-    if array is not None:
-        options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
-        job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
-    flags = map(_quoted, words_of(options))
+    folder, job_id = job.submitit_folder, "$SLURM_JOB_ID"
+    flags = map(_quoted, words_of(sbatch_options(job, after)))
     variables = {
         JOB_ID_VARIABLE: job_id,
         # Another cluster with nodes of this machine may count to the same id.
@@ -58,17 +52,10 @@ def _needs_gpus(job: Job) -> bool:
     return job.stage.name == "deploy" or job.stage.job.resources.gpus_per_node is not None
 
 
-def log_path(job: Job, job_id: str, array: Path | None = None) -> Path:
+def log_path(job: Job, job_id: str) -> Path:
     """Return the log of a job; the CI switch of the NeMo launcher puts everything into one."""
     name = f"slurm_{job_id}" if is_set(CI) else f"log-{job.full_name}_{job_id}"
-    return (array or job.folder) / f"{name}.out"
-
-
-def shape(job: Job) -> dict[str, Any]:
-    """Return the options that the jobs of an array share: all but their logs."""
-    options = sbatch_options(job, "")
-    common = {name: value for name, value in options.items() if name not in ("output", "error")}
-    return common | {"environment": job.environment, "setup": job.config.cluster.setup}
+    return job.folder / f"{name}.out"
 
 
 def sbatch_options(job: Job, after: str) -> dict[str, Any]:
@@ -86,7 +73,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         "cpus-per-task": resources.cpus_per_task,
         "gpus-per-node": resources.gpus_per_node,
         "mem": memory(cluster.mem if resources.mem_gb is None else resources.mem_gb),
-        **_logs(log_path(job, "%j"), "%j"),
+        **_logs(log_path(job, "%j")),
         "open-mode": "append",
         # The next job of a chain takes a lost one's place.
         "no-requeue" if job.stage.is_chained else "requeue": True,
@@ -122,15 +109,15 @@ def profile_notes(config: Config) -> Iterator[str]:
             yield f"{variable}={value} of the environment is not used; {key} decides"
 
 
-def _logs(log: Path, job_id: str) -> dict[str, str | None]:
-    error = None if is_set(CI) else _pattern(log.with_suffix(".err"), job_id)
-    return {"output": _pattern(log, job_id), "error": error}
+def _logs(log: Path) -> dict[str, str | None]:
+    error = None if is_set(CI) else _pattern(log.with_suffix(".err"))
+    return {"output": _pattern(log), "error": error}
 
 
-def _pattern(log: Path, job_id: str) -> str:
-    """Return the path of a log for sbatch, in which only `job_id` is a pattern."""
-    before, _, after = str(log).rpartition(job_id)
-    return f"{before.replace('%', '%%')}{job_id}{after}"
+def _pattern(log: Path) -> str:
+    """Return the path of a log for sbatch, in which only the job's id (%j) is a pattern."""
+    before, _, after = str(log).rpartition("%j")
+    return f"{before.replace('%', '%%')}%j{after}"
 
 
 def memory(value: Any) -> str | None:

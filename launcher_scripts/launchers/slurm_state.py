@@ -5,13 +5,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
-from stages.progress import DamagedFileError, read_as
 
 _ASK_S = 20.0  # Slurm's clients give up after 10 s by default
 # An order is given again for so long: a controller that restarts or fails over is away for a while.
@@ -63,7 +61,6 @@ _REMEDIES = {
 # A field in a line of scontrol; a reason or a path may hold blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
 UNREACHABLE = "Slurm does not answer; its jobs are shown as they were last recorded"
-FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
 
 
 @dataclass(frozen=True)
@@ -232,23 +229,20 @@ def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobReco
     if found is None or found.is_final or not found.job_id:
         return found
     answer = (queue or queue_now(found.job_id)).state(found.job_id)
-    again = record.read_record(record_path)
-    if answer is None or again is None or again.is_final:
-        return again
+    if answer is None:
+        return found
     if answer.script and (other := _other_folder(Path(answer.script), record_path.parent)):
         error = f"{record_path.parent} is a copy of {other}, to which job {found.job_id} belongs"
-        return record.correct_record(record_path, again, state=record.LOST, error=error)
-    state = answer.state
-    if not answer.has_ended:
-        return again
-    if state == record.COMPLETED and again.ended_at:
-        return record.correct_record(record_path, again, state=state, exit_code=0)
-    if state == record.COMPLETED:
-        state = record.LOST
-    error = _explanation(again, answer)
-    return record.correct_record(
-        record_path, again, state=state, ended_at=record.now(), error=error
-    )
+        new = replace(found, state=record.LOST, error=error)
+    elif not answer.has_ended:
+        return found
+    elif answer.state == record.COMPLETED and found.ended_at:
+        new = replace(found, state=record.COMPLETED, exit_code=0)
+    else:
+        state = record.LOST if answer.state == record.COMPLETED else str(answer.state)
+        error = _explanation(found, answer)
+        new = replace(found, state=state, ended_at=record.now(), error=error)
+    return record.exchange_record(record_path, found, new)
 
 
 def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
@@ -261,27 +255,18 @@ def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
         script = Path(job.script)
         if script.parent.name != SUBMITIT_NAME:
             continue
-        folders, index = _folders_of(script), job_id.partition("_")[2] or "0"
-        folder = folders[int(index)] if int(index) < len(folders) else folders[0]
+        folder = script.parent.parent
         if folder.parent == results_dir.resolve():
             found.setdefault(folder.name, []).append(job_id)
     return found
-
-
-def _folders_of(script: Path) -> list[Path]:
-    """Return the folders of the jobs of a batch script, in the order of an array's numbers."""
-    listed = None
-    with suppress(DamagedFileError, OSError):
-        listed = read_as(script.with_name(FOLDERS_NAME), list[str], "the folders of an array")
-    return [Path(each) for each in listed or [str(script.parent.parent)]]
 
 
 def _other_folder(script: Path, folder: Path) -> Path | None:
     """Return the folder of a batch script's job if that is another one, and still there."""
     if script.parent.name != SUBMITIT_NAME or not script.parent.is_dir():
         return None
-    folders = _folders_of(script)
-    return None if folder.resolve() in folders else folders[0]
+    own = script.parent.parent
+    return None if folder.resolve() == own else own
 
 
 def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:

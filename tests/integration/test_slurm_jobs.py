@@ -20,7 +20,7 @@ from launcher_scripts.launchers.base import Job, Room
 from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_state import queue_now
 from launcher_scripts.main import main
-from launcher_scripts.sweep import Combination, Outcome, problems_of_room, run_sweep
+from launcher_scripts.rows import Row, problems_of_room, run_rows
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
@@ -184,29 +184,7 @@ def test_chain_is_submitted_although_the_controller_restarts(
     assert queued(slurm_cluster) == []
 
 
-def test_jobs_of_arrays_are_found_without_their_records(
-    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SlurmLauncher, "largest_array", lambda _: 2)
-    monkeypatch.setattr(SleepStage, "name", "convert")
-    folders = [tmp_path / str(number) for number in range(3)]
-    outcomes = []
-    for folder in folders:
-        run = make_run(SleepStage(settings(folder, "convert")), words=(LATER,))
-        outcomes.append(Outcome(Combination({"a": folder.name}, ()), run))
-    sweep = tmp_path / "sweep"
-    assert run_sweep(outcomes, wait=False, console=outcomes[0].run.console, folder=sweep) == 0
-    first, second, third = queued(slurm_cluster)
-    assert (first[-2:], second[-2:], "_" in third) == ("_0", "_1", False)
-    for folder in folders:
-        (folder / "convert" / "job.json").unlink()
-    assert [each.job_id for each in jobs_in(folders[1])] == [second]
-    (folders[1] / "convert" / "job.json").unlink()
-    assert main(["action=cancel", f"run_dir={folders[1]}"]) == 0
-    assert queued(slurm_cluster) == [first, third]
-
-
-def test_a_sweep_that_exceeds_the_queue_runs_in_waves(
+def test_rows_that_exceed_the_queue_run_in_waves(
     tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm's limit of jobs needs a database; here the launcher has one of its own."""
@@ -217,13 +195,13 @@ def test_a_sweep_that_exceeds_the_queue_runs_in_waves(
         return Room(free=2 - most[-1], most=2, owner="account a")
 
     monkeypatch.setattr(SlurmLauncher, "room", room)
-    outcomes = []
-    for name in ("a", "b", "c"):
-        run = make_run(WriteStage(settings(tmp_path / name, "write")))
-        outcomes.append(Outcome(Combination({"a": name}, ()), run))
-    (problem,) = problems_of_room(outcomes)
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    rows = [Row(each.name, make_run(WriteStage(settings(each, "write")))) for each in folders]
+    (problem,) = problems_of_room(rows)
     assert "3 jobs" in problem
-    console = outcomes[0].run.console
-    assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "sweep") == 0
+    assert run_rows(rows, rows[0].run.console, wait=True) == 0
     assert most[-1] < 2  # jobs that have ended leave the queue a moment later
-    assert [each.result()["state"] for each in outcomes] == ["completed"] * 3
+    for each in rows:
+        found = each.run.records()["write"]
+        assert found is not None
+        assert found.state == "completed"

@@ -7,8 +7,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,17 +18,14 @@ import pytest
 
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.rows import Row, run_rows
 from launcher_scripts.stage_table import build_stage
-from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
 from stages.step import JobStep, run_in_step
-from tests.conftest import ROOT
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
-    CLUSTER,
     configure,
     make_run,
     reachable,  # noqa: F401
@@ -164,49 +159,21 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     )
 
 
-def test_sweep_of_one_shape_is_submitted_as_arrays_and_compared(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "main.py", "--multirun", "export=gpt3/sample", *CLUSTER, "wait=true",
-        "export.model.tensor_model_parallel_size=1,2", "stages=[convert]",
-        f"base_results_dir={tmp_path}",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    saved = json.loads((tmp_path / "sweep.json").read_text())["combinations"]
-    assert [each["state"] for each in saved] == ["completed", "completed"]
-    assert "tensor_model_parallel_size  state      seconds" in done.stdout
-    ids = [record(Path(each["results_dir"]), "convert").job_id for each in saved]
-    assert [each.partition("_")[2] for each in ids] == ["0", "1"]
-    assert len({each.partition("_")[0] for each in ids}) == 1
-
-
-def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> None:
-    outcomes = []
-    for value, fails in (("1", "error"), ("2", "")):
-        folder = tmp_path / value
+def test_one_failure_of_a_row_stops_only_its_own_chain(tmp_path: Path) -> None:
+    rows = []
+    for name, fails in (("1", "error"), ("2", "")):
+        folder = tmp_path / name
         run = make_run(
             WriteStage(settings(folder, "write"), fails=fails),
             EnvironmentStage(settings(folder, "environment")),
         )
-        combination = Combination({"size": value}, ())
-        outcomes.append(Outcome(combination, run))
-    console = Console(io.StringIO())
-    assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "both") == 1
-    assert [each.result()["state"] for each in outcomes] == ["failed", "completed"]
-    waiting = outcomes[0].run
-    # Slurm 22.05 forgets some tasks of an array that it has cancelled.
+        rows.append(Row(name, run))
+    assert run_rows(rows, Console(io.StringIO()), wait=True) == 1
+    assert [each.status for each in rows] == [1, 0]
+    assert record(tmp_path / "1", "write").state == "failed"
+    assert record(tmp_path / "2", "environment").state == "completed"
+    waiting = rows[0].run
     until(
-        lambda: waiting.handles["environment"].poll() in ("cancelled", "lost"),
-        "the end of the dependent job",
+        lambda: waiting.handles["environment"].poll() == "cancelled", "the end of the dependent job"
     )
-    assert record(tmp_path / "2", "environment").dependency.startswith("aftercorr:")
-
-
-def test_values_that_need_other_resources_are_submitted_as_chains() -> None:
-    launcher = SlurmLauncher(configure())
-    both = [configure(f"export.model.processes={each}") for each in (1, 2)]
-    jobs = [Job(build_stage("convert", each, Context(), []), each) for each in both]
-    assert not launcher.fits_array(jobs)
-    assert launcher.fits_array([jobs[0], jobs[0]])
+    assert record(tmp_path / "2", "environment").dependency.startswith("afterok:")

@@ -108,7 +108,7 @@ def words_of(line: str, folder: Path, shared: Path) -> list[str]:
     words = words[next(i for i, word in enumerate(words) if word.endswith("main.py")) + 1 :]
     words = [re.sub(r"^(base_results_dir|data_dir)=.*", rf"\1={folder}/r", word) for word in words]
     words = [word for word in words if not word.startswith("launcher_scripts_path=")]
-    if not named and not {"export=gpt3/sample", "export.model.sizes.family=gpt"} & {*words}:
+    if not named and not {"export=gpt3/sample", "dry_run=true"} & {*words}:
         source = write_tiny_gpt2(folder / "source", positions=1024)
         words += [
             f"export.model.checkpoint_path={source}",

@@ -79,8 +79,7 @@ def test_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
-    run.announce("sleep", "")
-    (handle,) = run.launcher.submit(run.jobs["sleep"])
+    handle = run.submit("sleep")
     wait_for(tmp_path / "out" / "target.pid")
     assert handle.poll() is None
     handle.stop(20)
@@ -92,8 +91,7 @@ def test_time_limit_ends_the_job_and_is_named(tmp_path: Path) -> None:
     run, _ = make_run(
         SleepStage(settings(tmp_path, "sleep", resources=Resources(time_limit_min=5)))
     )
-    run.announce("sleep", "")
-    (handle,) = run.launcher.submit(run.jobs["sleep"])
+    handle = run.submit("sleep")
     wait_for(tmp_path / "out" / "target.pid")
     assert isinstance(handle, LocalHandle)
     handle.ends_at = 0.0

@@ -360,6 +360,18 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
     assert "delete it" in line
 
 
+def test_a_damaged_marker_is_a_problem_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends no watch and no upgrade, of which it may be one run among many."""
+    marker = tmp_path / "model_repo" / "fastertransformer" / "1" / "2-gpu.convert.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text("{")
+    words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}"]
+    assert main([*words, f"base_results_dir={tmp_path}"]) == 2
+    assert f"{marker} is damaged (" in capsys.readouterr().err
+
+
 def test_a_file_of_state_beyond_all_memory_is_not_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,9 +153,9 @@ def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries:
     assert not compose(f"{key}=[{entries}]").problems
 
 
-def test_alternatives_without_multirun_are_explained() -> None:
+def test_alternatives_are_refused_with_the_remedy() -> None:
     text = problem("export.model.tensor_model_parallel_size=1,2")
-    assert text.endswith("=1,2 lists alternatives, which needs --multirun.")
+    assert text.endswith("=1,2 lists alternatives; give one value.")
     assert "; a list is written 'stages=[convert,export]'" in problem("stages=convert,export")
 
 

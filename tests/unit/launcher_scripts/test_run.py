@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
+from launcher_scripts import actions
 from launcher_scripts.actions import problem_of_live_job, read_job
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import execute
+from launcher_scripts.job_folder import prepare_submission
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
@@ -109,7 +111,7 @@ def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> N
 
 def test_job_ends_although_ctrl_c_came_while_its_process_was_polled(tmp_path: Path) -> None:
     stage = SleepStage(settings(tmp_path, "sleep"))
-    handle = make_run(stage)[0]._submit("sleep")
+    handle = make_run(stage)[0].submit("sleep")
     assert isinstance(handle, LocalHandle)
     wait_for(stage.target.with_suffix(".pid"))
     lock: Any = handle.process
@@ -146,7 +148,7 @@ def test_job_that_is_cancelled_during_its_setup_is_not_lost(tmp_path: Path) -> N
     run, _ = make_run(
         WriteStage(settings(tmp_path, "write")), setup=[f"touch {begun}", "sleep 300"]
     )
-    handle = run._submit("write")
+    handle = run.submit("write")
     assert isinstance(handle, LocalHandle)
     wait_for(begun)
     os.kill(handle.process.pid, signal.SIGTERM)  # as action=cancel does
@@ -175,17 +177,35 @@ def test_interrupt_while_a_job_is_started_leaves_no_process(
 
 def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> None:
     run, _ = make_run(WriteStage(settings(tmp_path, "write")))
-    run.announce("write", "")
+    prepare_submission(run.jobs["write"], run.launcher, "")
     found = read_job(tmp_path, "write")
     assert found is not None
     assert found.state == "submitted"
     assert str(os.getpid()) in (problem_of_live_job(found, tmp_path / "write") or "")
 
 
+def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "write" / "job.json"
+    host, process = os.uname().nodename, 1 << 30
+    running = record.JobRecord("7", "write", "write", "running", host=host, process=process)
+    done = replace(running, state="completed")
+    write_record(path, running)
+    look = actions._is_process_of
+
+    def ended(*given: Any) -> bool:
+        write_record(path, done)  # the last that the job does
+        return look(*given)
+
+    monkeypatch.setattr(actions, "_is_process_of", ended)
+    assert read_job(tmp_path, "write") == read_record(path) == done
+
+
 def test_running_job_is_found_through_a_link_to_its_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     stage = SleepStage(settings(tmp_path / "real", "sleep"))
-    handle = make_run(stage)[0]._submit("sleep")
+    handle = make_run(stage)[0].submit("sleep")
     wait_for(stage.target.with_suffix(".pid"))
     found = read_job(tmp_path / "link", "sleep")
     handle.stop(20)
@@ -324,7 +344,7 @@ def test_job_is_stopped_although_the_reader_of_the_output_has_left(tmp_path: Pat
 
 def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> None:
     stage = StubbornStage(settings(tmp_path, "stubborn"))
-    handle = make_run(stage)[0]._submit("stubborn")
+    handle = make_run(stage)[0].submit("stubborn")
     assert isinstance(handle, LocalHandle)
     wait_for(stage.target.with_suffix(".pid"))
 
@@ -365,8 +385,7 @@ def test_command_that_nohup_starts_outlives_its_terminal(
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
-    run.announce("sleep", "")
-    (handle,) = run.launcher.submit(run.jobs["sleep"])
+    handle = run.submit("sleep")
     handle.stop(0)
     assert handle.poll() == "cancelled"
     record = read_record(tmp_path / "sleep" / "job.json")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.launchers.base import Room
-from launcher_scripts.launchers.slurm_limits import largest_array
 from stages.base import Resources
 from tests.unit.launcher_scripts.test_slurm_checks import (
     launcher,
@@ -100,10 +99,3 @@ def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path: Path, clus
     assert problem.startswith("ranks.time_limit=02:00:00: account small takes jobs of at most")
     assert launcher(small).room() == Room(free=2, most=4, owner="account small")
     assert launcher().room() is None
-
-
-def test_size_of_an_array_is_that_of_the_cluster(cluster: Path) -> None:
-    programs(cluster, scontrol="echo 'MaxArraySize            = 17'")
-    assert largest_array() == 17
-    programs(cluster, scontrol="exit 1")
-    assert largest_array() == 1001

@@ -172,20 +172,17 @@ def test_an_order_is_given_again_while_the_controller_is_away(
 
 
 def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path: Path, folder: Path) -> None:
-    results, array = tmp_path / "a b|c", tmp_path / "sweep" / "convert" / "submitit"
-    array.mkdir(parents=True)
-    (array / "folders.json").write_text(f'["/elsewhere/convert", "{results}/convert"]')
+    results = tmp_path / "a b|c"
     lines = [
         f"7|PENDING|None|{results}/deploy/submitit/1.sh",
         f"8|RUNNING|None|{results}/deploy/submitit/2.sh",
         f"9|RUNNING|None|{results}/deploy/own.sh",
         "10|RUNNING|None|/elsewhere/deploy/submitit/1.sh",
-        f"11_0|RUNNING|None|{array}/1.sh", f"11_1|PENDING|Priority|{array}/1.sh",
-        f"11_2|PENDING|Priority|{array}/1.sh", "12|RUNNING|None|(null)",
-    ]  # fmt: skip
+        "12|RUNNING|None|(null)",
+    ]
     (tmp_path / "lines").write_text("\n".join(lines))
     program(folder, "squeue", f"cat {tmp_path}/lines")
-    assert jobs_below(results, queue_now()) == {"deploy": ["7", "8"], "convert": ["11_1"]}
+    assert jobs_below(results, queue_now()) == {"deploy": ["7", "8"]}
 
 
 def test_record_in_a_copied_folder_describes_no_job_of_its_own(

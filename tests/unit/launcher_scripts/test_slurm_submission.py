@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.actions import jobs_in
+from launcher_scripts.job_folder import prepare_submission
 from launcher_scripts.launchers import slurm_state
 from launcher_scripts.launchers.base import SubmissionError
 from launcher_scripts.launchers.slurm import SlurmHandle
@@ -39,8 +40,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def submit(tmp_path: Path, *, patience_s: float = 2.0) -> SlurmHandle:
     run = make_run(WriteStage(settings(tmp_path, "write")))
-    run.announce("write", "")
-    (handle,) = run.launcher.submit(run.jobs["write"], patience_s=patience_s)
+    prepare_submission(run.jobs["write"], run.launcher, "")
+    handle = run.launcher.submit(run.jobs["write"], patience_s=patience_s)
     assert isinstance(handle, SlurmHandle)
     return handle
 
@@ -79,10 +80,16 @@ def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path: Path) -
         write_record(path, replace(claim, process=process, submitted_at=now()))
         (found,) = jobs_in(tmp_path)
         assert found.state == state
+    # Another process may have got the id of the command.
+    write_record(
+        path, replace(claim, process=os.getpid(), submitted_at="2026-01-01T00:00:00+00:00")
+    )
+    (found,) = jobs_in(tmp_path)
+    assert found.state == "lost"
 
 
 def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path: Path) -> None:
     first, second = (make_run(WriteStage(settings(tmp_path, "write"))) for _ in range(2))
-    first.announce("write", "")
+    prepare_submission(first.jobs["write"], first.launcher, "")
     with pytest.raises(SubmissionError, match="another command"):
-        second.announce("write", "")
+        prepare_submission(second.jobs["write"], second.launcher, "")

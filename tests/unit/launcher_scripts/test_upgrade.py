@@ -16,8 +16,7 @@ from launcher_scripts import upgrade
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
-from launcher_scripts.sweep import Combination
-from launcher_scripts.upgrade import combinations_of_rows, problems_of_upgrade, run_and_decide
+from launcher_scripts.upgrade import command_lines_of_rows, problems_of_upgrade, run_and_decide
 from tests.fake_model import partly_right_model, write_passages
 
 SAMPLE = ["action=upgrade", "export=gpt3/sample", "stages=[evaluate]"]
@@ -42,7 +41,7 @@ def config_of(*words: str) -> Any:
         ("{now:{},next:5}", "upgrade.rows.next=5 is not a mapping"),
         ("{now:{},a/b:{}}", "upgrade.rows.a/b: "),
         ("{now:{},..:{}}", "upgrade.rows...: "),
-        ("{now:{},jobs:{}}", "upgrade.rows.jobs: "),
+        ("{now:{},junit.xml:{}}", "upgrade.rows.junit.xml: "),
         ("{now:{},next:{dry_run:false}}", "dry_run is the same for all rows"),
         ("{now:{},next:{data_dir:/x}}", "data_dir is the same for all rows"),
         ("{now:{},next:{export.accuracy.enabled:true}}", "enabled is the same for all rows"),
@@ -65,9 +64,9 @@ def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str)
 def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept: bool) -> None:
     common = "deploy.openai.port=9001"
     config = config_of(f"++upgrade.rows={{now:{keys}}}")
-    (row,) = combinations_of_rows(config, ["action=upgrade", common, "deploy.drain_s=3"])
-    assert (common in row.overrides) is is_kept
-    assert "deploy.drain_s=3" in row.overrides
+    found = command_lines_of_rows(config, ["action=upgrade", common, "deploy.drain_s=3"])
+    assert (common in found["now"]) is is_kept
+    assert "deploy.drain_s=3" in found["now"]
 
 
 def test_a_wrong_key_of_a_row_is_named_with_its_row(tmp_path: Path, capsys) -> None:
@@ -86,8 +85,8 @@ def test_a_wrong_sentence_is_refused_before_anything_starts(tmp_path: Path, caps
 def test_sections_of_a_row_may_be_nested(tmp_path: Path) -> None:
     rows = "++upgrade.rows={now:{},next:{deploy:{engine:vllm,vllm:{quantization:fp8}}}}"
     words = [*SAMPLE, rows, f"base_results_dir={tmp_path}"]
-    _, following = combinations_of_rows(config_of(*words[3:]), words)
-    config = cast(Any, compose_config(following.overrides).config)
+    found = command_lines_of_rows(config_of(*words[3:]), words)
+    config = cast(Any, compose_config(found["next"]).config)
     assert (config.deploy.engine, config.deploy.vllm) == ("vllm", {"quantization": "fp8"})
 
 
@@ -96,16 +95,16 @@ def test_a_row_may_be_the_same_model_in_fp8(tmp_path: Path) -> None:
     words = [*SAMPLE, "convert.format=huggingface", rows, f"base_results_dir={tmp_path}"]
     config = config_of(*words[3:])
     assert not [each for each in problems_of_upgrade(config) if "upgrade.rows" in each]
-    found = [compose_config(row.overrides) for row in combinations_of_rows(config, words)]
+    found = map(compose_config, command_lines_of_rows(config, words).values())
     assert [cast(Any, each.config).convert.fp8 for each in found] == [None, "block"]
 
 
 def test_each_row_has_its_keys_and_a_folder(tmp_path: Path) -> None:
     rows = f"upgrade.rows={{now:{{}},next:{{{TP}:4,deploy.command:[a b,'c={{port}}']}}}}"
     words = [*SAMPLE, f"++{rows}", f"base_results_dir={tmp_path}"]
-    now, following = combinations_of_rows(config_of(*words[3:]), words)
-    assert now.label == "row=now"
-    composition = compose_config(following.overrides)
+    found = command_lines_of_rows(config_of(*words[3:]), words)
+    assert [*found] == ["now", "next"]
+    composition = compose_config(found["next"])
     assert composition.problems == ()
     config = cast(Any, composition.config)
     assert config.action == "run"
@@ -134,8 +133,8 @@ def outcomes(tmp_path: Path, monkeypatch) -> list[Any]:
             records=dict,
             config=SimpleNamespace(evaluate=SimpleNamespace(output_dir=str(tmp_path / name))),
         )
-        found.append(SimpleNamespace(combination=Combination({"row": name}, ()), run=run, status=0))
-    monkeypatch.setattr(upgrade, "run_sweep", lambda *_, **__: 0)
+        found.append(SimpleNamespace(name=name, run=run, status=0))
+    monkeypatch.setattr(upgrade, "run_rows", lambda *_, **__: 0)
     return found
 
 

@@ -201,7 +201,7 @@ def test_a_first_job_that_is_refused_is_a_failed_attempt(
         raise SubmissionError("another command has submitted convert meanwhile")
 
     arrive(run, 10)
-    monkeypatch.setattr("launcher_scripts.run.submit_jobs", refuse)
+    monkeypatch.setattr("launcher_scripts.run.Run.submit", refuse)
     status, watched = watch(tmp_path, "watch.retries=0")
     assert (status, watched[10].state, watched[10].attempts) == (1, "failed", 1)
     assert "another command has submitted convert meanwhile" in watched[10].problem
@@ -391,6 +391,46 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
     assert watch.state.held == {}
     assert {read_record(each.config.results_dir / "deploy" / RECORD_NAME).state  # type: ignore[union-attr]
             for each in runs if each.shared is None} == {"completed"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("jobs", "records", "problem"),
+    [
+        ([], {}, "lacks the record of a job"),
+        (["convert"], {}, "lacks the record of a job"),
+        (["convert", "evaluate"], {"convert": "completed"}, "lacks the record of a job"),
+        (["deploy"], {"deploy": "failed"}, "deploy: no GPU"),
+        (["convert", "deploy"], {"convert": "completed", "deploy": "failed"}, "deploy: no GPU"),
+    ],
+)
+def test_a_pipeline_without_an_evaluation_has_failed(
+    tmp_path: Path, jobs: list[str], records: dict[str, str], problem: str
+) -> None:
+    """With `watch.exchange` its server may go on, but not where nothing follows it."""
+    config = compose_config(words(tmp_path, "watch.retries=0")).config
+    assert config is not None
+    watch = Watch(config, (), compose_config, Console())
+    each = Watched(10, str(tmp_path), None, "running", attempts=1, jobs=jobs, server=10)
+    watch.state.watched[10] = each
+    for stage, state in records.items():
+        error = "no GPU" if state == "failed" else ""
+        path = watch.state.results_of(10) / stage / RECORD_NAME
+        write_record(path, JobRecord("1", stage, stage, state, error=error))
+    watch._follow_one(each)
+    assert each.state == "failed"
+    assert problem in each.problem
+
+
+def test_a_report_that_somebody_has_changed_is_a_failed_attempt(tmp_path: Path) -> None:
+    config = compose_config(words(tmp_path, "watch.retries=0")).config
+    assert config is not None
+    watch = Watch(config, (), compose_config, Console())
+    each = Watched(10, str(tmp_path), None, "running", attempts=1, jobs=["evaluate"])
+    watch.state.watched[10] = each
+    (tmp_path / "report.json").write_text("{")
+    watch._judge(each, tmp_path / "report.json", "")
+    assert each.state == "failed"
+    assert "report.json is not a JSON object" in each.problem
 
 
 def test_servers_are_kept_only_where_others_may_ask_them(

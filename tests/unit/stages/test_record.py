@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from stages import progress
 from stages.progress import DamagedFileError, write_json
 from stages.record import (
     CANCELLED,
+    COMPLETED,
     LOST,
     RUNNING,
     JobRecord,
-    correct_record,
+    exchange_record,
     read_record,
     update_record,
     write_record,
@@ -27,8 +29,24 @@ def test_correction_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
     write_record(path, found)
-    assert correct_record(path, found, state=LOST) == read_record(path)
-    assert read_record(path) == JobRecord(job_id="7", stage="deploy", name="deploy_x", state=LOST)
+    lost = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=LOST)
+    assert exchange_record(path, found, lost) == lost
+    assert read_record(path) == lost
+    path.write_text("{")
+    assert exchange_record(path, None, found) == read_record(path) == found
+
+
+def test_a_correction_never_replaces_what_a_job_has_noted_since(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
+    done = replace(found, state=COMPLETED)
+    write_record(path, done)
+    assert exchange_record(path, found, replace(found, state=LOST)) == done
+    assert exchange_record(path, None, replace(found, job_id="8")) == done
+    assert read_record(path) == done
+    path.unlink()
+    assert exchange_record(path, found, replace(found, state=LOST)) is None
+    assert not path.exists()
 
 
 def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Path) -> None:
@@ -37,9 +55,8 @@ def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Pat
     write_record(path, found)
     (tmp_path / ".job.json.lock").unlink()
     (tmp_path / ".job.json.lock").mkdir()  # no permission would stop a test that runs as root
-    corrected = correct_record(path, found, state=LOST)
-    assert corrected is not None
-    assert corrected.state == LOST
+    lost = replace(found, state=LOST)
+    assert exchange_record(path, found, lost) == lost
     assert read_record(path) == found
 
 
@@ -49,6 +66,7 @@ def test_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); put a copy back, or"):
         read_record(path)
+    assert update_record(path, "7", state=LOST) is None  # it ends no job
 
 
 @pytest.mark.parametrize(
