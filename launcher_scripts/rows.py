@@ -19,7 +19,7 @@ _ROOM_WAIT_S, _ROOM_POLL_S = 60.0, 2.0
 
 
 @dataclass
-class Row:
+class NamedRun:
     """A run by its name, and its exit status; None before its end."""
 
     name: str
@@ -32,7 +32,7 @@ def prepare_rows(
     compose: Callable[[Sequence[str]], Composition],
     words: Sequence[str],
     console: Console,
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[NamedRun], list[str]]:
     """Return the runs that have no problem, and the problems of all.
 
     Args:
@@ -41,7 +41,7 @@ def prepare_rows(
         words: The command line that the rows were given on.
         console: Receives remarks.
     """
-    rows: list[Row] = []
+    rows: list[NamedRun] = []
     said: dict[str, list[str]] = {}
     queue = functools.cache(queue_now)
     for name, overrides in command_lines.items():
@@ -49,7 +49,7 @@ def prepare_rows(
         found = list(composition.problems)
         run = prepare_run(composition, words, console, found, label=name, queue=queue)
         if run is not None:
-            rows.append(Row(name, run))
+            rows.append(NamedRun(name, run))
         for text in found:
             said.setdefault(text, []).append(name)
     problems: list[str] = []
@@ -61,7 +61,7 @@ def prepare_rows(
     return rows, problems
 
 
-def problems_of_room(rows: Sequence[Row]) -> list[str]:
+def problems_of_room(rows: Sequence[NamedRun]) -> list[str]:
     """Return why the cluster would not take all jobs at once, unless they may follow in waves."""
     run = rows[0].run
     room = run.launcher.room()
@@ -71,7 +71,7 @@ def problems_of_room(rows: Sequence[Row]) -> list[str]:
     return [f"the run has {count} jobs, {room}; wait=true submits them in waves."]
 
 
-def run_rows(rows: Sequence[Row], console: Console, *, wait: bool) -> int:
+def run_rows(rows: Sequence[NamedRun], console: Console, *, wait: bool) -> int:
     """Run the rows, or put them into the queue; return the first bad exit status.
 
     In the foreground they run one after another. A queue gets all of them, with `wait` as soon as
@@ -92,7 +92,7 @@ def run_rows(rows: Sequence[Row], console: Console, *, wait: bool) -> int:
     return next((each.status for each in rows if each.status), EXIT_OK)
 
 
-def _submit_all(rows: Sequence[Row], console: Console, *, wait: bool) -> None:
+def _submit_all(rows: Sequence[NamedRun], console: Console, *, wait: bool) -> None:
     """Put rows into the queue; with `wait` each once there is room for its jobs."""
     for number, each in enumerate(rows):
         if wait:

@@ -20,7 +20,7 @@ from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.rows import Row, run_rows
+from launcher_scripts.rows import NamedRun, run_rows
 from stages.deploy_config import OPENAI, VLLM
 
 # Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
@@ -139,7 +139,7 @@ def _value(value: Any) -> str:
     return hydra_text(value) if isinstance(value, str) else json.dumps(value)
 
 
-def run_and_decide(config: Config, rows: Sequence[Row], console: Console) -> int:
+def run_and_decide(config: Config, rows: Sequence[NamedRun], console: Console) -> int:
     """Run the rows and judge them; return the exit status.
 
     Jobs that wait in a queue are not judged: the same command does, once they have ended.
@@ -165,7 +165,7 @@ def run_and_decide(config: Config, rows: Sequence[Row], console: Console) -> int
     return decision
 
 
-def _result(row: Row) -> tuple[str, Any]:
+def _result(row: NamedRun) -> tuple[str, Any]:
     """Return a row's name, and its evaluation or the reason why there is none."""
     from inference.evaluation.report.files import read_run
 
@@ -177,7 +177,7 @@ def _result(row: Row) -> tuple[str, Any]:
         return row.name, str(error)
 
 
-def _errors(row: Row) -> Iterator[str]:
+def _errors(row: NamedRun) -> Iterator[str]:
     for stage, found in row.run.records().items():
         if found is not None and found.error.strip():
             first, *others = filter(None, map(str.strip, found.error.splitlines()))

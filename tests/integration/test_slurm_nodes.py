@@ -19,7 +19,7 @@ import pytest
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.rows import Row, run_rows
+from launcher_scripts.rows import NamedRun, run_rows
 from launcher_scripts.stage_table import build_stage
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
@@ -167,7 +167,7 @@ def test_one_failure_of_a_row_stops_only_its_own_chain(tmp_path: Path) -> None:
             WriteStage(settings(folder, "write"), fails=fails),
             EnvironmentStage(settings(folder, "environment")),
         )
-        rows.append(Row(name, run))
+        rows.append(NamedRun(name, run))
     assert run_rows(rows, Console(io.StringIO()), wait=True) == 1
     assert [each.status for each in rows] == [1, 0]
     assert record(tmp_path / "1", "write").state == "failed"

@@ -230,12 +230,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation.report",
     ),
     "stages": (
-        "export_scripts",
         "export_scripts.checkpoints",
         "export_scripts.conversion",
         "foundations",
-        "export_scripts.families",
-        "export_scripts.families.layout",
         "export_scripts.ft",
         "export_scripts.triton",
         "inference.system",

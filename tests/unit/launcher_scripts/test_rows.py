@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
-from launcher_scripts.rows import Row, run_rows
+from launcher_scripts.rows import NamedRun, run_rows
 from tests.unit.launcher_scripts.test_run import make_run
 from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
 
@@ -35,7 +35,7 @@ def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: P
     rows = []
     for name, fails in (("first", "error"), ("second", "")):
         run, _ = make_run(WriteStage(settings(tmp_path / name, "write"), fails=fails))
-        rows.append(Row(name, run))
+        rows.append(NamedRun(name, run))
     text = io.StringIO()
     assert run_rows(rows, Console(text), wait=False) == 1
     assert [each.status for each in rows] == [1, 0]
