@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,9 +35,9 @@ from inference.backend.requests import (
 )
 from inference.backend.triton_model import TritonModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.ranks.launched_rank import open_rendezvous, started_place
-from inference.ranks.processes import early_workers, fork_workers
-from inference.system.launch_environment import RENDEZVOUS_VARIABLE, visible_gpus
+from inference.ranks.launched_rank import open_rendezvous
+from inference.ranks.processes import fork_workers
+from inference.system.launch_environment import RENDEZVOUS_VARIABLE
 from inference.system.process_memory import keep_loaded
 from inference.system.supervision import BUSY
 
@@ -71,10 +70,10 @@ class EngineModel(TritonModel):
     former: EngineModel | None = None  # whose engine this one takes over, if their models agree
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
-        """Start the engine, and before it the other ranks of this node.
+        """Start the engine.
 
-        The modules of this package import torch inside functions only, so that all ranks import it
-        at once. Raises ValueError for weights that are invalid or do not match config.pbtxt.
+        The modules of this package import torch inside functions only: text models need none.
+        Raises ValueError for weights that are invalid or do not match config.pbtxt.
         """
         sys.setswitchinterval(_SWITCH_S)
         self.host, self.name = host, arguments.name
@@ -157,15 +156,12 @@ class EngineModel(TritonModel):
     def _started_engine(self) -> EngineBase[Any]:
         placement, options = self.settings.placement, self.settings.engine
         folder, count = self.settings.checkpoint_path, placement.world_size
-        with ExitStack() as other_ranks:
-            if started_place(count) is None:  # they run here
-                other_ranks.enter_context(early_workers(folder, count, options.threads))
-            # Not None where a scheduler has started the ranks on several nodes.
-            rendezvous = open_rendezvous(count, timeout_s=options.rank_timeout_s)
-            engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
-                folder, placement=placement, options=options, rendezvous=rendezvous
-            )
-            engine.start()
+        # Not None where a scheduler has started the ranks on several nodes.
+        rendezvous = open_rendezvous(count, timeout_s=options.rank_timeout_s)
+        engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
+            folder, placement=placement, options=options, rendezvous=rendezvous
+        )
+        engine.start()
         return engine
 
     def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
@@ -249,15 +245,14 @@ class EngineModel(TritonModel):
 
 
 def fork_ranks(arguments: ModelArguments) -> None:
-    """Fork the other ranks of a model on CPUs, from a process without threads that has torch.
+    """Fork the other ranks of a model from this process, see `fork_workers`.
 
-    Those of several instances, or on several nodes, start later.
+    Those of several instances, which have cores or GPUs of their own, start later; those on several
+    nodes are there.
     """
     with contextlib.suppress(ValueError):  # the model says what is wrong
         settings = read_settings(arguments)
-        is_on_cpu = settings.placement.device == "cpu" or not visible_gpus()
-        is_only = arguments.instance.count == 1 and not os.environ.get(RENDEZVOUS_VARIABLE)
-        if is_on_cpu and is_only:
+        if arguments.instance.count == 1 and not os.environ.get(RENDEZVOUS_VARIABLE):
             fork_workers(settings.checkpoint_path, settings.placement.world_size)
 
 

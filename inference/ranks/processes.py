@@ -1,7 +1,7 @@
 """Worker processes: the ranks other than 0 on this node.
 
-Without torch: a model starts them before it imports torch, so that all ranks import it at once; or
-it has imported torch, has no thread yet, and forks them.
+They are forked from a process that has imported torch, has no thread yet and has not touched a GPU,
+and elsewhere started anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pkgutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -30,47 +29,27 @@ _TAIL_BYTES = 4000
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "inference.ranks.worker"
 
-_early: dict[tuple[str, int], Worker] = {}  # by weights and rank: started, without settings
+_waiting: dict[tuple[str, int], Worker] = {}  # by weights and rank: forked, without settings
 
 
 def start_worker(settings: RankSettings) -> Worker:
-    """Return the worker of a rank: one that was started early, or else a new one.
+    """Return the worker of a rank: one that was forked, or else a new one.
 
     Start them from a long-lived thread: the kernel ends them when their parent thread ends.
     """
-    early = _early.pop((settings.ft_dir, settings.rank), None)
-    worker = early or Worker(settings.ft_dir, settings.rank, threads=settings.threads)
+    forked = _waiting.pop((settings.ft_dir, settings.rank), None)
+    worker = forked or Worker(settings.ft_dir, settings.rank, threads=settings.threads)
     worker.send(settings)
     return worker
 
 
-@contextlib.contextmanager
-def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterator[None]:
-    """Start the workers of a model; `start_worker` takes them over within the block.
-
-    They import torch meanwhile, then wait for their settings. Workers that are not taken over end
-    with the block. With more ranks than cores none is started: they would only delay each other.
-    """
-    ranks = range(1, world_size if world_size <= usable_cores() else 1)
-    threads = threads or threads_per_rank(world_size)
-    try:
-        for rank in ranks:
-            if (str(ft_dir), rank) not in _early:
-                _early[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=threads)
-        yield
-    finally:
-        for rank in ranks:
-            if (unused := _early.pop((str(ft_dir), rank), None)) is not None:
-                unused.kill()
-
-
 def fork_workers(ft_dir: Path, world_size: int) -> None:
-    """Fork the workers of a model from this process, which has no other thread, and no GPU.
+    """Fork the workers of a model from this process; `start_worker` takes them over.
 
-    They have imported what it has; `start_worker` takes them over. The others end with it.
+    They have imported what it has, and end with it.
     """
     for rank in range(1, world_size):
-        _early[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=None)
+        _waiting[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=None)
 
 
 def threads_per_rank(local_ranks: int) -> int:

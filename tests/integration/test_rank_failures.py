@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from inference.decoding.rows import GenerationRequest, SequenceRequest
 from inference.decoding.sampling_params import SamplingParams
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
-from inference.ranks.processes import early_workers, threads_per_rank
+from inference.ranks.processes import threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.processes import descendants
 from inference.system.control_groups import usable_cores
@@ -73,46 +71,46 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         engine.stop()
 
 
-@pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+def test_forked_workers_serve_the_engine_under_their_own_names(ft_dir: Path) -> None:
+    program = f"""
+import os
+from pathlib import Path
+import inference.ranks.worker
+from inference.engine.engine import Engine
+from inference.ranks.processes import fork_workers
+from inference.ranks.settings import Placement
+from inference.server.processes import descendants
+fork_workers(Path({str(ft_dir)!r}), 2)
+(forked,) = descendants(os.getpid())
+with Engine({str(ft_dir)!r}, Placement(tp_size=2, device="cpu")):
+    assert descendants(os.getpid()) == [forked]
+    print(Path(f"/proc/{{forked}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:4])
+assert descendants(os.getpid()) == []
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "[b'-m', b'inference.ranks.worker', b'--rank=1']\n"
 
 
-@contextmanager
-def early_worker(ft_dir: Path) -> Iterator[set[int]]:
-    """Start the ranks of TP 2 before their engine; yields the process of the other one."""
-    before = children()
-    with early_workers(ft_dir, 2, 1):
-        workers = children() - before
-        assert len(workers) == 1
-        yield workers
+def test_forked_workers_end_with_their_process(ft_dir: Path) -> None:
+    program = f"""
+import os
+from pathlib import Path
+import inference.ranks.worker
+from inference.ranks.processes import fork_workers
+from inference.server.processes import descendants
+fork_workers(Path({str(ft_dir)!r}), 3)
+print(*descendants(os.getpid()), flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    forked = [int(word) for word in done.stdout.split()]
+    assert len(forked) == 2
+    until(lambda: not any(map(lives, forked)), "the end of the workers")
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_workers_that_were_started_early_serve_the_engine(ft_dir: Path) -> None:
-    before = children()
-    with early_worker(ft_dir) as workers:
-        engine = Engine(ft_dir, Placement(tp_size=2, device="cpu"))
-        engine.start()
-    try:
-        assert children() - before == workers
-        assert len(prompt_logits(engine, [1, 2, 3])) == 3
-    finally:
-        engine.stop()
-    assert not any(map(lives, workers))
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_workers_that_were_started_early_end_without_an_engine(ft_dir: Path) -> None:
-    before = children()
-    with early_worker(ft_dir) as workers:
-        pass
-    assert not any(map(lives, workers))
-    with early_workers(ft_dir, 4, 1):  # of four ranks on two cores each would delay the others
-        assert children() <= before
-
-
-def test_models_import_torch_after_the_other_ranks_have_started() -> None:
+def test_models_of_texts_import_no_torch() -> None:
     modules = ("python_backend", "encoder_backend", "text_generation", "nemo_generation")
     imports = "; ".join(f"import inference.backend.{name}" for name in modules)
     program = f"import sys, inference.ranks.processes; {imports}; print('torch' in sys.modules)"
