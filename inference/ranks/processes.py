@@ -28,6 +28,7 @@ _TAIL_BYTES = 4000
 # The folder that holds the package, so that workers import the same code.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "inference.ranks.worker"
+_DRIVER = "/libcuda.so"
 
 _waiting: dict[tuple[str, int], Worker] = {}  # by weights and rank: forked, without settings
 
@@ -46,9 +47,11 @@ def start_worker(settings: RankSettings) -> Worker:
 def fork_workers(ft_dir: Path, world_size: int) -> None:
     """Fork the workers of a model from this process; `start_worker` takes them over.
 
-    They have imported what it has, and end with it.
+    They have imported what it has, and end with it. There are none where this process has loaded
+    CUDA's driver: a fork cannot use what it has begun.
     """
-    for rank in range(1, world_size):
+    has_driver = _DRIVER in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    for rank in range(1, 1 if has_driver else world_size):
         _waiting[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=None)
 
 

@@ -92,6 +92,36 @@ assert descendants(os.getpid()) == []
     assert done.stdout == "[b'-m', b'inference.ranks.worker', b'--rank=1']\n"
 
 
+def test_a_process_that_has_loaded_the_driver_forks_no_worker(ft_dir: Path, tmp_path: Path) -> None:
+    """A mapped file of its name stands for the driver, which loads with the first call of CUDA."""
+    driver = tmp_path / "libcuda.so.1"
+    driver.write_bytes(bytes(4096))
+    program = f"""
+import mmap, os
+from pathlib import Path
+from inference.ranks.processes import fork_workers
+from inference.server.processes import descendants
+mapped = mmap.mmap(open({str(driver)!r}, "r+b").fileno(), 0)
+fork_workers(Path({str(ft_dir)!r}), 2)
+assert descendants(os.getpid()) == []
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_what_is_imported_before_a_fork_asks_for_no_gpu() -> None:
+    program = """
+import importlib, torch
+from inference.host.engine_process import _MODULES
+def asked(*_, **__):
+    raise SystemExit("a GPU was asked for")
+for name in ("is_available", "device_count", "_lazy_init", "get_device_properties"):
+    setattr(torch.cuda, name, asked)
+for name in _MODULES:
+    importlib.import_module(name)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_forked_workers_end_with_their_process(ft_dir: Path) -> None:
     program = f"""
 import os
