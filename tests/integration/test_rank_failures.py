@@ -101,7 +101,8 @@ import mmap, os
 from pathlib import Path
 from inference.ranks.processes import fork_workers
 from inference.server.processes import descendants
-mapped = mmap.mmap(open({str(driver)!r}, "r+b").fileno(), 0)
+with open({str(driver)!r}, "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
 fork_workers(Path({str(ft_dir)!r}), 2)
 assert descendants(os.getpid()) == []
 """
