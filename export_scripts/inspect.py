@@ -32,8 +32,10 @@ from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table
 
 
-def describe(path: Path, *, tensors: bool = False) -> Fields:
+def describe(path: Path, *, tensors: bool = False, settings: Path | None = None) -> Fields:
     """Return a description of a path, and what can be done with it; `tensors` lists them all.
+
+    `settings` is the config.json, or its folder, of a trainer's checkpoint that lacks one.
 
     Raises:
         ValueError: It is not a checkpoint, a converted folder or a config.json.
@@ -45,7 +47,7 @@ def describe(path: Path, *, tensors: bool = False) -> Fields:
         facts = _describe_folder(path, tensors=tensors)
     else:
         try:
-            facts = _describe_checkpoint(open_checkpoint(path), tensors=tensors)
+            facts = _describe_checkpoint(open_checkpoint(path, settings=settings), tensors=tensors)
         except CheckpointMismatchError as error:
             if not is_huggingface(path):
                 raise
@@ -182,7 +184,7 @@ def _add_target(facts: Fields, path: Path, reader: CheckpointReader | None = Non
 
 def _passed_through(reader: CheckpointReader) -> list[str]:
     """Return what another engine does with a Hugging Face folder as it is."""
-    if reader.format != "huggingface":
+    if reader.format != "huggingface" or reader.described_in is not None:
         return []
     kind = reader.config.get("model_type", "unknown")
     return [
@@ -218,11 +220,16 @@ def main(arguments: Sequence[str]) -> int:
         "exit status: 0 when the path is recognised, 1 otherwise.",
     )
     parser.add_argument("path", type=Path, help="a .nemo archive, a checkpoint or an FT folder")
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        help="config.json, or its folder, of a trainer's checkpoint that lies without one",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
 
     def handler(options: argparse.Namespace) -> None:
-        facts = describe(options.path, tensors=options.tensors)
+        facts = describe(options.path, tensors=options.tensors, settings=options.model_config)
         say(json.dumps(facts, indent=1) if options.json else description_text(facts))
 
     return run_command(parser, handler, arguments)

@@ -13,6 +13,7 @@ from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
 from export_scripts.checkpoints.huggingface import (
     foreign_weights,
     is_huggingface,
+    is_trained,
     open_huggingface,
     open_sharded,
     snapshot_folder,
@@ -24,7 +25,6 @@ from export_scripts.checkpoints.megatron_layers import as_gpt_model
 from export_scripts.checkpoints.nemo import is_nemo, open_nemo
 from export_scripts.checkpoints.nemo2 import is_bridge, open_bridge
 from export_scripts.checkpoints.partitioned import parse_rank_folder
-from export_scripts.checkpoints.sharded_huggingface import is_sharded
 from foundations.errors import CheckpointMismatchError
 
 LATEST = "latest"  # of the NeMo launcher's configurations
@@ -36,7 +36,7 @@ FORMATS: dict[str, tuple[Callable[[Path], object], Callable[..., CheckpointReade
     "eleuther": (layer_directory, open_eleuther),
     "bridge": (is_bridge, open_bridge),
     "nemo": (is_nemo, open_nemo),
-    "torch_dcp": (is_sharded, open_sharded),
+    "torch_dcp": (is_trained, open_sharded),
     "megatron": (is_megatron, open_megatron),
 }
 

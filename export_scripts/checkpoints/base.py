@@ -81,6 +81,11 @@ class Piece:
         """Return the values at `index` of the first axis; nothing is read."""
         raise NotImplementedError
 
+    @property
+    def pieces(self) -> Pieces:
+        """The whole tensor as one piece."""
+        return (self,)
+
 
 @dataclass(frozen=True)
 class StoredTensor(Piece):
@@ -330,6 +335,13 @@ class CheckpointReader:
     # The config.json that describes the model, where `config` is not one; and the mapping of that.
     settings: Table = field(default_factory=dict)
     origin: str = ""
+    # The folder of a trainer's config.json and tokenizer, which are not with the weights.
+    described_in: Path | None = None
+
+    @property
+    def home(self) -> Path:
+        """The folder, or file, of the settings and the tokenizer."""
+        return self.described_in or self.path
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:

@@ -9,13 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, json_file
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
-from export_scripts.checkpoints.partitioned import without_wrappers
+from export_scripts.checkpoints.partitioned import bare_name
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from foundations.errors import CheckpointMismatchError, listed, refuse
 from foundations.files.json_content import Table
@@ -45,6 +45,8 @@ _EXPERTS = re.compile(r"^(.*\bmlp\.experts)\.experts\.(?!\d+\.)(.+)$")
 # megatron-core, transformer/moe/experts.py: one expert's tensor, by its number among all.
 _EXPERT = re.compile(r"(\bmlp\.experts)\.experts\.(?=\d+\.)")
 _MOST_LAYERS = 10_000
+
+_Value = TypeVar("_Value")
 
 # The halves of a gated projection, which some versions store apart.
 _GATE, _LINEAR = "_w", "_v"
@@ -96,16 +98,20 @@ def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
         for name, tensor in index.tensors(_is_of_model).items()
         if tensor.shape or tensor.dtype in FLOATING_TYPES  # others count steps
     }
-    names = {name: _WRAPPERS.sub("", name) for name in found}
-    bare = without_wrappers({names[name]: tensor for name, tensor in found.items()})
+    where = str(index.container)
+    return _with_joined_halves(_layers(without_prefixes(found, where), where))
+
+
+def without_prefixes(found: Mapping[str, _Value], where: object) -> dict[str, _Value]:
+    """Return a table of tensors' names without the prefixes of what a model was saved in.
+
+    Raises:
+        CheckpointMismatchError: Two tensors have the same name then.
+    """
+    names = {name: _WRAPPERS.sub("", bare_name(name)) for name in found}
     twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
-    refuse(
-        listed(
-            [f"{name} is there twice, once behind a prefix" for name in twice],
-            f"{index.container}: ",
-        )
-    )
-    return _with_joined_halves(_layers(bare, str(index.container)))
+    refuse(listed([f"{name} is there twice, once behind a prefix" for name in twice], f"{where}: "))
+    return {names[name]: value for name, value in found.items()}
 
 
 def _is_of_model(name: str) -> bool:

@@ -10,11 +10,14 @@ from export_scripts.checkpoints.base import (
     json_file,
     read_small,
 )
+from export_scripts.checkpoints.distributed import without_prefixes
+from export_scripts.checkpoints.megatron import FILE_NAMES
 from export_scripts.checkpoints.partitioned import flatten, without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.rank_files import is_rank_file
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from export_scripts.checkpoints.sharded_huggingface import (
+    is_sharded,
     settings_folder,
     sharded_folders,
     with_sharded_weights,
@@ -39,6 +42,9 @@ _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
 )
+
+# Ends of the names of files that hold a whole model, as accelerate and Lightning save them.
+_LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 # Unsupported forms of weights -> the remedy.
 _RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
@@ -89,6 +95,22 @@ def snapshot_folder(path: Path) -> Path:
     return found[0] if len(found) == 1 else path
 
 
+def is_trained(path: Path) -> bool:
+    """Return whether a path looks like a model in a trainer's files, without its settings."""
+    if path.is_file():
+        is_lone = path.suffix in _LONE and path.name not in FILE_NAMES
+        return is_lone and not foreign_weights(path)
+    return is_sharded(path) or _has_weights(path)
+
+
+def _has_weights(path: Path) -> bool:
+    return any(
+        each.is_file() and not is_rank_file(each)
+        for *_, pattern in _WEIGHTS
+        for each in path.glob(pattern)
+    )
+
+
 def open_huggingface(path: Path) -> CheckpointReader:
     """Return the index of a Hugging Face folder.
 
@@ -100,19 +122,18 @@ def open_huggingface(path: Path) -> CheckpointReader:
     return reader
 
 
-def index_huggingface(path: Path) -> tuple[CheckpointReader, list[str]]:
+def index_huggingface(
+    path: Path, settings: Path | None = None
+) -> tuple[CheckpointReader, list[str]]:
     """Return the index of what a Hugging Face folder holds, and the problems of its files.
+
+    The path is a file of weights, or their folder, whose config.json may lie in `settings`.
 
     Raises:
         CheckpointMismatchError: config.json is missing or damaged, or there are no weights.
     """
-    configuration = open_configuration(path)
-    has_weights = any(
-        each.is_file() and not is_rank_file(each)
-        for *_, pattern in _WEIGHTS
-        for each in path.glob(pattern)
-    )
-    if not has_weights and sharded_folders(path):
+    configuration = open_configuration(settings or path)
+    if not path.is_file() and not _has_weights(path) and sharded_folders(path):
         return with_sharded_weights(configuration, path), []
     files, index, facts, problems = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
@@ -129,8 +150,15 @@ def index_huggingface(path: Path) -> tuple[CheckpointReader, list[str]]:
         ]
         tensors |= found
     tensors = without_wrappers(_with_aliases(tensors, facts))
-    pieces = {key: (tensor,) for key, tensor in tensors.items()}
-    reader = dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
+    if settings is not None:
+        tensors = without_prefixes(tensors, path)
+    reader = dataclasses.replace(
+        configuration,
+        path=path,
+        described_in=settings,
+        tensors={key: tensor.pieces for key, tensor in tensors.items()},
+        files=(*configuration.files, *files),
+    )
     return reader, listed(problems) or listed(_misplaced(path, index, tensors))
 
 
@@ -142,17 +170,20 @@ def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReade
     Raises:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
+    folder = path.parent if path.is_file() else path
     if settings is None:
-        settings = settings_folder(path)
+        settings = settings_folder(folder)
     elif settings.name == CONFIG_NAME:
         settings = settings.parent
     if settings is None:
         raise CheckpointMismatchError(
             f"{path} does not state its model's sizes: copy the {CONFIG_NAME} of the Hugging Face "
-            f"model that training began with (and its tokenizer's files) into {path}, or name it "
+            f"model that training began with (and its tokenizer's files) into {folder}, or name it "
             "where it lies (--model-config, convert.model_config)"
         )
-    return with_sharded_weights(open_configuration(settings), path)
+    reader, problems = index_huggingface(path, settings)
+    refuse(problems)
+    return reader
 
 
 def open_configuration(path: Path) -> CheckpointReader:
@@ -169,6 +200,8 @@ def _weight_files(
 
     The last are the problems of the index, which may name files that are not there.
     """
+    if path.is_file():
+        return [path], {}, {}, []
     for single, index, pattern in _WEIGHTS:
         if (path / single).is_file():
             return [path / single], {}, {}, []

@@ -53,7 +53,7 @@ def is_nemo(path: Path) -> bool:
             return is_gzip(path) or file.read(512)[257:262] == b"ustar"
     return path.is_dir() and (
         (path / CONFIG_NAME).is_file()
-        or any(path.glob("*.ckpt"))
+        or any(each.is_file() for each in path.glob("*.ckpt"))
         or _is_distributed_nemo(_model_folder(path))
         or bool(_last_folders(path))
         or any(parse_rank_folder(e.name) and any(e.glob("*.ckpt")) for e in path.iterdir())

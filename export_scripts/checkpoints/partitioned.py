@@ -248,9 +248,12 @@ def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
     return name
 
 
+def bare_name(name: str) -> str:
+    """Return a tensor's name without those of modules that wrap the model or a part of it."""
+    return _WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name))
+
+
 def without_wrappers(table: dict[str, _Value]) -> dict[str, _Value]:
     """Return a table of tensors' names without those of modules that wrap the model or a part."""
-    bare = {
-        _WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name)): value for name, value in table.items()
-    }
+    bare = {bare_name(name): value for name, value in table.items()}
     return bare if len(bare) == len(table) else table

@@ -14,7 +14,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
@@ -113,7 +112,7 @@ def quantization(reader: CheckpointReader) -> Table | None:
     stated = reader.config.get(QUANTIZATION)
     if stated is not None:
         return stated if isinstance(stated, Mapping) else {"quant_method": stated}
-    path = Path(reader.path) / _MODELOPT_FILE
+    path = reader.home / _MODELOPT_FILE
     if reader.format != "huggingface" or not path.is_file():
         return None
     table = json_file(path).get("quantization")

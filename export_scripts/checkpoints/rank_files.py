@@ -23,7 +23,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, StoredTensor
 from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
-from export_scripts.checkpoints.partitioned import flatten, without_wrappers
+from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
@@ -80,7 +80,7 @@ def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
     found = {name: _whole(name, each, problems) for name, each in parts.items() if each}
     refuse(listed(problems, f"{folder}: "))
     refuse_holes(found, folder)
-    return without_wrappers(found)
+    return found
 
 
 def _files(folder: Path) -> list[Path]:

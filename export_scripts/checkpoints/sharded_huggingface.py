@@ -37,9 +37,10 @@ from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
     model_tensors,
     states_arguments,
+    without_prefixes,
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
-from export_scripts.checkpoints.partitioned import renamed, without_wrappers
+from export_scripts.checkpoints.partitioned import renamed
 from export_scripts.checkpoints.rank_files import (
     ZERO_LATEST,
     ZERO_STATES,
@@ -64,8 +65,12 @@ _DEPTH = 3
 # Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
 _SETTINGS = (".", ".hf_metadata", "huggingface", "..", "../huggingface")
 _CONFIG_NAME = "config.json"
-# Files that name the last checkpoint of a run -> its folder: of DeepSpeed, of verl.
-_LATEST = {ZERO_LATEST: "{}", LATEST_NAME: "global_step_{}"}
+# Files and links that name the last checkpoint of a run, and its folder: of DeepSpeed, AutoModel,
+# verl, slime and ms-swift.
+_LATEST = (
+    (ZERO_LATEST, "{}"), ("LATEST", "{}"), ("LATEST.txt", "{}"),
+    (LATEST_NAME, "global_step_{}"), (LATEST_NAME, "iter_{:0>7}"),
+)  # fmt: skip
 # Settings of Megatron Bridge and of NeMo, from the checkpoint's folder.
 _STATED = ("run_config.yaml", "../context/model.yaml", "../model_config.yaml")
 
@@ -93,7 +98,9 @@ def is_sharded(path: Path) -> bool:
 
 def _last_folder(path: Path) -> Path:
     """Return the folder in a run's that its file names as the last, else the path itself."""
-    for name, form in _LATEST.items():
+    for name, form in _LATEST:
+        if (path / name).is_dir():
+            return (path / name).resolve()
         if (path / name).is_file():
             named = form.format(read_small(path / name).decode(errors="replace").strip())
             if named != ".." and named == Path(named).name and (path / named).is_dir():
@@ -148,6 +155,8 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     return dataclasses.replace(
         configuration,
         **form,
+        path=path,
+        described_in=configuration.path,
         files=(*configuration.files, *sorted(stored | index)),
         remarks=(
             *configuration.remarks,
@@ -158,14 +167,15 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
 
 def _tensors(folder: Path) -> dict[str, Pieces]:
     """Return a model's tensors in a folder."""
+    found: Mapping[str, Piece]
     if any(folder.glob(ZERO_STATES)):
-        return {name: (piece,) for name, piece in zero_tensors(folder).items()}
-    if (folder / INDEX_NAME).is_file():
+        found = zero_tensors(folder)
+    elif (folder / INDEX_NAME).is_file():
         found = model_tensors(read_index(open_container(folder)))
     else:
         has_ranks = any(map(is_rank_file, folder.iterdir()))
         found = (rank_tensors if has_ranks else _shard_tensors)(folder)
-    return {name: tensor.pieces for name, tensor in found.items()}
+    return {name: piece.pieces for name, piece in without_prefixes(found, folder).items()}
 
 
 def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
@@ -188,7 +198,7 @@ def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
     refuse(listed(problems))
     tensors = {name: _whole(places) for name, places in chunks.items()}
     refuse_holes(tensors, folder)
-    return without_wrappers(tensors)
+    return tensors
 
 
 def _whole(chunks: Mapping[ChunkOffset, StoredTensor]) -> ChunkedTensor:

@@ -244,7 +244,7 @@ def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str
     given = given_files(request.vocab_path, request.merges_path)
     found = reader.tokenizer.items()
     kept = {name: file for name, file in found if not is_replaced(name, list(given))}
-    check_outside_files(kept, reader.path)
+    check_outside_files(kept, reader.home)
     return with_tiktoken({**given, **kept}, reader.config)
 
 

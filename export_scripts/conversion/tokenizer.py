@@ -131,7 +131,7 @@ def _own_name(plan: ConversionPlan, name: str) -> str:
     """Return the name of a copied file in its own folder, or where transformers looks for it."""
     if plan.facts.reader.format == "huggingface" and "/" not in name:
         own = plan.facts.tokenizer.get(name)
-        if own is not None and own.path.parent == plan.facts.reader.path:
+        if own is not None and own.path.parent == plan.facts.reader.home:
             return own.path.name
     is_t5 = plan.mapping.family.name.startswith("t5")
     return "spiece.model" if is_t5 and name == "tokenizer.model" else name
@@ -140,19 +140,19 @@ def _own_name(plan: ConversionPlan, name: str) -> str:
 def _left_behind(plan: ConversionPlan) -> Iterator[str]:
     """Yield a remark that names the files of a Hugging Face folder which are not carried."""
     reader = plan.facts.reader
-    if reader.format != "huggingface" or not reader.path.is_dir():
+    if reader.format != "huggingface" or not reader.home.is_dir():
         return
     kept = {*reader.files, *(file.path for file in plan.facts.tokenizer.values())}
     kept |= {path.parent for path in kept} | {path.with_suffix("") for path in kept}
     names = [
         entry.name
-        for entry in sorted(reader.path.iterdir())
+        for entry in sorted(reader.home.iterdir())
         if entry not in kept
         and not entry.name.startswith(".")
         and not entry.name.endswith((".index.json", ".safetensors", ".bin"))
     ]
     if names:
-        yield f"not copied from {reader.path}: {first_names(names)}"
+        yield f"not copied from {reader.home}: {first_names(names)}"
 
 
 def _check_rows(plan: ConversionPlan, tokenizer: Table) -> tuple[str, ...]:

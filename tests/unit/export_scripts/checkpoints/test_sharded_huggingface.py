@@ -128,6 +128,33 @@ def automodel(folder: Path, tensors: Tensors, model: Path) -> Path:
     return folder
 
 
+def automodel_run(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """A run of several checkpoints, whose last a link names, as AutoModel 0.7 leaves it."""
+    folder.mkdir()
+    for step in (1, 2):
+        automodel(folder / f"epoch_0_step_{step}", tensors, model)
+    (folder / "LATEST").symlink_to("epoch_0_step_2")
+    return folder
+
+
+def slime(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """As slime's FSDP backend numbers its checkpoints."""
+    for step in (1, 20):
+        save_alone(folder / f"iter_{step:07}" / "model", {"model_state": {"model": tensors}})
+        copy_settings(model, folder / f"iter_{step:07}")
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    return folder
+
+
+def lightning(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """A folder that is called like the file of a checkpoint, as Lightning's strategies save it."""
+    wrapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    save_alone(folder / "last.ckpt", {"state_dict": wrapped, "optimizer_0": optimizer(tensors)})
+    torch.save({"epoch": 0}, folder / "last.ckpt" / "meta.pt")
+    copy_settings(model, folder)
+    return folder
+
+
 def chunks(folder: Path, tensors: Tensors, model: Path) -> Path:
     """Parts of unequal size, the last of them empty, as fully sharded training leaves them."""
     pieces = {}
@@ -173,6 +200,9 @@ def core_without_arguments(model: Path, folder: Path) -> None:
         nemo_rl,
         nemo_rl_policy,
         automodel,
+        automodel_run,
+        slime,
+        lightning,
         chunks,
         verl_megatron,
     ],
@@ -185,6 +215,29 @@ def test_every_trainer_s_folder_becomes_the_model_s(
     assert converted(source, tmp_path / "out") == expected
     notes = " ".join(describe(source)["notes"])
     assert "took the weights in" in notes
+
+
+def test_weights_may_lie_without_settings(model: Path, tmp_path: Path) -> None:
+    """As accelerate's save_state and Lightning leave them."""
+    tensors = read_tensors(model)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(model / "model.safetensors", alone)
+    wrapped = {f"_forward_module.model.{name}": tensor for name, tensor in tensors.items()}
+    torch.save({"epoch": 1, "state_dict": wrapped, "loops": {}}, alone / "last.ckpt")
+    expected = converted(model, tmp_path / "expected")
+    for number, path in enumerate((alone, alone / "model.safetensors", alone / "last.ckpt")):
+        with pytest.raises(ValueError, match=f"copy the config.json .* into {alone}, or name it"):
+            open_checkpoint(path)
+        out = tmp_path / f"out{number}"
+        assert contents(converted_to(path, out, 2, given=GIVEN, model_config=model)) == expected
+        facts = describe(path, settings=model)
+        assert facts["path"] == str(path)
+        assert not any("as it is" in each for each in facts["can be"])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "consolidated.00.pth").touch()
+    with pytest.raises(ValueError, match="publisher's own layout"):
+        open_checkpoint(tmp_path / "other" / "consolidated.00.pth")
 
 
 # torchtitan, models/llama3/state_dict_adapter.py, and what its names were before.
