@@ -3,7 +3,8 @@
     python -m benchmarks.convert --work-dir DIR [--peer-path FasterTransformer] [--repeats 3]
     python -m benchmarks.convert --work-dir DIR --size-gb 0.1 1 3
 
-A random fp16 GPT-2 is written as a Hugging Face folder. Each round then times, as whole processes
+A random fp16 GPT-2 is written as a Hugging Face folder, and as a torch_dist checkpoint, torch's own
+format (.metadata, *.distcp). Each round then times, as whole processes
 and in turn, `cp -r` followed by `sync -f`, this project's converter (which syncs too), and the
 peer's (which does not) at each requested number of worker processes. The source is in the page
 cache for all of them. One more run of each measures memory, since that costs time.
@@ -32,20 +33,21 @@ _HUGGING_FACE = ("--output-format", "huggingface")
 _TORCH_DIST = ("--output-format", "torch_dist")
 
 
-def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path]:
-    """Return a Hugging Face GPT-2 of about `size_gb` 10^9 bytes in fp16, and shards of the same."""
+def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path, Path]:
+    """Return a GPT-2 of about `size_gb` 10^9 bytes in fp16, its shards and its torch_dist."""
     folder, hidden = work_dir / f"gpt_{size_gb:g}gb", 2048 if size_gb >= 1 else 512
     embedded = (_VOCAB + _POSITIONS) * hidden
     layers = max(2, round((size_gb * 1e9 / 2 - embedded) / (12 * hidden * hidden)))
-    shards, source = ft_directory(folder, 1), folder / "huggingface"
-    if not source.exists():
+    shards, source, saved = ft_directory(folder, 1), folder / "huggingface", folder / "torch_dist"
+    if not saved.exists():
         heads = hidden // 64
         config = synthetic_config(
             GPT, hidden=hidden, layers=layers, heads=heads, vocab=_VOCAB, positions=_POSITIONS
         )
         synthesize(GPT, config, folder)
         subprocess.run(our_command(shards, folder, 1, *_HUGGING_FACE), cwd=ROOT, check=True)
-    return source, shards
+        subprocess.run(our_command(source, folder, 1, *_TORCH_DIST), cwd=ROOT, check=True)
+    return source, shards, saved
 
 
 def _resident_bytes(pid: int) -> int:
@@ -129,17 +131,26 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield what every contender does with each size of checkpoint."""
     target = args.work_dir / "output"
     for size_gb in args.size_gb:
-        source, shards = write_source(size_gb, args.work_dir)
+        source, shards, saved = write_source(size_gb, args.work_dir)
         yield from measure_table(args, commands(args, source, shards, target), source, target)
+        yield from measure_saved(args, "torch_dist", saved, target)
         if not args.keep:
             remove(source.parent)
-    if archive := args.archive:
-        ours = our_command(archive, target, args.processes, *_HUGGING_FACE)
-        table = {
-            "cp -r and sync, archive": copy_command(archive, target),
-            "slipway, archive to Hugging Face": ours,
-        }
-        yield from measure_table(args, table, archive, target)
+    if args.archive:
+        yield from measure_saved(args, "archive", args.archive, target)
+
+
+def measure_saved(
+    args: argparse.Namespace, name: str, source: Path, target: Path
+) -> Iterator[Cell]:
+    """Yield the figures of a copy of a trainer's checkpoint, and of what becomes of it."""
+    table = {
+        f"cp -r and sync, {name}": copy_command(source, target),
+        f"slipway, {name} to Hugging Face": our_command(
+            source, target, args.processes, *_HUGGING_FACE
+        ),
+    }
+    yield from measure_table(args, table, source, target)
 
 
 def measure_table(
@@ -152,8 +163,8 @@ def measure_table(
         for name, command in table.items():
             remove(target)
             times[name].append(run_command(command, log)[0])
-    files = source.iterdir() if source.is_dir() else [source]
-    size_mb = sum(each.stat().st_size for each in files) / 1e6
+    files = source.rglob("*") if source.is_dir() else [source]
+    size_mb = sum(each.stat().st_size for each in files if each.is_file()) / 1e6
     for name, command in table.items():
         remove(target)
         peak_bytes = run_command(command, log, sampled=True)[1]
@@ -171,7 +182,7 @@ OPTIONS: Options = {
     "size_gb": {"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
     "tp": {**_NUMBER, "help": "inference tensor-parallel size"},
     "processes": {**_NUMBER, "default": usual_workers(), "help": "workers of this project"},
-    "archive": {"type": Path, "help": "a .nemo archive, converted to Hugging Face"},
+    "archive": {"type": Path, "help": "a checkpoint of a trainer, converted to Hugging Face"},
     "peer_path": {"type": Path, "help": "checkout of FasterTransformer"},
     "peer_processes": {"type": int, "nargs": "+", "default": [1, 2]},
     "repeats": {"default": 3},

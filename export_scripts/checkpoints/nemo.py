@@ -170,7 +170,8 @@ def _config_of_checkpoint(tree: _Tree, path: Path) -> Fields:
     config = parameters.get("cfg") if isinstance(parameters, Mapping) else None
     if not isinstance(config, dict):
         raise CheckpointMismatchError(
-            f"{path} has neither {CONFIG_NAME} nor hyper_parameters.cfg in its checkpoints"
+            f"{path} has neither {CONFIG_NAME} nor hyper_parameters.cfg in its checkpoints: of "
+            "another trainer's name the file, with its model's config.json (--model-config)"
         )
     return config
 

@@ -220,14 +220,18 @@ def test_every_trainer_s_folder_becomes_the_model_s(
 def test_weights_may_lie_without_settings(model: Path, tmp_path: Path) -> None:
     """As accelerate's save_state and Lightning leave them."""
     tensors = read_tensors(model)
-    alone = tmp_path / "alone"
+    alone, lightning = tmp_path / "alone", tmp_path / "lightning"
     alone.mkdir()
+    lightning.mkdir()
     shutil.copy(model / "model.safetensors", alone)
     wrapped = {f"_forward_module.model.{name}": tensor for name, tensor in tensors.items()}
-    torch.save({"epoch": 1, "state_dict": wrapped, "loops": {}}, alone / "last.ckpt")
+    torch.save({"epoch": 1, "state_dict": wrapped, "loops": {}}, lightning / "last.ckpt")
+    with pytest.raises(ValueError, match=r"name the file, with its model.s config\.json"):
+        open_checkpoint(lightning)
     expected = converted(model, tmp_path / "expected")
-    for number, path in enumerate((alone, alone / "model.safetensors", alone / "last.ckpt")):
-        with pytest.raises(ValueError, match=f"copy the config.json .* into {alone}, or name it"):
+    for number, path in enumerate((alone, alone / "model.safetensors", lightning / "last.ckpt")):
+        folder = alone if path == alone else path.parent
+        with pytest.raises(ValueError, match=f"copy the config.json .* into {folder}, or name it"):
             open_checkpoint(path)
         out = tmp_path / f"out{number}"
         assert contents(converted_to(path, out, 2, given=GIVEN, model_config=model)) == expected
