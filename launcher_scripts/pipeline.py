@@ -89,7 +89,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     # Each stage of the plan, and the stage that needs it if it was not requested; the last first.
     needed_by: dict[str, str | None] = dict.fromkeys(requested)
     chosen: list[Stage] = []
-    for name in reversed(STAGES):
+    for name in reversed(_in_order(config)):
         if name not in needed_by:
             continue
         try:
@@ -114,6 +114,15 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     for each in to_run:
         problems += [*each.finding.problems, *each.stage.check()]
     return Plan(tuple(planned.values()), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
+
+
+def _in_order(config: Config) -> list[str]:
+    """Return the stages in their order; a certificate of what is served needs what is exported."""
+    names = [*STAGES]
+    if config.certify.serve:
+        names.remove("certify")
+        names.insert(names.index("export") + 1, "certify")
+    return names
 
 
 def _leave_export_out(requested: list[str], engine: str) -> list[str]:
@@ -144,7 +153,7 @@ def _needed_by(name: str, config: Config) -> str | None:
     """Return the stage whose outputs a stage works on; None where they are from elsewhere."""
     if name in ("convert", "export"):
         return "convert" if name == "export" else None
-    if name == "certify":
+    if name == "certify" and not config.certify.serve:
         return "convert" if config.certify.folder is None else None
     if name == "evaluate" and config.evaluate.shared_server is None:
         return "deploy" if config.evaluate.server is None else None

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from launcher_scripts.configuration.evaluation_config import Context, evaluation_stage
-from launcher_scripts.configuration.export_config import (
+from launcher_scripts.configuration.evaluation_config import (
+    Context,
     certify_stage,
+    evaluation_stage,
+)
+from launcher_scripts.configuration.export_config import (
     conversion_request,
     repository_request,
 )

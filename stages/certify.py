@@ -1,5 +1,7 @@
 """Stage `certify`: compare a folder with its source, and write the certificate."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,11 +10,12 @@ from typing import Any
 from inference.certify.options import JOB_OPTIONS, CertifySection, endpoint_problems
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.options import OPENAI
-from inference.front.access import Credentials
 from stages.base import Stage, StageError, Summary, as_json
 from stages.convert import find_checkpoint
+from stages.deploy_config import DeployConfig, check_deploy
 from stages.evaluate import is_address
 from stages.progress import Progress
+from stages.serving import serving
 
 
 @dataclass(eq=False)
@@ -24,6 +27,7 @@ class CertifyStage(Stage):
         folder: what is certified.
         follows: whether `convert` makes the folder, so that it may not be there yet.
         given: config.ini values that the source does not state.
+        deploy: the server that `serve` starts.
     """
 
     name = "certify"
@@ -35,6 +39,7 @@ class CertifyStage(Stage):
     folder: Path
     follows: bool
     given: tuple[tuple[str, str], ...] = ()
+    deploy: DeployConfig | None = None
 
     def check(self) -> list[str]:
         """Return what is not there, and options that need another one."""
@@ -47,17 +52,28 @@ class CertifyStage(Stage):
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         ]
         problems += endpoint_problems(options, "certify.")
+        if options.serve and options.endpoint is not None:
+            problems.append(
+                f"certify.endpoint={options.endpoint} names a server, and certify.serve=true "
+                "starts another; leave one of them out."
+            )
+        if (deploy := self.deploy) is not None:
+            problems += check_deploy(deploy)
+            speaks_openai = deploy.openai.enabled or deploy.is_other_engine
+            if options.protocol == OPENAI and not speaks_openai:
+                problems.append(
+                    "certify.protocol=openai needs a server of that protocol; set "
+                    "deploy.openai.enabled=true, or certify.protocol=grpc."
+                )
         if options.endpoint is None:
             return problems
-        if not is_address(options.endpoint, OPENAI):
+        if not is_address(options.endpoint, options.protocol):
             problems.append(
                 f"certify.endpoint={options.endpoint} is not an address; write "
-                "http://host:port/v1, or null to ask no server."
+                "http://host:port/v1, host:port for certify.protocol=grpc or http, or null to ask "
+                "no server."
             )
-        if not options.batch_sizes:
-            problems.append("certify.batch_sizes is empty; name at least one, such as [1].")
-        token_file = None if options.token_file is None else Path(options.token_file)
-        return problems + Credentials(token_file=token_file).problems(prefix="certify.", joiner="_")
+        return problems + options.credentials.problems(prefix="certify.", joiner="_")
 
     def outputs(self) -> list[Path]:
         """Return the certificate and its page."""
@@ -95,7 +111,8 @@ class CertifyStage(Stage):
         options = replace(self.options, source=str(source), folder=str(folder))
         try:
             shown = partial(progress.update, "comparing", unit="bytes")
-            certificate = certify(options, self.given, shown)
+            with self._served(options, progress) as options:
+                certificate = certify(options, self.given, shown)
             files = write_certificate(certificate)
         except ValueError as error:
             raise StageError(str(error), exit_code=EXIT_NOT_EVALUATED) from error
@@ -105,3 +122,16 @@ class CertifyStage(Stage):
             code = 1 if code == 1 else EXIT_NOT_EVALUATED
             raise StageError(message, summary=summary, exit_code=code)
         return summary
+
+    @contextmanager
+    def _served(self, options: CertifySection, progress: Progress) -> Iterator[CertifySection]:
+        """Yield the options with the address of the server that they ask for, while it runs."""
+        if self.deploy is None:
+            yield options
+            return
+        with serving(self.deploy, self.job.folder, progress) as (_, endpoint):
+            yield replace(
+                options,
+                endpoint=endpoint.address(options.protocol),
+                model=options.model or self.deploy.model_name,
+            )

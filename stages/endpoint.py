@@ -60,6 +60,11 @@ class ServerEndpoint:
         """Return `host:port` as clients write it."""
         return host_and_port(self.host, port)
 
+    def address(self, protocol: str) -> str | None:
+        """Return `host:port` for clients of a protocol; None where it is not spoken."""
+        port = {"http": self.http, "grpc": self.grpc}.get(protocol, self.openai)
+        return self.at(port) if port else None
+
     def publish(self, path: Path) -> None:
         """Write the address for clients."""
         with locked(path):

@@ -316,14 +316,13 @@ class EvaluateStage(Stage):
             time.sleep(_POLL_S)
 
     def _addresses(self, endpoint: ServerEndpoint) -> tuple[str, str | None, str]:
-        options, openai = self.options, endpoint.openai
-        if options.protocol == OPENAI and openai is None:
+        options, openai = self.options, endpoint.address(OPENAI)
+        if (address := endpoint.address(options.protocol)) is None:
             raise NotEvaluatedError(_NEEDS_OPENAI)
-        ports = {OPENAI: openai, "http": endpoint.http, "grpc": endpoint.grpc}
         url = options.harness.url
         if url is None and openai is not None:
-            url = f"{'http' if options.ca is None else 'https'}://{endpoint.at(openai)}/v1"
-        return endpoint.at(ports[options.protocol] or 0), url, endpoint.ready_at
+            url = f"{'http' if options.ca is None else 'https'}://{openai}/v1"
+        return address, url, endpoint.ready_at
 
 
 def _without_effect(options: EvaluationOptions) -> Iterator[str]:

@@ -10,7 +10,7 @@ from foundations.commands import ProgressLine, command_parser, parse_pair, run_c
 from foundations.values import built, keys_of
 from inference.certify.options import JOB_OPTIONS, CertifySection
 
-_PLACES = ("source", "folder", "output_dir")
+_NO_OPTIONS = (*JOB_OPTIONS, "source", "folder", "output_dir", "serve")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,7 +27,8 @@ def _parser() -> argparse.ArgumentParser:
 
         With --endpoint, a running server of OpenAI's protocol (ours, vLLM's) is asked for the log
         probabilities of tokens, which are compared with the source's; with --training, with those
-        that a training step computed. That needs neither SOURCE nor FOLDER.
+        that a training step computed. That needs neither SOURCE nor FOLDER. With --protocol grpc or
+        http, a Triton server is asked for greedy answers, or an encoder's hidden states.
         """,
         """
         exit status: 0 when everything that was asked was computed and is equal (up to what the
@@ -48,10 +49,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a config.ini value the source does not state, as for the conversion")  # fmt: skip
     for key in keys_of(CertifySection):
         flag, words = f"--{key.name.replace('_', '-')}", f"{key.text} (default {key.default})"
+        if key.name in _NO_OPTIONS:
+            continue
         if bool in key.kinds:
             add(flag, action=argparse.BooleanOptionalAction, help=words)
-        elif key.name not in (*JOB_OPTIONS, *_PLACES):
-            kind = _numbers if key.is_list else float if float in key.kinds else str
+        else:
+            numbers = (each for each in (int, float) if each in key.kinds)
+            kind = _numbers if key.is_list else next(numbers, str)
             add(flag, type=kind, metavar="X", help=words)
     return parser
 
@@ -62,10 +66,10 @@ def _numbers(text: str) -> list[int]:
 
 def _options(given: dict[str, Any]) -> CertifySection:
     """Return what the options of the command ask for. Raises ValueError."""
-    folder, training = given.get("folder"), given.get("training")
-    if folder is None and ("source" in given or training is None):
-        raise ValueError("name SOURCE and FOLDER, or --training FILE with --endpoint URL")
-    sibling = Path(str(folder or training)).absolute()
+    source, folder, training = map(given.get, ("source", "folder", "training"))
+    if folder is None and ("endpoint" not in given if source else training is None):
+        raise ValueError("name SOURCE and FOLDER, or SOURCE or --training FILE with --endpoint URL")
+    sibling = Path(str(folder or source or training)).absolute()
     return built(
         CertifySection,
         {"output_dir": str(sibling.with_name(f"{sibling.name}.certificate")), **given},

@@ -4,27 +4,34 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.conversion.plan import plan_conversion
+from export_scripts.conversion.request import ConversionRequest
 from foundations import __version__
 from foundations.files.checksum import sha256_of
 from foundations.files.journal import Journal
 from foundations.files.json_content import record_in
+from inference.certify.activations import Source
 from inference.certify.certificate import Certificate
-from inference.certify.findings import Part, not_computed
-from inference.certify.layers import compare_layers, compute_original
+from inference.certify.findings import Part
+from inference.certify.layers import (
+    compare_layers,
+    compute_original,
+    load_source,
+    stored_types,
+)
 from inference.certify.options import CertifySection, endpoint_problems
 from inference.certify.pair import Pair, open_pair
-from inference.certify.served import compare_served, read_training_rows
+from inference.certify.served import SERVED, compare_endpoint, compare_served, read_training_rows
 from inference.certify.settings import compare_generation, compare_settings
 from inference.certify.tensors import Progress, TensorRecord, compare_tensors
 from inference.certify.texts import compare_texts
 
-_SERVED_ROWS = 8
 STATE_NAME = "certify.jsonl"  # what was compared so far
 Given = Sequence[tuple[str, str]]
 
@@ -34,8 +41,8 @@ def certify(
 ) -> Certificate:
     """Compare a folder with its source in every part.
 
-    Without both, a training step alone is compared with the endpoint. `given` are config.ini values
-    that the source does not state, as for a conversion.
+    Without a folder, the endpoint alone is compared with the source; without both, with a training
+    step. `given` are config.ini values that the source does not state, as for a conversion.
 
     Raises:
         CheckpointMismatchError: the source cannot be read, or is a model of another family.
@@ -88,6 +95,8 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
             "served answers (--endpoint URL)": options.endpoint is not None,
         }
         left_out = tuple(name for name, is_asked in asked.items() if not is_asked)
+    elif options.source is not None:
+        parts.append(_served_alone(Path(options.source), options, given))
     if rows is not None:
         parts.append(compare_served("training", rows, str(options.training), options))
     return Certificate(sides, tuple(parts), left_out, options, given)
@@ -95,18 +104,39 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
 
 def _computed(pair: Pair, options: CertifySection, scratch: Path) -> Iterator[Part]:
     """Yield the parts that compute the models or ask a server."""
-    if options.layers:
-        rows = _SERVED_ROWS if options.endpoint else 0
-        original = compute_original(pair, rows=rows, scratch_dir=scratch)
-        if isinstance(original, Part):
-            yield original
-        else:
+
+    def ask(source: Source) -> Iterator[Part]:
+        if options.endpoint is not None:
+            yield compare_endpoint(source, options, stored_types(pair.folder))
+
+    if not options.layers and options.endpoint is None:
+        return
+    original = compute_original(pair, ask=ask, scratch_dir=scratch)
+    if not isinstance(original, Part):
+        if options.layers:
             yield compare_layers(pair, original, tolerance=options.tolerance, scratch_dir=scratch)
-            if original.rows:
-                yield compare_served("served", original.rows, original.title, options)
-                return
+        yield from original.asked
+        return
+    if options.layers:
+        yield original
     if options.endpoint is not None:
-        yield not_computed("served", "nothing could compute the source's log probabilities")
+        yield replace(original, name=SERVED)
+
+
+def _served_alone(source: Path, options: CertifySection, given: Given) -> Part:
+    """Compare a server with a source of which no folder is at hand."""
+    request = ConversionRequest(
+        source,
+        source.parent,
+        tp_size=1,
+        weight_data_type="fp32",
+        allow=("*",),
+        allow_setting=("*",),
+        given=tuple(given),
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        loaded = load_source(plan_conversion(request), source, Path(scratch))
+        return compare_endpoint(loaded, options, ())
 
 
 def _side(path: str, kind: str, files: Iterable[Path]) -> dict[str, Any]:

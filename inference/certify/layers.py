@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,13 @@ from inference.certify.activations import (
     ModelInputs,
     Source,
     size_of_errors,
-    spread_ids,
 )
 from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_computed
 from inference.certify.huggingface import load_huggingface
 from inference.certify.megatron import load_megatron
-from inference.certify.pair import Pair, stored_type
-from inference.certify.served import ScoredRow, scored
+from inference.certify.pair import Folder, Pair, stored_type
 from inference.certify.shards import run_shards
-from inference.certify.tolerances import tolerance_of
+from inference.certify.tolerances import ROUTED, tolerance_of
 from inference.engine.capacity import available_bytes
 
 NAME = "layers"
@@ -45,16 +43,18 @@ class Original:
 
     Attributes:
         title: library and class.
-        rows: tokens with their log probabilities, for an endpoint to be compared with.
+        asked: what `ask` has returned, while the source was loaded.
     """
 
     title: str
     activations: Activations
     inputs: ModelInputs
-    rows: tuple[ScoredRow, ...]
+    asked: tuple[Part, ...]
 
 
-def compute_original(pair: Pair, *, rows: int, scratch_dir: Path) -> Original | Part:
+def compute_original(
+    pair: Pair, *, ask: Callable[[Source], Iterator[Part]], scratch_dir: Path
+) -> Original | Part:
     """Compute the source in fp32, by its own library or that of the folder made of it.
 
     A source whose library is not run here is written as a Hugging Face folder in `scratch_dir`. The
@@ -70,13 +70,9 @@ def compute_original(pair: Pair, *, rows: int, scratch_dir: Path) -> Original | 
         source = dataclasses.replace(source, vocab_size=size)
         inputs = source.default_inputs()
         found = source.run(inputs)
-        asked = [spread_ids(len(inputs.ids), size, 5 + number) for number in range(rows)]
-        if LOGITS not in found or inputs.decoder_ids:
-            asked = []  # such a model is not asked for log probabilities of its prompts
-        known = tuple(scored(ids, source.run(ModelInputs(ids))[LOGITS]) for ids in asked)
+        return Original(source.title, found, inputs, tuple(ask(source)))
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "source")
-    return Original(source.title, found, inputs, known)
 
 
 def compare_layers(
@@ -98,16 +94,33 @@ def compare_layers(
             title, found = loaded.title, loaded.run(original.inputs)
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "folder")
-    limit = tolerance
-    if limit is None:
-        pieces = [each for several in folder.reader.tensors.values() for each in several]
-        limit = tolerance_of([folder.data_type, *(stored_type(p) for p in pieces if p.stored[1:])])
+    types = [*stored_types(folder)]
+    if _may_route_otherwise(pair):
+        types.append(ROUTED)
+    limit = tolerance or tolerance_of(types)
     places = dict.fromkeys((*expected, *found))
     rows = [_compared(place, expected.get(place), found.get(place)) for place in places]
     largest = max(row["relative"] for row in rows)
     up_to = (f"errors of layers up to {largest:.1e} of their largest value",) if largest else ()
     compared = f"{len(rows)} places of {original.title} and {title}"
     return Part(NAME, compared, tuple(_findings(rows, limit)), up_to, rows)
+
+
+def _may_route_otherwise(pair: Pair) -> bool:
+    """Return whether rounding may choose another expert, which changes a token's state as a whole.
+
+    The tensors are held to their rounding all the same.
+    """
+    architecture = None if pair.config is None else pair.config.architecture()
+    kinds = {each.dtype for pieces in pair.facts.reader.tensors.values() for each in pieces}
+    return getattr(architecture, "expert_num", 0) > 0 and pair.folder.data_type not in kinds
+
+
+def stored_types(folder: Folder) -> Iterator[str]:
+    """Yield the types in which a folder keeps its weights."""
+    yield folder.data_type
+    for pieces in folder.reader.tensors.values():
+        yield from (stored_type(each) for each in pieces if each.stored[1:])
 
 
 def _compared(

@@ -4,9 +4,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from foundations.values import NODE_CPUS, NODE_MEMORY_GB, Within, option
+from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, TOKENS, Within, option
+from inference.evaluation.options import OPENAI
+from inference.front.access import Credentials
 
 JOB_OPTIONS = ("name", "time_limit", "cpus_per_task", "mem_gb")
 
@@ -28,28 +31,58 @@ class CertifySection:
     output_dir: str = option("where the certificate goes", path=True)
     layers: bool = option("compute both sides and compare every layer", True)
     tolerance: float | None = option(
-        "largest error of a layer, of its largest value; null: fp32 1e-4, fp16 1e-2, bf16 8e-2",
+        "largest error of a layer, and of an answer by Triton's protocols, of its largest value; "
+        "null: fp32 1e-4, fp16 1e-2, bf16 8e-2, int8 0.15",
         None,
         within=(1e-9, 1e9),
     )
     endpoint: str | None = option(
-        "a running server of the folder, such as http://node1:8003/v1; null: none is asked", None
+        "a running server of the folder, such as http://node1:8003/v1, or host:port for Triton's "
+        "protocols; null: none is asked",
+        None,
     )
-    model: str | None = option("its model; null: the only one", None)
+    serve: bool = option("start what is exported as deploy does, and ask that server", False)
+    protocol: str = option(
+        "how to ask: openai, or Triton's grpc or http", OPENAI, choices=(OPENAI, "grpc", "http")
+    )
+    model: str | None = option("its model; null: the only one, Triton's fastertransformer", None)
+    samples: int = option("rows of random token ids that it is asked", 8, within=(1, INT32))
+    seed: int = option("seed of the rows", 1234, within=(0, (1 << 63) - 1))
     batch_sizes: list[Annotated[int, Within(1, 2048)]] = option("rows of a request to it", [1, 8])
+    input_len: int = option("tokens of the longest row", 32, within=(2, TOKENS))
+    min_input_len: int | None = option(
+        "tokens of the shortest row; null: half of the longest", None, within=(2, TOKENS)
+    )
+    output_len: int = option("tokens of an answer by Triton's protocols", 8, within=(1, TOKENS))
     log_prob_tolerance: float = option(
         "largest difference of a token's log probability, in nats", 0.1, within=(1e-9, 1e9)
     )
+    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
     token_file: str | None = option("token for it, in a file of mode 600", None, path=True)
     training: str | None = option(
         "log probabilities of a training step, to be compared with the server's", None, path=True
     )
     key: str | None = option("key of OpenSSH to sign with", None, path=True)
 
+    @property
+    def credentials(self) -> Credentials:
+        """TLS and the token of requests."""
+        ca, token = (None if each is None else Path(each) for each in (self.ca, self.token_file))
+        return Credentials(uses_tls=ca is not None, ca=ca, token_file=token)
+
 
 def endpoint_problems(options: CertifySection, prefix: str) -> Iterator[str]:
-    """Yield the options that are given for a server, of which there is none."""
-    for name in ("training", "model", "token_file"):
-        if options.endpoint is None and getattr(options, name) is not None:
+    """Yield the options that are given for a server, of which there is none, and wrong lengths."""
+    for name in ("training", "model", "ca", "token_file"):
+        if options.endpoint is None and getattr(options, name) is not None and not options.serve:
             key = f"{prefix}{name}"
             yield f"{key} is for a server: set {prefix}endpoint to its URL."
+    if options.training is not None and options.protocol != OPENAI:
+        yield f"{prefix}training compares what {prefix}protocol={OPENAI} answers; leave that out."
+    if not options.batch_sizes:
+        yield f"{prefix}batch_sizes is empty; name at least one, such as [1]."
+    if (shortest := options.min_input_len) is not None and shortest > options.input_len:
+        yield (
+            f"{prefix}min_input_len={shortest} exceeds {prefix}input_len={options.input_len}; "
+            "lower the one or raise the other."
+        )

@@ -222,13 +222,21 @@ def _ranks(reader: CheckpointReader) -> int:
 
 
 def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
-    """Yield the tensors that an index lists and no file holds."""
+    """Yield the tensors that an index lists and no file holds, and the other way round."""
     for index in path.glob("*.index.json"):
         table = json_file(index).get("weight_map")
-        for key in table if isinstance(table, dict) else ():
+        if not isinstance(table, dict):
+            continue
+        for key in table:
             if key not in reader.tensors:
                 status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS
                 yield Remark(status, "listed and not stored", key, f"{index.name} names it")
+        if {path / str(name) for name in table.values()}.isdisjoint(reader.files):
+            continue  # the index of other files
+        for key in reader.tensors:
+            if key not in table:
+                detail = f"{index.name} lacks it, by which some libraries load"
+                yield Remark(UP_TO, "stored and not listed", key, detail)
 
 
 def _uncompared(

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import pickle
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from inference.certify.activations import LOGITS, ModelInputs, Source
 from inference.certify.findings import DIFFERS, Part, Remark, not_computed
 from inference.certify.options import CertifySection
+from inference.certify.triton import compare_triton
 from inference.evaluation.openai_client import OpenAIClient, listed_model
+from inference.evaluation.options import OPENAI
 from inference.evaluation.task import EvaluationError
-from inference.front.access import Credentials
 
 # Spellings in a row that training wrote: our own, then those of NeMo-RL (train_data_step*.jsonl:
 # nemo_rl/utils/logger.py, log_batched_dict_as_jsonl), slime (--save-debug-train-data and
@@ -31,6 +34,7 @@ _PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
 _ROWS = ("samples", "rollout_data")  # of a .pt file
 _SAME = 1e-6
 _TIMEOUT_S = 600.0
+SERVED = "served"  # the name of the part
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,38 @@ class ScoredRow:
     log_probs: tuple[float, ...]
 
 
+def compare_endpoint(source: Source, options: CertifySection, types: Iterable[str]) -> Part:
+    """Ask the endpoint about rows of random token ids, and compare its answers with the source's.
+
+    `types` are those in which the folder keeps its weights.
+    """
+    rows = _drawn_rows(source, options)
+    if options.protocol != OPENAI:
+        return compare_triton(SERVED, source, rows, options, types=types, timeout_s=_TIMEOUT_S)
+    first = source.run(ModelInputs(rows[0])) if source.start is None else {}
+    if LOGITS not in first:
+        return not_computed(SERVED, "OpenAI's protocol has no log probabilities of such a model")
+    known = [_scored(ids, source.run(ModelInputs(ids))[LOGITS]) for ids in rows]
+    return compare_served(SERVED, known, source.title, options)
+
+
+def _drawn_rows(source: Source, options: CertifySection) -> list[tuple[int, ...]]:
+    longest = options.input_len
+    if source.positions is not None:
+        longest = max(1, min(longest, source.positions - options.output_len))
+    shortest = min(longest, options.min_input_len or (longest + 1) // 2)
+    draw = random.Random(options.seed)
+    lengths = [draw.randint(shortest, longest) for _ in range(options.samples)]
+    return [tuple(draw.randrange(source.vocab_size) for _ in range(length)) for length in lengths]
+
+
 def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: CertifySection) -> Part:
     """Compare the log probabilities of rows with the endpoint's for the same tokens.
 
     `of` says whose the rows' are.
     """
     url, tolerance = str(options.endpoint), options.log_prob_tolerance
-    tokens = None if options.token_file is None else Path(options.token_file)
-    client = OpenAIClient(
-        url, Credentials(token_file=tokens), timeout_s=_TIMEOUT_S, retry_s=_TIMEOUT_S
-    )
+    client = OpenAIClient(url, options.credentials, timeout_s=_TIMEOUT_S, retry_s=_TIMEOUT_S)
     places = [
         (number, place)
         for number, row in enumerate(rows)
@@ -148,7 +174,7 @@ def _difference(
     }
 
 
-def scored(ids: tuple[int, ...], logits: torch.Tensor) -> ScoredRow:
+def _scored(ids: tuple[int, ...], logits: torch.Tensor) -> ScoredRow:
     """Return a row with the log probabilities of logits (N, V)."""
     chosen = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return ScoredRow(ids, (math.nan, *chosen.tolist()))

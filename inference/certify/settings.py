@@ -67,6 +67,14 @@ _DERIVED = ("feed_forward_proj",)  # transformers 5 states what 4 derives from i
 _TOKEN = "_token_id"
 _SETTING = "setting"
 _START = "decoder_start_token_id"
+# Defaults of generation_config.json that some releases write: they leave an answer as it is.
+_NEUTRAL = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+                     "encoder_repetition_penalty", "num_beams", "num_beam_groups",
+                     "num_return_sequences"), 1),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+                     "diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0),
+}  # fmt: skip
 _WITHOUT_FUNCTION = ("transformers_version", "use_cache", "_from_model_config", "eos_token_id")
 
 
@@ -291,6 +299,9 @@ def compare_generation(pair: Pair) -> Part:
     if ends != found:
         status = DIFFERS if ends else NOT_COMPUTED
         findings.append(differs("end tokens", "folder", sorted(ends), sorted(found), status))
+    elif lost := _lost_ends(*sides):
+        detail = f"{GENERATION_FILE} lacks {lost}, and libraries that read it read no other file"
+        findings.append(Remark(DIFFERS, "end tokens", "folder", detail))
     elif not ends:
         findings.append(Remark(EQUAL, "end tokens", "both", "neither side names some"))
     up_to = (f"tokens that one side alone states ({alone})",) if alone else ()
@@ -300,8 +311,20 @@ def compare_generation(pair: Pair) -> Part:
 def _generation(facts: Facts) -> Mapping[str, Any]:
     file = facts.tokenizer.get(GENERATION_FILE)
     stated = json_file(file) if file else {}
-    # False is the default of each flag that decides an answer; some releases write it.
-    return {name: value for name, value in stated.items() if value is not False}
+    # False is the default of each flag that decides an answer.
+    return {
+        name: value
+        for name, value in stated.items()
+        if value is not False and value != _NEUTRAL.get(name)
+    }
+
+
+def _lost_ends(source: Facts, folder: Facts) -> list[int]:
+    """Return the end tokens that the source's file of generation states, and the folder's not."""
+    if GENERATION_FILE not in folder.tokenizer:
+        return []
+    mine, theirs = ({*end_tokens(_generation(each))} for each in (source, folder))
+    return sorted(mine - theirs)
 
 
 def _ends(facts: Facts, config: FTConfig | None) -> set[int]:

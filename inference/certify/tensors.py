@@ -389,8 +389,24 @@ def _explanation(unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ..
         return "its columns are in another order"
     if np.array_equal(_bits(mine).T, _bits(theirs)):
         return "it is transposed"
+    for kind in ("fp16", "bf16"):
+        if _was_rounded(unit, kind, values):
+            return f"it holds the source's values as {kind} rounds them"
     rows = (_bits(mine) != _bits(theirs)).any(1)
     return _arithmetic(to_float32(mine[rows]), to_float32(theirs[rows]))
+
+
+def _was_rounded(unit: _Unit, kind: str, values: Array) -> bool:
+    """Return whether values were rounded to a type before they were stored in theirs."""
+    at = 0
+    for wide in unit.expected("fp32", len(values)):
+        narrow, again = (np.empty(wide.shape, each) for each in (DTYPES[kind], values.dtype))
+        store(narrow, wide)
+        store(again, narrow)
+        if not np.array_equal(_bits(again), _bits(values[at : at + len(wide)])):
+            return False
+        at += len(wide)
+    return True
 
 
 def _row_sums(matrix: Array) -> list[int]:

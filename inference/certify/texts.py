@@ -14,6 +14,7 @@ from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATES_FOLDER
 from inference.backend.tokenizer import load_tokenizer
 from inference.certify.findings import (
     DIFFERS,
+    NOT_COMPUTED,
     UP_TO,
     Part,
     Remark,
@@ -26,7 +27,9 @@ from inference.certify.pair import Pair
 from inference.front.guard import RejectedError
 from inference.front.openai.codec import ChatTemplate, load_chat_template
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_WHOLE = "tokenizer.json"  # holds vocabulary and merges, and is taken before the other files
+_VOCABULARIES = (_WHOLE, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_SPECIAL = ("special_tokens_map.json", "added_tokens.json")
 # Conversations by name: their messages, and the values of the template's variables.
 _CHATS = json_file(Path(__file__).with_name("chats.json"))
 _MOST_SHOWN = 12
@@ -195,7 +198,14 @@ def _table(file: Path) -> dict[str, Any]:
 
 def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
     """Yield other merges, which few texts may show, and what may change neither ids nor texts."""
-    for file in ("tokenizer.json", SETTINGS_FILE):
+    for file in (*_VOCABULARIES[1:], *_SPECIAL):
+        if all((each / name).is_file() for each in (source, folder) for name in (file, _WHOLE)):
+            mine, theirs = ((each / file).read_bytes() for each in (source, folder))
+            is_json = mine != theirs and file.endswith(".json")
+            if json.loads(mine) != json.loads(theirs) if is_json else mine != theirs:
+                status = UP_TO if file in _SPECIAL else NOT_COMPUTED
+                yield Remark(status, "another file", file, f"some libraries read it, not {_WHOLE}")
+    for file in (_WHOLE, SETTINGS_FILE):
         if not all((each / file).is_file() for each in (source, folder)):
             continue
         for name, one, other in differing(_table(source / file), _table(folder / file)):

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 # another function alone, and the tensors are held to their rounding.
 TOLERANCES: Mapping[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2, "int8": 1.5e-1}
 _OF_FEWER_BITS = 1.0
+ROUTED = "a rounded mixture"  # whose experts may be others
 
 
 def tolerance_of(types: Iterable[str]) -> float:
-    """Return the tolerance of the coarsest of some types, such as stored and computed."""
-    return max(TOLERANCES.get(kind, _OF_FEWER_BITS) for kind in types)
+    """Return the tolerance of the coarsest of some types; that of fp32 where there are none."""
+    found = (TOLERANCES.get(kind, _OF_FEWER_BITS) for kind in types)
+    return max(found, default=TOLERANCES["fp32"])

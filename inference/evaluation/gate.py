@@ -54,7 +54,6 @@ class Verdict:
             them being among those compared.
         smallest: the smallest drop that 80 % of runs would catch, as `drop` is given.
         note: what the bound cannot show.
-        remedy: what to do about a breach, where that is known.
     """
 
     metric: str
@@ -75,7 +74,6 @@ class Verdict:
     unseen: float | None = None
     smallest: float | None = None
     note: str = ""
-    remedy: str = ""
 
     @property
     def text(self) -> str:
@@ -89,7 +87,7 @@ class Verdict:
             parts.append(f"up to {100 * self.unseen:.2g} % of all samples could be hurt unseen")
         if self.smallest is not None:
             parts.append(f"80 % of runs catch {amount_text(self.smallest, self.unit)}")
-        return "; ".join(part for part in (*parts, self.note, self.remedy) if part)
+        return "; ".join(part for part in (*parts, self.note) if part)
 
     def __str__(self) -> str:
         verb = {HELD: "holds", BREACHED: "breaches"}.get(self.status, "is insufficient for")
@@ -97,7 +95,7 @@ class Verdict:
         text = f"{self.metric} = {self.value:.6g} {verb} {self.bound}{tier}"
         if self.drop is not None:
             return f"{text}: {self.text}"
-        return "; ".join(part for part in (text, self.note, self.remedy) if part)
+        return "; ".join(part for part in (text, self.note) if part)
 
     @property
     def _drop_text(self) -> str:
@@ -154,7 +152,6 @@ class Measured:
             for them (Baseline.problems and check).
         moved: how far it depends on the server's load, which may count for or against it.
         tier: whether its bounds decide.
-        remedy: what to do about a breach.
     """
 
     metric: Metric
@@ -162,7 +159,6 @@ class Measured:
     pairs: Pairs | None = None
     moved: float = 0.0
     tier: str = CRITICAL
-    remedy: str = ""
 
     @property
     def before(self) -> Metric:
@@ -180,7 +176,6 @@ class Measured:
             tier=self.tier,
             unit=self.metric.unit,
             higher_is_better=self.metric.higher_is_better,
-            remedy=self.remedy,
             **others,
         )
 
@@ -321,7 +316,7 @@ def _decided(verdict: Verdict, adjusted: Iterator[float]) -> Verdict:
         verdict = replace(verdict, p_value=p_value, status=status)
     if verdict.status != INSUFFICIENT:
         verdict = replace(verdict, needed=None, unseen=None)
-    return verdict if verdict.status == BREACHED else replace(verdict, remedy="")
+    return verdict
 
 
 def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:

@@ -72,24 +72,6 @@ class TextTaskOptions:
 
 
 @dataclass
-class IdentityOptions:
-    """`evaluate.identity`: the served model against the source checkpoint's own library."""
-
-    samples: int = option("rows of random token ids", 8, within=(1, INT32))
-    batch_size: int = option("rows of a request", 1, within=(1, INT32))
-    input_len: int = option("tokens of the longest row", 32, within=(1, TOKENS))
-    min_input_len: int | None = option(
-        "tokens of the shortest row; null: half of the longest", None, within=(1, TOKENS)
-    )
-    output_len: int = option("tokens of an answer", 8, within=(1, TOKENS))
-    tolerance: float | None = option(
-        "largest relative difference; null: fp32 1e-4, fp16 1e-2, bf16 8e-2, int8 0.15",
-        None,
-        within=(1e-9, 1e9),
-    )
-
-
-@dataclass
 class OpenAIClientOptions:
     """`evaluate.openai`: how a server of OpenAI's protocol is asked."""
 
@@ -267,7 +249,6 @@ class EvaluateSection:
     squad: TextTaskOptions = field(default_factory=TextTaskOptions)
     translation: TextTaskOptions = field(default_factory=TextTaskOptions)
     summarization: TextTaskOptions = field(default_factory=TextTaskOptions)
-    identity: IdentityOptions = field(default_factory=IdentityOptions)
     openai: OpenAIClientOptions = field(default_factory=OpenAIClientOptions)
     harness: HarnessOptions = field(default_factory=HarnessOptions)
     latency: LatencyOptions = field(default_factory=LatencyOptions)
@@ -299,8 +280,6 @@ class EvaluationOptions(EvaluateSection):
         served_dirs: the folder that another engine serves, and that of an adapter of it; their hash
             is added to the report.
         source_path: the checkpoint that was converted.
-        types: the types in which weights are stored and computed, which decide how large rounding
-            may make a difference; int8 where weights are served in it.
         max_seq_len: tokens of a sequence that the server is started with; None where the model
             alone decides, or the server is another user's.
         max_batch_size: rows of a request that the server takes; None where it is another's.
@@ -318,7 +297,6 @@ class EvaluationOptions(EvaluateSection):
     weights_dir: Path | None = None
     served_dirs: tuple[Path, ...] = ()
     source_path: Path | None = None
-    types: tuple[str, ...] = ("fp32",)
     max_seq_len: int | None = None
     max_batch_size: int | None = None
     given: tuple[tuple[str, str], ...] = ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from inference.evaluation.options import Bound, EvaluationOptions
+from inference.evaluation.options import EvaluationOptions
 
 Ids = Sequence[int]  # token ids, as a caller has them
 TokenIds = tuple[int, ...]  # those of a text, or of an answer
@@ -382,14 +382,6 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def metrics(self, found: Sequence[Prediction]) -> Metrics:
         """Return the figures over all samples, the most important first."""
-
-    def bounds(self) -> dict[str, Bound]:
-        """Return the bounds that hold without being asked for."""
-        return {}
-
-    def remedy(self) -> str:
-        """Return what a person does about a breach, in a few words."""
-        return ""
 
     @property
     def needs(self) -> Mapping[str, str]:

@@ -23,6 +23,8 @@ _REMOVED = {
     "evaluate.*.reference_path": "evaluate.reference names a report or a baseline, for every task",
     "evaluate.*.sha256": "get the file first; the message about a missing one has the command",
     "evaluate.*.url": "get the file first; the message about a missing one has the command",
+    "evaluate.identity.*": "certify.serve=true with certify.protocol=grpc asks the server, as "
+    "certify.samples, batch_sizes, input_len, min_input_len, output_len and tolerance say",
     "evaluate.history_dir": "action=compare takes the paths of two reports",
     "evaluate.reference_data_type": "evaluate.reference names a report of the source",
     "evaluate.trackers": "metrics.json and report.json hold what was sent",

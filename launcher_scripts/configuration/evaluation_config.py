@@ -1,17 +1,19 @@
-"""Settings of the evaluation, from the configuration."""
+"""Settings of the evaluation and of the certificate, from the configuration."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export_scripts.conversion.hub import cached_model
+from export_scripts.conversion.request import TORCH_DIST
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts
-from launcher_scripts.configuration.export_config import has_ensemble
+from launcher_scripts.configuration.export_config import conversion_request, has_ensemble
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config, stated_max_seq_len
 from stages.base import JobSettings
+from stages.certify import CertifyStage
 from stages.convert import find_checkpoint
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 from stages.deploy_config import OPENAI as OPENAI_ENGINE
@@ -46,11 +48,6 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
             "with deploy.server=auto."
         )
-    if server.adapter and "identity" in evaluate.tasks:
-        raise ValueError(
-            "evaluate.tasks has identity, which computes the checkpoint and not the adapter that "
-            "convert.format=peft makes; leave it out."
-        )
     folder = Path(evaluate.shared_server or config.results_dir / "deploy")
     stops = not config.deploy.keep and evaluate.shared_server is None
     return EvaluateStage(
@@ -60,6 +57,40 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
         endpoint_path=folder / ENDPOINT_NAME if evaluate.server is None else None,
         stops_server=stops and evaluate.server is None,
         facts=known_facts(config, server, context),
+    )
+
+
+def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
+    """Return the comparison of a folder, by default the one that the conversion makes.
+
+    Raises:
+        ValueError: The conversion makes an adapter, which is not a whole model, or a checkpoint
+            of Megatron-LM, which is not compared.
+    """
+    options, request = config.certify, conversion_request(config, exports=False)
+    if options.folder is None and request.output_format == TORCH_DIST:
+        raise ValueError(
+            "the stage certify compares shards and Hugging Face folders, not the checkpoint of "
+            f"convert.format={TORCH_DIST}: run stages=[convert] alone, or name a certify.folder"
+        )
+    if options.serve:
+        access = (config.deploy.tls_cert, config.deploy.token_file)
+        ca, token_file = (None if path is None else str(path) for path in access)
+        options = replace(options, ca=ca, token_file=token_file)
+    own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
+    if config.convert.is_adapter and (options.folder is None or options.serve):
+        raise ValueError(
+            "certify compares whole models, and convert.format=peft makes an adapter: leave certify"
+            " out of stages, or set certify.folder to a folder with the adapter merged."
+        )
+    return CertifyStage(
+        job,
+        options=options,
+        source=own,
+        folder=Path(options.folder) if options.folder else request.folder,
+        follows=options.folder is None,
+        given=request.given,
+        deploy=server_config(config) if options.serve else None,
     )
 
 
@@ -99,8 +130,6 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     section, triton = config.evaluate, config.export.triton_deployment
     # The conversion puts the tokenizer's files next to the shards.
     weights_dir = None if section.server else server.weights_dir
-    types = [config.export.model.weight_data_type, triton.data_type]
-    types += ["int8"] * (int(triton.int8_mode) > 0)
     # Where the server will speak OpenAI's protocol, as far as is known.
     expected = section.server if section.protocol == OPENAI else None
     if section.server is None and server.openai.enabled:
@@ -116,7 +145,6 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         tokenizer_dir=Path(section.tokenizer) if section.tokenizer else weights_dir,
         weights_dir=weights_dir,
         source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
-        types=tuple(types),
         # NVIDIA's backend sets no bound.
         max_seq_len=None if config.deploy.engine == FASTERTRANSFORMER else max_seq_len,
         max_batch_size=triton.max_batch_size if is_known else None,

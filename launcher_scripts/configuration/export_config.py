@@ -4,13 +4,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from export_scripts.conversion.hub import cached_model
-from export_scripts.conversion.request import OUTPUT_FORMATS, TORCH_DIST, ConversionRequest
+from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from foundations.values import shown
 from launcher_scripts.configuration.schema import Config
-from stages.base import JobSettings
-from stages.certify import CertifyStage
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
@@ -44,35 +42,6 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         processes=model.processes,
         model_type=config.export.run.model_type,
         for_text=exports and len(_model_folders(config)) > 1,
-    )
-
-
-def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
-    """Return the comparison of a folder, by default the one that the conversion makes.
-
-    Raises:
-        ValueError: The conversion makes an adapter, which is not a whole model, or a checkpoint
-            of Megatron-LM, which is not compared.
-    """
-    options, request = config.certify, conversion_request(config, exports=False)
-    if options.folder is None and request.output_format == TORCH_DIST:
-        raise ValueError(
-            "the stage certify compares shards and Hugging Face folders, not the checkpoint of "
-            f"convert.format={TORCH_DIST}: run stages=[convert] alone, or name a certify.folder"
-        )
-    own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
-    if config.convert.is_adapter and options.folder is None:
-        raise ValueError(
-            "certify compares whole models, and convert.format=peft makes an adapter: leave certify"
-            " out of stages, or set certify.folder to a folder with the adapter merged."
-        )
-    return CertifyStage(
-        job,
-        options=options,
-        source=own,
-        folder=Path(options.folder) if options.folder else request.folder,
-        follows=options.folder is None,
-        given=request.given,
     )
 
 

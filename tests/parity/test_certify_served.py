@@ -98,7 +98,13 @@ def test_endpoint_of_the_same_model_passes(model: Path, server: Server, tmp_path
     assert main([*words, "--log-prob-tolerance", "1e-4"]) == 0
     served = parts(tmp_path)["served"]
     assert [row["batch_size"] for row in served["rows"]] == [1, 8]
-    assert all(row["largest"] < 1e-4 and row["tokens"] == 8 * 15 for row in served["rows"])
+    assert all(row["largest"] < 1e-4 and row["tokens"] == 156 for row in served["rows"])
+
+
+def test_rows_are_as_many_and_as_long_as_asked(model: Path, server: Server, tmp_path: Path) -> None:
+    words = [str(model), "--endpoint", server.url, "--output", str(tmp_path), "--samples", "3"]
+    assert main([*words, "--input-len", "9", "--min-input-len", "9", "--batch-sizes", "2"]) == 0
+    assert [row["tokens"] for row in parts(tmp_path)["served"]["rows"]] == [3 * 8]
 
 
 def test_error_of_batches_is_named_with_its_row_and_token(
@@ -118,7 +124,7 @@ def test_endpoint_that_reads_other_ids_is_not_called_equal(
     words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
     assert main(words) == 3
     (found,) = parts(tmp_path)["served"]["findings"]
-    assert "reads [6, " in found["detail"]
+    assert "reads [16, " in found["detail"]
 
 
 def test_endpoint_without_log_probabilities_is_not_called_equal(
@@ -203,6 +209,8 @@ def test_training_step_is_compared_with_the_server(
     [
         (["--training", "{file}"], "--training is for a server"),
         ([], "name SOURCE and FOLDER"),
+        (["--endpoint", "http://127.0.0.1:9"], "name SOURCE and FOLDER"),
+        (["a", "--endpoint", "a:9", "--min-input-len", "40"], "exceeds --input_len=32"),
         (["--training", "{file}", "--endpoint", "http://127.0.0.1:9"], "row 0 has text; expected"),
         (["--training", "{code}", "--endpoint", "http://127.0.0.1:9"], "lists and tensors alone"),
         (["--training", "{number}", "--endpoint", "http://127.0.0.1:9"], "a row is int"),

@@ -202,6 +202,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.model",
         "inference.ranks",
         "inference.evaluation",
+        "inference.evaluation.run",
+        "inference.server",
     ),
     "inference.evaluation.tasks": (
         "export_scripts.conversion",
@@ -209,7 +211,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "foundations",
         "export_scripts.ft",
         "inference.evaluation",
-        "inference.certify",
     ),
     "inference.evaluation.report": (
         "foundations",

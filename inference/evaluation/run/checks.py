@@ -41,9 +41,14 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
         f"tasks: {', '.join(sorted(TASKS))}, and {PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
-        if make_task(name, options) is None
+        if make_task(name, options) is None and name != "identity"
     ]
-    if not options.tasks:
+    if "identity" in options.tasks:
+        problems.append(
+            "evaluate.tasks names identity, which the certificate replaced: leave it out, and run "
+            "stages=[certify] with certify.serve=true and certify.protocol=grpc."
+        )
+    if not (options.tasks or options.latency.enabled):
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
     tasks = known_tasks(options)

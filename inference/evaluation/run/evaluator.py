@@ -3,7 +3,7 @@
 import secrets
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -45,9 +45,11 @@ from inference.evaluation.run.task_run import (
     asked_again,
     run_task,
 )
-from inference.evaluation.task import EvaluationError, TextGenerator
+from inference.evaluation.task import EvaluationError, Ids, TextGenerator
 from inference.evaluation.tasks import known_tasks
-from inference.evaluation.tasks.identity import rows_of
+from inference.evaluation.tasks.served_folder import served_architecture
+
+_ANY_IDS = 32  # token ids that every vocabulary has
 
 
 def evaluate(
@@ -93,8 +95,7 @@ def _evaluate(
         asked = open_model(options)
         options, model = within_abilities(options, asked.lacks), asked
     tasks = known_tasks(options)
-    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
-    bounds |= parse_bounds(options.gate)[0]
+    bounds, _ = parse_bounds(options.gate)
     prepared = [prepare_task(task) for task in tasks]
     if problems := check_bounds_of_groups(bounds, prepared):
         raise ValueError("\n".join(problems))
@@ -145,12 +146,12 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    rows = (  # samples of the task identity are rows of token ids, written as numbers
-        rows_of(sample.text) if run.report.name == "identity" else [model.encode(sample.text)]
-        for run in runs
-        for sample in run.prepared.samples
+    rows: Iterator[Ids] = (
+        model.encode(sample.text) for run in runs for sample in run.prepared.samples
     )
-    return measure_latency(model, chain.from_iterable(rows), options, progress=progress)
+    if not runs:  # such as of an encoder, which may have no tokenizer
+        rows = iter([range(getattr(served_architecture(options), "vocab_size", _ANY_IDS))])
+    return measure_latency(model, rows, options, progress=progress)
 
 
 def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> TaskRun:
@@ -211,7 +212,6 @@ def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> l
             pairs=pairs_of(metric, both),
             moved=run.moved.get(metric.name, 0.0),
             tier=ADVISORY if run.report.name in options.advisory else CRITICAL,
-            remedy=run.prepared.task.remedy(),
         )
         for metric in run.report.metrics
     ]

@@ -275,9 +275,9 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
     ) as client:
         _check_ready(client, options)
         tokenizer: Tokenizer | ServedTokenizer = ServedTokenizer(client)
-        # An encoder may have none, and the task identity asks for none.
+        # An encoder may have none, and no task asks it.
         if (folder := options.tokenizer_dir) is not None and (
-            set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
+            options.tasks or find_tokenizer(folder) is not None
         ):
             tokenizer = load_tokenizer(folder)
         config = read_served(options.weights_dir)

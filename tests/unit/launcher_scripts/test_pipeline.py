@@ -60,6 +60,8 @@ def test_launcher_knows_every_stage() -> None:
         ("stages=[export]", "convert export"),
         ("stages=[evaluate]", "convert export deploy evaluate"),
         ("stages=[certify,export,deploy]", "convert certify export deploy"),
+        ("stages=[certify] certify.serve=true", "convert export certify"),
+        ("stages=[certify,deploy] certify.serve=true", "convert export certify deploy"),
         ("stages=[deploy] deploy.repository=s3://bucket/sample", "convert export deploy"),
         ("stages=[evaluate] evaluate.server=host:8001", "evaluate"),
         ("stages=[export] export.accuracy.enabled=true", "convert export deploy evaluate"),
@@ -230,6 +232,9 @@ def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
             "convert.format=peft convert.lora_checkpoints=[/a] stages=[convert,certify]",
             "certify compares whole models",
         ),
+        ("stages=[certify] certify.serve=true", "certify.protocol=openai needs a server"),
+        ("stages=[certify] certify.serve=true certify.endpoint=a:1", "starts another"),
+        ("stages=[evaluate] evaluate.tasks=[identity]", "run stages=[certify] with certify.serve"),
     ],
 )
 def test_what_cannot_run_is_named(tmp_path: Path, words: str, named: str) -> None:
@@ -261,7 +266,6 @@ def test_an_adapter_is_served_with_its_model(tmp_path: Path) -> None:
     [
         ((), "deploy.repository"),
         (("deploy.repository=/x", "deploy.engine=openai"), "deploy.engine=vllm"),
-        (("deploy.repository=/x", "evaluate.tasks=[identity]"), "evaluate.tasks has identity"),
         (("deploy.repository=/x", "+deploy.vllm.lora-modules=[a]"), "deploy.vllm.lora_modules"),
         (("export.model.tensor_model_parallel_size=2", "deploy.repository=/x"), "/x"),
     ],

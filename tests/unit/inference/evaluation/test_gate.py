@@ -17,7 +17,6 @@ from inference.evaluation.gate import (
     GateResult,
     Measured,
     apply_gate,
-    apply_gates,
     detectable,
 )
 from inference.evaluation.options import Bound
@@ -99,16 +98,6 @@ def test_a_sentence_is_held_breached_or_needs_more_samples(make_metric, pairs, s
     assert (verdict.status, found.exit_code, found.passed) == (status, code, code == 0)
     assert text in str(verdict)
     assert "80 % of runs catch" in str(verdict)
-
-
-def test_a_breach_that_samples_show_names_its_remedy(make_metric):
-    metric, bounds = make_metric(scale="mean"), {"lambada_last_word": Bound(paired=POINT)}
-    runs = [
-        [Measured(metric, metric, answers(1000, lost=lost), remedy="look there")]
-        for lost in (40, 12, 0)
-    ]
-    found = [each.verdicts[0].remedy for each in apply_gates(runs, bounds)]
-    assert found == ["look there", "", ""]
 
 
 @pytest.mark.parametrize(("gained", "status"), [(1, "insufficient"), (9, "held")])

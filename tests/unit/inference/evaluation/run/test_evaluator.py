@@ -88,7 +88,7 @@ def test_a_breach_is_in_the_report_and_is_no_error(options, model):
 
 def test_options_are_checked_first(options, model):
     with pytest.raises(ValueError, match=r"evaluate\.tasks is empty"):
-        evaluate(options(tasks=[]), FACTS, model=model)
+        evaluate(options(tasks=[], latency=LatencyOptions(enabled=False)), FACTS, model=model)
     assert model.requests == []
 
 
