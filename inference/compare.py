@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from foundations.commands import accept_any_text
+from foundations.commands import command_parser, run_command, say
 from foundations.files.replace import replace_file
 from inference.evaluation.bounds import check_bounds, parse_bounds, unsuited
 from inference.evaluation.gate import (
@@ -142,56 +142,54 @@ def _not_numbers(report: Report, bounds: Bounds) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the differences of runs, write a page of them with --output; return the status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m inference.compare", description="Compare evaluations with the first one."
+    parser = command_parser(
+        "compare",
+        "Compare evaluations with the first one.",
+        "exit status: with --gate that of the gate, 0, 3, 4 or 5; 2 for runs or options that are "
+        "none; else 0.",
+        package="inference",
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="a report.json, or its folder")
-    parser.add_argument("--output", type=Path, help="also write the comparison as an HTML page")
-    parser.add_argument(
-        "--gate",
-        metavar="FOLDER",
-        type=Path,
-        help="judge the runs after the first, write upgrade.html, .md, .json and junit.xml there, "
-        "and return the status of the gate: 0, 3, 4 or 5",
-    )
-    parser.add_argument(
-        "--bound",
-        metavar="METRIC=SENTENCE",
-        action="append",
-        default=[],
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="a report.json, or its folder")
+    add("--output", type=Path, help="also write the comparison as an HTML page")
+    add("--gate", metavar="FOLDER", type=Path,
+        help="judge the runs after the first, and write upgrade.html, .md, .json and junit.xml "
+        "there")  # fmt: skip
+    add("--bound", metavar="METRIC=SENTENCE", action="append", default=[],
         help="what --gate asks, such as 'boolq_accuracy=no drop of more than 1 point at 95 %%'; "
-        "without one, 1 point of each share and 1 %% of each perplexity",
-    )
-    options = parser.parse_args(arguments)
-    accept_any_text()
-    try:
-        if options.gate is None and options.bound:
-            raise ValueError("--bound is for --gate: name its folder, too.")
-        if options.gate is not None and options.output is not None:
-            raise ValueError("--gate writes a page into its folder: leave --output out.")
-        runs = _read(options.runs)
-        if options.gate is not None:
-            bounds, problems = parse_bounds(
-                dict(each.partition("=")[::2] for each in options.bound)
-            )
-            if problems:
-                raise ValueError("\n".join(problems))
-            text, status = decide(runs, bounds, options.gate)
-        else:
-            first, *others = runs.values()
-            compared = [compare_runs(first, each) for each in others]
-            shown = SideBySide(first[0].run_id, first[0], compared)
-            text, status = _for_terminal(shown), EXIT_PASS
-            if options.output is not None:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(options.output, shown.page().html())
-                text += f"\n\npage: {options.output}"
-    except (ValueError, OSError, ImportError) as error:
-        text = str(error).replace("evaluate.gate.", "--bound ")
-        print(f"error: {text}", file=sys.stderr)  # noqa: T201 - this is the command's output
-        return 2
-    print(text)  # noqa: T201 - this is the command's output
-    return status
+        "without one, 1 point of each share and 1 %% of each perplexity")  # fmt: skip
+
+    def handler(options: argparse.Namespace) -> int:
+        try:
+            text, status = _compare(options)
+        except (ValueError, ImportError) as error:
+            raise ValueError(str(error).replace("evaluate.gate.", "--bound ")) from error
+        say(text)
+        return status
+
+    return run_command(parser, handler, arguments, refused=2)
+
+
+def _compare(options: argparse.Namespace) -> tuple[str, int]:
+    """Return what the command prints, and its status. Raises ValueError."""
+    if options.gate is None and options.bound:
+        raise ValueError("--bound is for --gate: name its folder, too.")
+    if options.gate is not None and options.output is not None:
+        raise ValueError("--gate writes a page into its folder: leave --output out.")
+    runs = _read(options.runs)
+    if options.gate is not None:
+        bounds, problems = parse_bounds(dict(each.partition("=")[::2] for each in options.bound))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return decide(runs, bounds, options.gate)
+    first, *others = runs.values()
+    shown = SideBySide(first[0].run_id, first[0], [compare_runs(first, each) for each in others])
+    text = _for_terminal(shown)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(options.output, shown.page().html())
+        text += f"\n\npage: {options.output}"
+    return text, EXIT_PASS
 
 
 def _read(runs: Sequence[Path]) -> dict[str, Run]:

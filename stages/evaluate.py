@@ -169,7 +169,7 @@ class EvaluateStage(Stage):
                 self.endpoint_path.with_name(STOP_NAME).touch()
 
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
-        from inference.evaluation.report.formatting import references, time_text
+        from inference.evaluation.report.document import part_text
         from inference.evaluation.run.evaluator import evaluate
 
         def report_progress(state: EvaluationProgress) -> None:
@@ -187,8 +187,13 @@ class EvaluateStage(Stage):
             raise NotEvaluatedError(str(error)) from error
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
-            "references": references(report),
-            "times": {task.name: time_text(task.requests) for task in report.tasks},
+            "references": {
+                metric.name: part_text("reference", task.comparisons[metric.name], metric.unit)
+                for task in report.tasks
+                for metric in task.metrics
+                if metric.name in task.comparisons
+            },
+            "times": {task.name: part_text("times", task.requests) for task in report.tasks},
             "remarks": [str(each) for each in report.gate.verdicts if each.drop is not None],
             "report": str(self._output_dir / _REPORT_PAGE),
         }

@@ -4,7 +4,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from inference.certify.certificate import Certificate
 from inference.certify.findings import Part
 from inference.certify.layers import (
     compare_layers,
-    compute_original,
     load_source,
     stored_types,
 )
 from inference.certify.options import CertifySection, endpoint_problems
 from inference.certify.pair import Pair, open_pair
-from inference.certify.served import SERVED, compare_endpoint, compare_served, read_training_rows
+from inference.certify.served import compare_endpoint, compare_served, read_training_rows
 from inference.certify.settings import compare_generation, compare_settings
 from inference.certify.tensors import Progress, TensorRecord, compare_tensors
 from inference.certify.texts import compare_texts
@@ -89,7 +88,13 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
                 "source": _side(options.source, pair.facts.reader.format, own),
                 "folder": _side(options.folder, pair.folder.reader.format, others),
             }
-            parts += _computed(pair, options, Path(scratch))
+
+            def ask(source: Source) -> Iterator[Part]:
+                if options.endpoint is not None:
+                    yield compare_endpoint(source, options, stored_types(pair.folder))
+
+            if options.layers or options.endpoint is not None:
+                parts += compare_layers(pair, options, ask=ask, scratch=Path(scratch))
         asked = {
             "layers and logits (--no-layers)": options.layers,
             "served answers (--endpoint URL)": options.endpoint is not None,
@@ -100,27 +105,6 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
     if rows is not None:
         parts.append(compare_served("training", rows, str(options.training), options))
     return Certificate(sides, tuple(parts), left_out, options, given)
-
-
-def _computed(pair: Pair, options: CertifySection, scratch: Path) -> Iterator[Part]:
-    """Yield the parts that compute the models or ask a server."""
-
-    def ask(source: Source) -> Iterator[Part]:
-        if options.endpoint is not None:
-            yield compare_endpoint(source, options, stored_types(pair.folder))
-
-    if not options.layers and options.endpoint is None:
-        return
-    original = compute_original(pair, ask=ask, scratch_dir=scratch)
-    if not isinstance(original, Part):
-        if options.layers:
-            yield compare_layers(pair, original, tolerance=options.tolerance, scratch_dir=scratch)
-        yield from original.asked
-        return
-    if options.layers:
-        yield original
-    if options.endpoint is not None:
-        yield replace(original, name=SERVED)
 
 
 def _served_alone(source: Path, options: CertifySection, given: Given) -> Part:

@@ -28,81 +28,77 @@ from inference.certify.activations import (
 from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_computed
 from inference.certify.huggingface import load_huggingface
 from inference.certify.megatron import load_megatron
+from inference.certify.options import CertifySection
 from inference.certify.pair import Folder, Pair, stored_type
 from inference.certify.shards import run_shards
 from inference.certify.tolerances import ROUTED, tolerance_of
 from inference.engine.capacity import available_bytes
 
-NAME = "layers"
+NAME, SERVED = "layers", "served"
 _COMPUTED_BYTES = 4  # of a weight: both sides are computed in fp32, one after the other
 
 
-@dataclasses.dataclass(frozen=True)
-class Original:
-    """The source, computed.
+def compare_layers(
+    pair: Pair, options: CertifySection, *, ask: Callable[[Source], Iterator[Part]], scratch: Path
+) -> Iterator[Part]:
+    """Compute the source and then the folder in fp32, and compare every layer.
 
-    Attributes:
-        title: library and class.
-        asked: what `ask` has returned, while the source was loaded.
+    A source whose library is not run here is written as a Hugging Face folder in `scratch`, and so
+    are quantised weights that transformers does not widen. Shards are computed by the code that
+    serves them. What `ask` yields of the loaded source follows.
     """
-
-    title: str
-    activations: Activations
-    inputs: ModelInputs
-    asked: tuple[Part, ...]
-
-
-def compute_original(
-    pair: Pair, *, ask: Callable[[Source], Iterator[Part]], scratch_dir: Path
-) -> Original | Part:
-    """Compute the source in fp32, by its own library or that of the folder made of it.
-
-    A source whose library is not run here is written as a Hugging Face folder in `scratch_dir`. The
-    part says why nothing could compute it.
-    """
-    if problem := _memory_problem(pair):
-        return not_computed(NAME, problem, "both")
+    problem, asked = _memory_problem(pair), list[Part]()
     try:
-        source = load_source(pair.plan, pair.facts.reader.path, scratch_dir)
+        if problem:
+            raise ValueError(problem)
+        source = load_source(pair.plan, pair.facts.reader.path, scratch)
         # One side may have rows of padding, whose tokens the other does not know.
         sizes = (vars(each).get("vocab_size") for each in (pair.config, pair.folder.config) if each)
         size = min(source.vocab_size, *filter(None, sizes), source.vocab_size)
         source = dataclasses.replace(source, vocab_size=size)
-        inputs = source.default_inputs()
-        found = source.run(inputs)
-        return Original(source.title, found, inputs, tuple(ask(source)))
+        inputs, title = source.default_inputs(), source.title
+        expected = source.run(inputs) if options.layers else {}
+        asked += ask(source)
+        del source  # both sides may not fit into memory together
     except Exception as error:  # a library can fail in any way
-        return not_computed(NAME, f"{error}" or repr(error), "source")
+        where = "both" if problem else "source"
+        yield not_computed(NAME if options.layers else SERVED, f"{error}" or repr(error), where)
+        if options.layers and options.endpoint is not None:
+            yield not_computed(SERVED, "nothing could compute the source's log probabilities")
+        return
+    if options.layers:
+        yield _compared_folder(pair, title, inputs, expected, options.tolerance, scratch)
+    yield from asked
 
 
-def compare_layers(
-    pair: Pair, original: Original, *, tolerance: float | None, scratch_dir: Path
+def _compared_folder(
+    pair: Pair,
+    title: str,
+    inputs: ModelInputs,
+    expected: Activations,
+    tolerance: float | None,
+    scratch: Path,
 ) -> Part:
-    """Compute the folder in fp32 and compare every layer with the source's.
-
-    Its shards are computed by the code that serves them. Quantised weights that transformers does
-    not widen are widened in `scratch_dir`.
-    """
-    folder, expected = pair.folder, original.activations
+    folder = pair.folder
     try:
         if folder.is_shards:
-            title, reader = "Slipway's engine", FTReader(folder.path)
-            found = run_shards(reader, original.inputs, states=expected.get(EMBEDDING))
+            other, reader = "Slipway's engine", FTReader(folder.path)
+            found = run_shards(reader, inputs, states=expected.get(EMBEDDING))
         else:
             architecture = None if folder.config is None else folder.config.architecture()
-            loaded = _load_folder(pair.plan, folder.path, architecture, scratch_dir / "folder")
-            title, found = loaded.title, loaded.run(original.inputs)
+            loaded = _load_folder(pair.plan, folder.path, architecture, scratch / "folder")
+            other, found = loaded.title, loaded.run(inputs)
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "folder")
     types = [*stored_types(folder)]
     if _may_route_otherwise(pair):
         types.append(ROUTED)
-    limit = tolerance or tolerance_of(types)
     places = dict.fromkeys((*expected, *found))
     rows = [_compared(place, expected.get(place), found.get(place)) for place in places]
     largest = max(row["relative"] for row in rows)
     up_to = (f"errors of layers up to {largest:.1e} of their largest value",) if largest else ()
-    compared = f"{len(rows)} places of {original.title} and {title}"
+    compared = f"{len(rows)} places of {title} and {other}"
+    limit = tolerance or tolerance_of(types)
     return Part(NAME, compared, tuple(_findings(rows, limit)), up_to, rows)
 
 

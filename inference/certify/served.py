@@ -15,6 +15,7 @@ import torch
 
 from inference.certify.activations import LOGITS, ModelInputs, Source
 from inference.certify.findings import DIFFERS, Part, Remark, not_computed
+from inference.certify.layers import SERVED
 from inference.certify.options import CertifySection
 from inference.certify.triton import compare_triton
 from inference.evaluation.openai_client import OpenAIClient, listed_model
@@ -34,7 +35,6 @@ _PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
 _ROWS = ("samples", "rollout_data")  # of a .pt file
 _SAME = 1e-6
 _TIMEOUT_S = 600.0
-SERVED = "served"  # the name of the part
 
 
 @dataclass(frozen=True)

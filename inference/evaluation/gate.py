@@ -160,12 +160,6 @@ class Measured:
     moved: float = 0.0
     tier: str = CRITICAL
 
-    @property
-    def before(self) -> Metric:
-        """The baseline's metric, for a bound that asks for it."""
-        assert self.baseline is not None, "checked by Baseline.problems"
-        return self.baseline
-
     def verdict(self, bound: str, status: str, **others: Any) -> Verdict:
         """Return the outcome of a bound."""
         return Verdict(
@@ -197,7 +191,7 @@ def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[Gate
     """
     sentences = [each for bound in bounds.values() for each in sentences_of(bound)]
     tested = len(runs) * sum(each.word != CHANGE for each in sentences)
-    found = []
+    found: list[list[Verdict]] = []
     for measured in runs:
         by_name = {each.metric.name: each for each in measured}
         if missing := [name for name in bounds if name not in by_name]:
@@ -205,52 +199,40 @@ def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[Gate
             raise ValueError(
                 f"evaluate.gate.{missing[0]}: this metric was not measured; measured: {known}."
             )
-        found.append(
-            [
-                each
-                for name, bound in bounds.items()
-                for each in _verdicts(by_name[name], bound, tested)
-            ]
-        )
+        found.append([])
+        for name, bound in bounds.items():
+            found[-1] += _absolute(by_name[name], bound)
+            found[-1] += (_sentence(by_name[name], each, tested) for each in sentences_of(bound))
     p_values = [each.p_value for own in found for each in own if each.p_value is not None]
     adjusted = iter(holm(p_values))
     return [GateResult(tuple(_decided(each, adjusted) for each in own)) for own in found]
 
 
-def _verdicts(own: Measured, bound: Bound, tested: int) -> list[Verdict]:
-    sentences = (_sentence(own, each, tested) for each in sentences_of(bound))
-    return [*_absolute(own, bound), *sentences]
-
-
-def _absolute(own: Measured, bound: Bound) -> list[Verdict]:
-    """Return the verdicts of the absolute bounds; NaN breaches each."""
-    limits = [
-        (word, limit, sign * (own.metric.value - limit) >= 0)
-        for word, limit, sign in (("min", bound.min, 1), ("max", bound.max, -1))
-        if limit is not None
-    ]
-    return [
-        own.verdict(f"{word} {limit:g}", HELD if holds else BREACHED, limit=limit)
-        for word, limit, holds in limits
-    ]
+def _absolute(own: Measured, bound: Bound) -> Iterator[Verdict]:
+    """Yield the verdicts of the absolute bounds; NaN breaches each."""
+    for word, limit, sign in (("min", bound.min, 1), ("max", bound.max, -1)):
+        if limit is not None:
+            status = HELD if sign * (own.metric.value - limit) >= 0 else BREACHED
+            yield own.verdict(f"{word} {limit:g}", status, limit=limit)
 
 
 def _sentence(own: Measured, bound: PairedBound, tested: int) -> Verdict:
     """Return the verdict of one sentence, of which `tested` are tested together."""
-    margin = bound.margin(own.before)
+    assert own.baseline is not None, "checked by Baseline.problems"
+    margin = bound.margin(own.baseline)
     if bound.is_advisory:
         own = replace(own, tier=ADVISORY)
     if bound.word == CHANGE:
-        return _unchanged(own, bound, margin)
-    return _paired(own, bound, margin, tested)
+        return _unchanged(own, bound, margin, own.baseline.value)
+    return _paired(own, bound, margin, tested, own.baseline.value)
 
 
-def _unchanged(own: Measured, bound: PairedBound, margin: float) -> Verdict:
+def _unchanged(own: Measured, bound: PairedBound, margin: float, before: float) -> Verdict:
     """Return whether the samples changed by no more than `margin` on average, in any direction.
 
     Nothing is inferred: that is the most by which the metric itself can have moved.
     """
-    metric, pairs, before = own.metric, own.pairs, own.before.value
+    metric, pairs = own.metric, own.pairs
     if pairs is None:
         change = abs(metric.value - before)
         note = f"changed by {change:.4g} from {before:.6g}, {margin:.4g} is allowed"
@@ -269,7 +251,9 @@ def _unchanged(own: Measured, bound: PairedBound, margin: float) -> Verdict:
     return own.verdict(bound.text, status, baseline=before, note=note)
 
 
-def _paired(own: Measured, bound: PairedBound, margin: float, tested: int) -> Verdict:
+def _paired(
+    own: Measured, bound: PairedBound, margin: float, tested: int, before: float
+) -> Verdict:
     """Return what the samples show about a sentence, one of those `tested` together.
 
     Whether it is breached is left to Holm.
@@ -293,7 +277,7 @@ def _paired(own: Measured, bound: PairedBound, margin: float, tested: int) -> Ve
     return own.verdict(
         bound.text,
         HELD if is_held else INSUFFICIENT,
-        baseline=own.before.value,
+        baseline=before,
         drop=test.drop,
         low=test.low,
         high=test.high,

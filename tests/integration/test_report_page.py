@@ -22,7 +22,7 @@ import pytest
 from inference.certify.certificate import _rendered
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
-from inference.evaluation.report.pages import report_page
+from inference.evaluation.report.files import report_page
 from inference.evaluation.run.evaluator import evaluate
 from tests.fake_model import partly_right_model, write_passages
 

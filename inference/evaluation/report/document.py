@@ -18,7 +18,6 @@ from markupsafe import Markup
 from pydantic_core import to_jsonable_python
 
 from foundations.tables import text_table
-from inference.evaluation.report import formatting
 
 GOOD, BAD, UNDECIDED, QUIET = "good", "bad", "open", "quiet"  # classes of report.css
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -43,8 +42,65 @@ def code(text: str) -> Markup:
     return Markup(f"{fence}\n{' '.join(text.splitlines())}\n{fence}")
 
 
+def value_text(value: float, unit: str) -> str:
+    """Return a metric's value: fractions as percent, everything else with four digits."""
+    return f"{100 * value:.2f}%" if unit == "fraction" else number_text(value)
+
+
+def number_text(value: float) -> str:
+    """Return a number with four significant digits and thousands separated."""
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    if magnitude >= 1e9 or magnitude < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if magnitude >= 1000 else f"{value:.4g}"
+
+
+def difference_text(value: float, unit: str) -> str:
+    """Return a difference with its sign; of fractions in percentage points."""
+    if value == 0:
+        return "0"
+    return f"{100 * value:+.2f} pt" if unit == "fraction" else f"{value:+.4g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def milliseconds_text(value: float) -> str:
+    """Return a latency."""
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    return f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
+
+
+def metric_title(name: str) -> str:
+    """Return a metric's name for a heading: `lambada_last_word` becomes "Last word"."""
+    words = name.split("_")[1:] or name.split("_")
+    return " ".join(words).capitalize()
+
+
+_FILTERS: Mapping[str, Callable[..., Any]] = {
+    "code": code,
+    "difference": difference_text,
+    "metric_title": metric_title,
+    "milliseconds": milliseconds_text,
+    "number": number_text,
+    "seconds": seconds_text,
+    "value": value_text,
+}
+
+
 def _environment(**options: Any) -> Environment:
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -53,22 +109,12 @@ def _environment(**options: Any) -> Environment:
         keep_trailing_newline=True,
         **options,
     )
+    environment.filters.update(_FILTERS)
+    return environment
 
 
 _MARKUP_LANGUAGES = _environment()
 _MARKDOWN = _environment(finalize=_plain)
-_FILTERS: Mapping[str, Callable[..., Any]] = {
-    "code": code,
-    "difference": formatting.difference_text,
-    "ends": formatting.ends_text,
-    "metric_title": formatting.metric_title,
-    "milliseconds": formatting.milliseconds_text,
-    "number": formatting.number_text,
-    "seconds": formatting.seconds_text,
-    "times": formatting.time_text,
-    "value": formatting.value_text,
-}
-_MARKDOWN.filters.update(_FILTERS)
 
 
 def render(template: str, **values: Any) -> str:
@@ -116,6 +162,11 @@ class Page:
             style=style,
             script=script,
         )
+
+
+def part_text(name: str, *values: Any) -> str:
+    """Return what a macro of parts.md.jinja makes of values, as people read it in a terminal."""
+    return _unescaped(getattr(_MARKDOWN.get_template("parts.md.jinja").module, name)(*values))
 
 
 def terminal_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The files of a report: JSON, metrics, predictions, JUnit, Markdown and HTML.
+"""The files of a report: JSON, metrics, predictions, JUnit, Markdown and the page.
 
 Every file is replaced in one step. report.json is written last, so where it is, the rest is too.
 """
@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from foundations.files.replace import replace_file
-from inference.evaluation.gate import Verdict
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD, Verdict
 from inference.evaluation.record import Report, read_predictions, read_report
-from inference.evaluation.report.document import render
-from inference.evaluation.report.formatting import ends_text
-from inference.evaluation.report.pages import changes_text, report_page
+from inference.evaluation.report.document import (
+    BAD,
+    GOOD,
+    QUIET,
+    UNDECIDED,
+    Page,
+    markdown,
+    render,
+)
 from inference.evaluation.task import Prediction
 
 REPORT_JSON = "report.json"
@@ -65,7 +71,7 @@ def junit_text(report: Report) -> str:
     return render(
         "junit.xml",
         name=f"slipway {report.run.name}",
-        tasks=[(each, ends_text(each.requests)) for each in report.tasks],
+        tasks=report.tasks,
         gates={"gate": report.gate.verdicts},
     )
 
@@ -86,6 +92,44 @@ def _as_xml(message: str) -> str:
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", message)
 
 
+def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:
+    """Return the whole report."""
+    verdict, status = verdict_of(report)
+    return Page(
+        report.run.name,
+        _markdown("report", report, predictions),
+        {"report": asdict(report), "samples": [asdict(each) for each in predictions]},
+        verdict,
+        status,
+        f"{report.run_id} · schema {report.schema_version} · the same figures are in report.json "
+        "and predictions.jsonl",
+    )
+
+
+def _markdown(template: str, report: Report, predictions: Sequence[Prediction]) -> str:
+    changed = [each for each in predictions if each.changes]
+    # Right and wrong first, then the largest differences.
+    changed.sort(key=lambda each: -max(abs(new - old) for old, new in each.changes.values()))
+    verdict, _ = verdict_of(report)
+    return markdown(
+        template, report=report, verdict=verdict, changed=changed, total=len(predictions)
+    )
+
+
+def verdict_of(report: Report) -> tuple[str, str]:
+    """Return the outcome of the gate in a few words, and its colour."""
+    if not report.bounds:
+        return "no gate set", QUIET
+    gate, held, checked = report.gate, len(report.gate.of(HELD)), len(report.gate.verdicts)
+    decided = f"{len(gate.deciding)} of {checked} bounds"
+    if gate.exit_code == EXIT_GATE_BREACHED:
+        return f"gate breached ({decided})", BAD
+    if gate.exit_code == EXIT_INSUFFICIENT:
+        return f"gate undecided ({decided} need more samples)", UNDECIDED
+    others = ", the others are advisory" * (held < checked)
+    return f"gate passed ({held} of {checked} bounds hold{others})", GOOD
+
+
 def read_run(path: Path) -> tuple[Report, list[Prediction]]:
     """Read a report.json, and the predictions next to it where there are any.
 
@@ -104,7 +148,7 @@ def write_report(output_dir: Path, report: Report, predictions: Sequence[Predict
         METRICS_JSON: metrics_text(report),
         JUNIT: junit_text(report),
         REPORT_MARKDOWN: page.text,
-        CHANGES: changes_text(report, predictions),
+        CHANGES: _markdown("changes", report, predictions),
         REPORT_HTML: page.html(),
         REPORT_JSON: json.dumps(asdict(report), indent=1) + "\n",
     }

@@ -22,13 +22,14 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
     Raises:
         EvaluationError: nothing is left, or a bound is on what is left out.
     """
-    kept: list[str] = []
-    left_out: dict[str, str] = {}
-    for task in known_tasks(options):
-        missing = {name: lacks[need] for name, need in task.needs.items() if need in lacks}
-        left_out |= {name: missing[name] for name in task.metric_names if name in missing}
-        if not missing.keys() >= {*task.metric_names}:
-            kept.append(task.name)
+    tasks = known_tasks(options)
+    left_out = {
+        name: lacks[task.needs[name]]
+        for task in tasks
+        for name in task.metric_names
+        if task.needs.get(name) in lacks
+    }
+    kept = [task.name for task in tasks if not {*task.metric_names} <= left_out.keys()]
     bounds, _ = parse_bounds(options.gate)
     problems = [
         f"evaluate.gate.{name} bounds what the server cannot answer: {left_out[name]}."

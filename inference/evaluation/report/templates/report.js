@@ -14,7 +14,7 @@
     return element;
   };
 
-  // Numbers, as formatting.py writes them; null is what JSON has no number for.
+  // Numbers, as document.py writes them; null is what JSON has no number for.
 
   const numberText = (value) => {
     if (value === null) return "not a number";

@@ -21,7 +21,7 @@ from inference.evaluation.gate import (
 )
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.report.pages import verdict_of
+from inference.evaluation.report.files import verdict_of
 from tests.conftest import present
 
 NAME = "lambada_last_word"

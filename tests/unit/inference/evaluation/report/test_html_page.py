@@ -18,7 +18,7 @@ from inference.evaluation.gate import GateResult, Measured, apply_gate
 from inference.evaluation.options import Bound
 from inference.evaluation.record import LatencyPoint, Report, StageTiming
 from inference.evaluation.report.document import markdown, terminal_text
-from inference.evaluation.report.pages import report_page
+from inference.evaluation.report.files import report_page
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import Prediction
 
