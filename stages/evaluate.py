@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
@@ -28,9 +29,6 @@ from stages.endpoint import RELOAD_NAME, STOP_NAME, ServerEndpoint, read_endpoin
 from stages.progress import Progress
 from stages.record import RECORD_NAME, now, read_record
 
-if TYPE_CHECKING:
-    from inference.evaluation.run.task_run import EvaluationProgress
-
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
 # Options that do not change the report.
@@ -45,7 +43,6 @@ _NEEDS_OPENAI = (
 )
 # Sections that other keys set, or that belong to no task.
 _OF_EVERY_TASK = ("lambada", "latency")
-_UPDATES = 200  # of the progress of a task
 
 
 class NotEvaluatedError(StageError):
@@ -172,17 +169,8 @@ class EvaluateStage(Stage):
         from inference.evaluation.report.document import part_text
         from inference.evaluation.run.evaluator import evaluate
 
-        def report_progress(state: EvaluationProgress) -> None:
-            # Every new phase is written, and the running figures make one.
-            if state.done < state.total and state.done % max(1, state.total // _UPDATES):
-                return
-            short = {name: name.removeprefix(f"{state.phase}_") for name, _ in state.running}
-            running = "".join(f" {short[name]} {value:.1%}" for name, value in state.running)
-            phase = f"{state.phase}{running}"
-            progress.update(phase, done=state.done, total=state.total, unit="samples")
-
         try:
-            report = evaluate(options, facts, progress=report_progress)
+            report = evaluate(options, facts, progress=partial(progress.update, unit="samples"))
         except (EvaluationError, ValueError) as error:  # the server, or data and options
             raise NotEvaluatedError(str(error)) from error
         summary: Summary = {

@@ -2,9 +2,8 @@
 
 # Shapes: N tokens, W width of a place (hidden, or the vocabulary)
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def spread_ids(count: int, vocab_size: int, first: int = 5) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint in its library, one row at a time; threads may share it.
+    """A checkpoint in its library, one row at a time.
 
     Attributes:
         title: library, version and class, for people.
@@ -45,7 +44,6 @@ class Source:
     positions: int | None
     compute: Callable[[ModelInputs], Activations]
     start: int | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def default_inputs(self) -> ModelInputs:
         """Return ids from all over the vocabulary; behind an encoder, with an answer."""
@@ -64,7 +62,7 @@ class Source:
         every = (*inputs.ids, *inputs.decoder_ids)
         if strange := [each for each in every if not 0 <= each < self.vocab_size]:
             raise ValueError(f"token ids {strange} are not below vocab_size={self.vocab_size}")
-        with self.lock, torch.no_grad():
+        with torch.no_grad():
             return self.compute(inputs)
 
 

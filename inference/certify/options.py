@@ -4,7 +4,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, TOKENS, Within, option
@@ -67,8 +66,7 @@ class CertifySection:
     @property
     def credentials(self) -> Credentials:
         """TLS and the token of requests."""
-        ca, token = (None if each is None else Path(each) for each in (self.ca, self.token_file))
-        return Credentials(uses_tls=ca is not None, ca=ca, token_file=token)
+        return Credentials.of(self.ca, self.token_file)
 
 
 def endpoint_problems(options: CertifySection, prefix: str) -> Iterator[str]:

@@ -196,15 +196,25 @@ def _table(file: Path) -> dict[str, Any]:
     return {name: each for name, each in table.items() if name not in _NOT_COMPARED}
 
 
+def _content(file: Path) -> Any:
+    """Return what a file says, whatever its spaces, and the version that heads merges."""
+    content = file.read_bytes()
+    if file.suffix == ".json":
+        with contextlib.suppress(ValueError):
+            return json.loads(content)
+    if file.suffix == ".txt":
+        return [each for each in content.splitlines() if each and not each.startswith(b"#version")]
+    return content
+
+
 def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
     """Yield other merges, which few texts may show, and what may change neither ids nor texts."""
     for file in (*_VOCABULARIES[1:], *_SPECIAL):
-        if all((each / name).is_file() for each in (source, folder) for name in (file, _WHOLE)):
-            mine, theirs = ((each / file).read_bytes() for each in (source, folder))
-            is_json = mine != theirs and file.endswith(".json")
-            if json.loads(mine) != json.loads(theirs) if is_json else mine != theirs:
-                status = UP_TO if file in _SPECIAL else NOT_COMPUTED
-                yield Remark(status, "another file", file, f"some libraries read it, not {_WHOLE}")
+        pair = (source / file, folder / file)
+        is_second = all(each.with_name(name).is_file() for each in pair for name in (file, _WHOLE))
+        if is_second and _content(pair[0]) != _content(pair[1]):
+            status = UP_TO if file in _SPECIAL else NOT_COMPUTED
+            yield Remark(status, "another file", file, f"some libraries read it, not {_WHOLE}")
     for file in (_WHOLE, SETTINGS_FILE):
         if not all((each / file).is_file() for each in (source, folder)):
             continue

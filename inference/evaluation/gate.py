@@ -219,12 +219,12 @@ def _absolute(own: Measured, bound: Bound) -> Iterator[Verdict]:
 def _sentence(own: Measured, bound: PairedBound, tested: int) -> Verdict:
     """Return the verdict of one sentence, of which `tested` are tested together."""
     assert own.baseline is not None, "checked by Baseline.problems"
-    margin = bound.margin(own.baseline)
+    margin, before = bound.margin(own.baseline), own.baseline.value
     if bound.is_advisory:
         own = replace(own, tier=ADVISORY)
     if bound.word == CHANGE:
-        return _unchanged(own, bound, margin, own.baseline.value)
-    return _paired(own, bound, margin, tested, own.baseline.value)
+        return _unchanged(own, bound, margin, before)
+    return _paired(own, bound, margin, tested, before)
 
 
 def _unchanged(own: Measured, bound: PairedBound, margin: float, before: float) -> Verdict:

@@ -256,11 +256,7 @@ class EvaluateSection:
     @property
     def credentials(self) -> Credentials:
         """TLS and the token of requests."""
-        return Credentials(
-            uses_tls=self.ca is not None,
-            ca=None if self.ca is None else Path(self.ca),
-            token_file=None if self.token_file is None else Path(self.token_file),
-        )
+        return Credentials.of(self.ca, self.token_file)
 
 
 @dataclass(kw_only=True)

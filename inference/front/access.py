@@ -166,6 +166,12 @@ class Credentials:
     ca: Path | None = None  # authorities to trust, PEM; None for those of this machine
     token_file: Path | None = None  # of mode 600; its first line is sent
 
+    @classmethod
+    def of(cls, ca: str | None, token_file: str | None) -> "Credentials":
+        """Return those of two paths; TLS is used where there are authorities."""
+        paths = (None if each is None else Path(each) for each in (ca, token_file))
+        return cls(ca is not None, *paths)
+
     def problems(self, *, prefix: str = "--", joiner: str = "-") -> list[str]:
         """Return the problems of the files, by option; they are read."""
         found = _token_problems(f"{prefix}token{joiner}file", self.token_file)

@@ -39,10 +39,10 @@ from inference.evaluation.run.preparation import (
 )
 from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
-    EvaluationProgress,
     ProgressCallback,
     TaskRun,
     asked_again,
+    no_progress,
     run_task,
 )
 from inference.evaluation.task import EvaluationError, Ids, TextGenerator
@@ -57,7 +57,7 @@ def evaluate(
     facts: RunFacts,
     *,
     model: TextGenerator | None = None,
-    progress: ProgressCallback = lambda _: None,
+    progress: ProgressCallback = no_progress,
 ) -> Report:
     """Run the tasks against the server of `options.url`, write the report and return it.
 
@@ -104,7 +104,7 @@ def _evaluate(
     output_dir.mkdir(parents=True, exist_ok=True)
     for name in FILE_NAMES:  # two reports are never mixed
         (output_dir / name).unlink(missing_ok=True)
-    progress(EvaluationProgress("connect", done=0, total=1))
+    progress("connect", 0, 1)
     with nullcontext(model) if model is not None else connect(options) as served:
         runs = [
             run_task(

@@ -22,7 +22,7 @@ import numpy as np
 from inference.evaluation.options import EvaluationOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
 from inference.evaluation.retry import patiently
-from inference.evaluation.run.task_run import EvaluationProgress, ProgressCallback
+from inference.evaluation.run.task_run import ProgressCallback, no_progress
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import (
     EvaluationError,
@@ -77,7 +77,7 @@ def measure_latency(
     tokens: Iterable[Ids],
     options: EvaluationOptions,
     *,
-    progress: ProgressCallback = lambda _: None,
+    progress: ProgressCallback = no_progress,
 ) -> tuple[LatencyPoint, ...]:
     """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
 
@@ -97,7 +97,7 @@ def measure_latency(
     send = cache(lambda load: _send(model, options, load))
     points = []
     for done, load in enumerate(loads):
-        progress(EvaluationProgress("latency", done, len(loads)))
+        progress("latency", done, len(loads))
         needs_one = load.shape.output_len and not model.streams
         one = replace(load, shape=RequestShape(load.shape.input_len, 1)) if needs_one else load
         try:
@@ -107,7 +107,7 @@ def measure_latency(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
                 "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
             ) from error
-    progress(EvaluationProgress("latency", len(loads), len(loads)))
+    progress("latency", len(loads), len(loads))
     return tuple(points)
 
 

@@ -39,27 +39,17 @@ from inference.evaluation.task import (
 
 _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_SAMPLES = 5
+_UPDATES = 200  # of the progress of a task
 _ASKED_AGAIN = 16
 _ROUNDING = 1e-3  # of a perplexity of 1, which a sum of log probabilities may leave
 
 
-@dataclass(frozen=True)
-class EvaluationProgress:
-    """The progress of an evaluation.
-
-    Attributes:
-        phase: the task's name, or what else is being done.
-        done, total: samples (or latency points).
-        running: accuracies over the samples done so far, by metric name.
-    """
-
-    phase: str
-    done: int
-    total: int
-    running: tuple[tuple[str, float], ...] = ()
+# Called with what is being done, and how many samples (or latency points) are done, of how many.
+ProgressCallback = Callable[[str, int, int], None]
 
 
-ProgressCallback = Callable[[EvaluationProgress], None]
+def no_progress(*_: object) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ def run_task(
     model: TextGenerator,
     *,
     concurrency: int,
-    progress: ProgressCallback = lambda _: None,
+    progress: ProgressCallback = no_progress,
     is_kept: bool = False,
 ) -> TaskRun:
     """Evaluate a task on its prepared data, keeping up to `concurrency` samples in flight.
@@ -174,7 +164,7 @@ def _ask_all(
     answered: dict[int, Prediction] = {}
     failures: list[tuple[int, RequestFailedError]] = []
     right: dict[str, float] = defaultdict(float)
-    progress(EvaluationProgress(task, 0, len(samples)))
+    progress(task, 0, len(samples))
     waiting = iter(samples)
     asked: dict[Future[Prediction], int] = {}
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="evaluate")
@@ -193,9 +183,14 @@ def _ask_all(
                     for name, value in answered[index].values.items():
                         if value in (0.0, 1.0):
                             right[name] += value
-                shares = tuple((name, each / len(answered)) for name, each in right.items())
                 done = len(answered) + len(failures)
-                progress(EvaluationProgress(task, done, len(samples), shares))
+                # The accuracies so far make a phase, and every new phase is written.
+                if done == len(samples) or done % max(1, len(samples) // _UPDATES) == 0:
+                    shares = (
+                        f" {name.removeprefix(f'{task}_')} {each / len(answered):.1%}"
+                        for name, each in right.items()
+                    )
+                    progress(task + "".join(shares), done, len(samples))
                 if len(failures) == _MAX_FAILURES:
                     break
     finally:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference.certify.certificate import Certificate
+from inference.certify.findings import Part
 from inference.certify.options import CertifySection
 from stages.base import JobSettings, StageError
 from stages.certify import CertifyStage
+from stages.deploy_config import DeployConfig
+from stages.endpoint import ServerEndpoint
 from tests.tiny_transformers import write_model
 
 
@@ -45,6 +51,33 @@ def test_difference_ends_the_stage_with_the_verdict(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="differs: layernorm_eps") as caught:
         stage(source, folder, tmp_path / "out")()
     assert caught.value.exit_code == 1
+
+
+def test_server_of_what_is_exported_is_asked_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[CertifySection] = []
+    running: list[str] = []
+
+    @contextmanager
+    def serving(*_: object) -> Iterator[tuple[None, ServerEndpoint]]:
+        running.append("server")
+        yield None, ServerEndpoint("node", 8000, 8001, 0, "m", None, "1", 1, 1, "now")
+        running.clear()
+
+    def certify(options: CertifySection, *_: object) -> Certificate:
+        assert running
+        asked.append(options)
+        return Certificate({}, (Part("served", "rows"),), (), options, ())
+
+    monkeypatch.setattr("stages.certify.serving", serving)
+    monkeypatch.setattr("inference.certify.certify.certify", certify)
+    deploy = DeployConfig(folder=tmp_path, model_name="fastertransformer")
+    own = replace(stage(tmp_path, tmp_path, tmp_path / "out"), deploy=deploy)
+    own.options.protocol = "grpc"
+    (tmp_path / "out" / "job").mkdir(parents=True)
+    assert own()["verdict"] == "equal"
+    assert (running, asked[0].endpoint, asked[0].model) == ([], "node:8001", "fastertransformer")
 
 
 def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.preparation import prepare_task
-from inference.evaluation.run.task_run import EvaluationProgress, run_task
+from inference.evaluation.run.task_run import run_task
 from inference.evaluation.task import EvaluationError
 from inference.evaluation.tasks.lambada import Lambada
 
 
-def run(passages: Path, model, *, concurrency: int = 4, progress=lambda _: None):
+def run(passages: Path, model, *, concurrency: int = 4, progress=lambda *_: None):
     task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages))))
     return run_task(prepare_task(task), model, concurrency=concurrency, progress=progress)
 
@@ -48,10 +48,10 @@ def test_every_request_is_counted_and_timed(passages, model):
 
 
 def test_progress_shows_the_accuracy_so_far(passages, model):
-    reported: list[EvaluationProgress] = []
-    run(passages, model, progress=reported.append)
-    assert [each.done for each in reported] == [0, 1, 2, 3, 4]
-    assert dict(reported[-1].running) == {"lambada_last_word": 0.25, "lambada_last_token": 0.5}
+    reported: list[tuple[str, int, int]] = []
+    run(passages, model, progress=lambda *state: reported.append(state))
+    assert [done for _, done, _ in reported] == [0, 1, 2, 3, 4]
+    assert reported[-1][0] == "lambada last_word 25.0% last_token 50.0%"
 
 
 def test_a_failed_sample_fails_the_run_and_is_named(passages, model):
