@@ -52,13 +52,15 @@ def _resources(name: str, config: Config, settings: Any, limit_min: int) -> Reso
     """Return the resources of a stage's job by its settings; the time limit is in minutes."""
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
     nodes = tasks = 1
-    if name == "deploy":
-        settings = server_config(config)
-        nodes, tasks = settings.nodes, settings.tasks_per_node
+    gpus = None if name in ("evaluate", "certify") else settings.gpus_per_node
+    if name == "deploy" or (name == "certify" and config.certify.serve):
+        server = server_config(config)
+        nodes, tasks, gpus = server.nodes, server.tasks_per_node, server.gpus_per_node
+        settings = server if name == "deploy" else settings
     return Resources(
         nodes=nodes,
         tasks_per_node=tasks,
-        gpus_per_node=None if name in ("evaluate", "certify") else settings.gpus_per_node,
+        gpus_per_node=gpus,
         cpus_per_task=settings.cpus_per_task or usual_cpus.get(name),
         mem_gb=settings.mem_gb,
         time_limit_min=limit_min,

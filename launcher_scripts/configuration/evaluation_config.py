@@ -73,6 +73,12 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
             "the stage certify compares shards and Hugging Face folders, not the checkpoint of "
             f"convert.format={TORCH_DIST}: run stages=[convert] alone, or name a certify.folder"
         )
+    server = server_config(config) if options.serve else None
+    if server is not None and server.nodes > 1:
+        raise ValueError(
+            f"a model over {server.nodes} nodes needs a server job of its own: run "
+            "stages=[deploy], and give its address as certify.endpoint, not certify.serve=true."
+        )
     if options.serve:
         access = (config.deploy.tls_cert, config.deploy.token_file)
         ca, token_file = (None if path is None else str(path) for path in access)
@@ -90,7 +96,7 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
         folder=Path(options.folder) if options.folder else request.folder,
         follows=options.folder is None,
         given=request.given,
-        deploy=server_config(config) if options.serve else None,
+        deploy=server,
     )
 
 

@@ -60,7 +60,7 @@ def test_server_of_what_is_exported_is_asked_and_ended(
     running: list[str] = []
 
     @contextmanager
-    def serving(*_: object) -> Iterator[tuple[None, ServerEndpoint]]:
+    def serving(*_: object, **__: object) -> Iterator[tuple[None, ServerEndpoint]]:
         running.append("server")
         yield None, ServerEndpoint("node", 8000, 8001, 0, "m", None, "1", 1, 1, "now")
         running.clear()
