@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 _NEWEST = (NEWEST,)
 
 
-class Scheduler(StepScheduler[RunningRequest]):
+class Scheduler(StepScheduler):
     """The sequences of all requests, from waiting to finished."""
+
+    requests: dict[RunningRequest, None]
 
     def __init__(
         self,
