@@ -401,4 +401,4 @@ class EngineBase(ABC):
 
 
 def _pass_over(_: str) -> None:
-    """Do nothing for an engine that nobody watches."""
+    """Do nothing: the engine has no owner."""
