@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests import mamba_on_a_cpu
 from tests.megatron_ranks import be_ranks, run_ranks
 
 WORLD_SIZE = 4
@@ -25,6 +26,10 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
     "kv_channels": 8, "layernorm_epsilon": 1e-5, "normalization": "RMSNorm",
     "add_bias_linear": False,
+}  # fmt: skip
+# Of a model with Mamba layers, which is a Nemotron-H then.
+MAMBA: dict[str, Any] = {
+    "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_num_groups": 2, "mamba_state_dim": 5,
 }  # fmt: skip
 
 
@@ -52,6 +57,16 @@ class Hybrid:
     classic: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """All settings of TransformerConfig that it states."""
+        return {**SIZES, **(MAMBA if self.has_mamba else {}), **self.settings}
+
+    @property
+    def has_mamba(self) -> bool:
+        """Whether it is a Nemotron-H."""
+        return "M" in self.pattern
+
 
 def save_all(saves: Sequence[Hybrid], work_dir: Path, python: str | None = None) -> None:
     """Save checkpoints in processes of their own, of another interpreter than this if given."""
@@ -60,10 +75,15 @@ def save_all(saves: Sequence[Hybrid], work_dir: Path, python: str | None = None)
 
 def _layers(settings: Any) -> dict[str, Any]:
     """Return what builds attention, MLPs and experts, of megatron-core's own modules."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     without = {
         "attention": {
@@ -74,7 +94,11 @@ def _layers(settings: Any) -> dict[str, Any]:
             "self_attn_bda": IdentityFuncOp,
         },
     }  # fmt: skip
-    found = {}
+    mixer = ModuleSpec(
+        MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    )
+    layer = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    found = {"mamba_layer": ModuleSpec(MambaLayer, submodules=layer)}
     for name, experts in (("attention", None), ("mlp", None), ("moe", settings.num_moe_experts)):
         spec = get_gpt_layer_local_spec(
             num_experts=experts, normalization=settings.normalization,
@@ -89,6 +113,7 @@ def _layers(settings: Any) -> dict[str, Any]:
 def _part(save: Hybrid, vp_stage: int | None) -> Any:
     """Return a part of this rank's model."""
     from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -100,16 +125,16 @@ def _part(save: Hybrid, vp_stage: int | None) -> Any:
     if vp_stage is not None:
         sizes["virtual_pipeline_model_parallel_size"] = save.vp_size
     settings = TransformerConfig(
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=not save.has_mamba,
+        activation_func=squared_relu if save.has_mamba else torch.nn.functional.silu,
+        use_mamba_mem_eff_path=False,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_activation_fusion=False,
-        **SIZES,
+        **save.sizes,
         **sizes,
-        **save.settings,
     )
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True) and not vp_stage
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True) and (
@@ -117,7 +142,7 @@ def _part(save: Hybrid, vp_stage: int | None) -> Any:
     )
     common = {
         "vocab_size": VOCABULARY, "max_sequence_length": 64, "pre_process": first,
-        "post_process": last, "position_embedding_type": "rope",
+        "post_process": last, "position_embedding_type": "none" if save.has_mamba else "rope",
     }  # fmt: skip
     try:
         from megatron.core.models.hybrid import hybrid_block
@@ -150,19 +175,19 @@ def _arguments(save: Hybrid, parts: Sequence[Any]) -> argparse.Namespace:
     )  # fmt: skip
     settings = {
         {"num_moe_experts": "num_experts"}.get(name, name): value
-        for name, value in save.settings.items()
+        for name, value in save.sizes.items()
     }
     return argparse.Namespace(
-        **SIZES,
         **settings,
         **{key: save.pattern},
         is_hybrid_model=True,
         num_layers=parts[0].config.num_layers,
         norm_epsilon=SIZES["layernorm_epsilon"],
         group_query_attention=True,
-        swiglu=True,
-        position_embedding_type="rope",
-        use_rotary_position_embeddings=True,
+        swiglu=not save.has_mamba,
+        squared_relu=save.has_mamba,
+        position_embedding_type="none" if save.has_mamba else "rope",
+        use_rotary_position_embeddings=not save.has_mamba,
         rotary_base=10000,
         rotary_percent=1.0,
         max_position_embeddings=64,
@@ -193,7 +218,9 @@ def _save(save: Hybrid) -> None:
     for part in parts:
         part.eval()
         for name, value in part.named_parameters():
-            if value.ndim == 1:
+            if name.endswith("dt_bias"):  # some time steps are tiny
+                torch.nn.init.normal_(value, -4.0, 3.0)
+            elif value.ndim == 1:
                 torch.nn.init.normal_(value, 1.0, 0.1)
             elif "router" not in name:
                 torch.nn.init.normal_(value, 0.0, 0.3)
@@ -231,4 +258,5 @@ def _save(save: Hybrid) -> None:
 
 
 if __name__ == "__main__":
+    mamba_on_a_cpu.install()
     sys.exit(be_ranks(lambda item: _save(Hybrid(**item))))

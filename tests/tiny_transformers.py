@@ -193,6 +193,16 @@ OTHER_MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
              "original_max_position_embeddings": 16,
          }},
     ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 56, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 40,
+         "hybrid_override_pattern": "M*-EM-", "ssm_state_size": 5, "mamba_num_heads": 8,
+         "mamba_head_dim": 6, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 6,
+         "num_experts_per_tok": 3, "moe_intermediate_size": 20, "moe_latent_size": 16,
+         "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5,
+         "time_step_min": 1e-30},
+    ),
 }  # fmt: skip
 
 

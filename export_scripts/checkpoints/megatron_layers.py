@@ -1,9 +1,9 @@
 """Megatron's other forms of a decoder, read as megatron-core's GPTModel.
 
-HybridModel has a layer for attention and another one for the MLP; models before megatron-core have
-other names. Layout: NVIDIA/Megatron-LM, megatron/core/models/hybrid, docs/user-guide/
-hybrid-model-migration.md and, until 2026, megatron/legacy/model; NeMo 1.x, nlp/modules/common/
-megatron.
+HybridModel has a layer for attention and another one for the MLP, and stays as it is with Mamba;
+models before megatron-core have other names. Layout: NVIDIA/Megatron-LM, megatron/core/models/
+hybrid, docs/user-guide/hybrid-model-migration.md and, until 2026, megatron/legacy/model; NeMo 1.x,
+nlp/modules/common/megatron.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _FORMATS = ("nemo", "megatron", "nemo2", "bridge")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+# Of which a pattern is made where none is stated.
+_RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 
 # megatron/core/models/hybrid/hybrid_layer_allocation.py
 _LETTERS = {
@@ -40,10 +42,14 @@ _LETTERS = {
     "D": "DeepSeek's sparse attention",
     "+": "multi-latent attention without norms, which no model in transformers has",
 }
+# The part of a layer of each kind.
+_PARTS = {"*": ".self_attention.", "-": ".mlp.", "E": ".mlp.", "M": ".mixer."}
 # A block's layers, of which one may lack, and the kinds of layers that a decoder has.
 _BLOCK = re.compile(r"\*?[-E]|\*")
 # Where MLPs and experts both stand, what a block without either lacks is not known.
 _DECODER = re.compile(r"[*-]+|[*E]+|(\*?[-E])+")
+# With Mamba, layers stay what they are; the formats whose trainers have them.
+_WITH_MAMBA, _MAMBA_FORMATS = re.compile(r"[-*E]*M[-*EM]*"), ("megatron", "bridge")
 _HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
 _HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
 _PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
@@ -69,6 +75,8 @@ Tensors = Mapping[str, Pieces]
 
 def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
     """Return a Megatron-style decoder under the names of GPTModel; other checkpoints unchanged.
+
+    A HybridModel with Mamba keeps its layers, and states their letters as hybrid_layer_pattern.
 
     The layers of multi-token prediction, which only training and speculation use, are left out.
 
@@ -136,16 +144,25 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
     ]
     problems += _contradictions(reader.tensors, layers)
     refuse(listed(problems, f"{reader.path}: "))
+    common = dict.fromkeys((*_PATTERNS, *_RATIOS, *_SPECS, "is_hybrid_model", "moe_layer_freq"))
+    if "E" not in layers:
+        common |= {"num_moe_experts": None, "num_experts": None}
+    if "M" in layers:
+        own = {_PATTERNS[0]: layers, "num_layers": len(layers)}
+        return dataclasses.replace(
+            reader,
+            config={**config, **common, **own},
+            tensors={_block_name(name): pieces for name, pieces in reader.tensors.items()},
+            remarks=(*reader.remarks, f"HybridModel, {len(layers)} layers: {config[key]}"),
+        )
     blocks = [*_BLOCK.finditer(layers)]
     settings = {
         name: _of_attention(config.get(name), name, [block.start() for block in blocks])
         for name in _SHARED_PATTERNS
     }
-    settings |= {"num_layers": len(blocks), "moe_layer_freq": None, "is_hybrid_model": None}
+    settings["num_layers"] = len(blocks)
     if "E" in layers:
         settings["moe_layer_freq"] = [int("E" in block[0]) for block in blocks]
-    else:
-        settings |= {"num_moe_experts": None, "num_experts": None}
     numbers = {place: n for n, block in enumerate(blocks) for place in range(*block.span())}
     tensors = {_block_name(name, numbers): pieces for name, pieces in reader.tensors.items()}
     remarks = [f"HybridModel, {len(blocks)} blocks: {config[key]}"]
@@ -155,7 +172,7 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
             remarks.append(f"blocks without {part} get one of zeros, which adds nothing: {without}")
     return dataclasses.replace(
         reader,
-        config={**config, **dict.fromkeys((*_PATTERNS, *_SPECS)), **settings},
+        config={**config, **common, **settings},
         tensors=tensors,
         remarks=(*reader.remarks, *remarks),
     )
@@ -173,13 +190,16 @@ def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     layers = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) else ""
     if _DECODER.fullmatch(layers) and "*" in layers and set(layers) != {"*"}:
         return layers
+    if _WITH_MAMBA.fullmatch(layers) and reader.format in _MAMBA_FORMATS:
+        return layers
     kinds = ", ".join(
         f"{letter} is {_LETTERS.get(letter, 'unknown')}" for letter in dict.fromkeys(layers)
     )
     raise CheckpointMismatchError(
         f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
-        "and MLPs (-) or experts (E), and where both stand, one in each block. Megatron Bridge "
-        "writes other models as Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which "
+        "and MLPs (-) or experts (E), and where both stand, one in each block; of Megatron-LM and "
+        "Megatron Bridge, all of these with Mamba (M) in any order, too. Megatron Bridge writes "
+        "other models as Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which "
         "deploy.engine=vllm serves"
     )
 
@@ -191,10 +211,9 @@ def _contradictions(tensors: Tensors, layers: str) -> list[str]:
         if match := _HYBRID_LAYER.match(name):
             number = int(match[2])
             kind = layers[number] if number < len(layers) else ""
-            other = ".mlp." if kind == "*" else ".self_attention."
             if not kind:
                 problems.append(f"{name} is beyond the pattern's {len(layers)} layers")
-            elif match[3].startswith(other):
+            elif match[3].startswith(tuple({*_PARTS.values()} - {_PARTS[kind]})):
                 problems.append(f"{name} is in a layer of {_LETTERS[kind]}")
     return problems
 
@@ -217,9 +236,9 @@ def _of_attention(value: Any, key: str, layers: Sequence[int]) -> Any:
     return value
 
 
-def _block_name(name: str, blocks: Mapping[int, int]) -> str:
+def _block_name(name: str, blocks: Mapping[int, int] | None = None) -> str:
     """Return the name in GPTModel of a tensor of a HybridModel; `blocks` has each layer's."""
-    if match := _HYBRID_LAYER.match(name):
+    if blocks and (match := _HYBRID_LAYER.match(name)):
         return f"{match[1]}{blocks[int(match[2])]}{match[3]}"
     return _HYBRID_NORM.sub(r"\1final_layernorm.", name)
 

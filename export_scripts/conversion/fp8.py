@@ -36,8 +36,9 @@ _NEW = "in FP8: "
 _WEIGHT = ".weight"
 # Matrices that servers keep wide: of routers, and of the gate of a shared expert.
 _WIDE = (".mlp.router.", ".mlp.shared.gate.")
-# transformers' class of a family of decoders, and those that have other matrices than nn.Linear.
-_DECODER, _OTHER_MATRICES = "ForCausalLM", ("gpt2", "gpt_oss")
+# transformers' class of a family of decoders, and those that have other matrices than nn.Linear, or
+# matrices of parts that servers cut apart.
+_DECODER, _OTHER_MATRICES = "ForCausalLM", ("gpt2", "gpt_oss", "nemotron_h")
 
 
 @dataclass

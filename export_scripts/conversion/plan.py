@@ -371,8 +371,8 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
         )
     if request.has_shards and not mapping.family.has_shards:
         problems.append(
-            f"{path} is a mixture of experts, which has no folder of shards: write it as a Hugging "
-            f"Face folder ({names['output_format']}=huggingface) and serve that with vLLM "
+            f"{path} is a {mapping.family.name}, which has no folder of shards: write it as a "
+            f"Hugging Face folder ({names['output_format']}=huggingface) and serve that with vLLM "
             "(deploy.engine=vllm)"
         )
     if request.keep_fp8:

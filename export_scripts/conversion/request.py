@@ -23,7 +23,7 @@ OUTPUT_FORMATS = ("fastertransformer", "huggingface", PEFT, TORCH_DIST)
 
 # Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
-    "gpt3": ("gpt", "llama", "mixture"),
+    "gpt3": ("gpt", "llama", "mixture", "hybrid"),
     "mt5": ("t5",),
 }
 

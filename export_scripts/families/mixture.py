@@ -38,13 +38,13 @@ from export_scripts.families.mapping.sources import Constant, Copy, Flat, Nestin
 from foundations.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
-_SHARED = "mlp.shared."
-_CORRECTION = "mlp.router.correction"
+SHARED = "mlp.shared."
+CORRECTION = "mlp.router.correction"
 _MATRICES = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Experts:
+class Experts:
     """Choices of a mixture beyond those of a decoder, in its config and its architecture.
 
     Sizes of multi-latent attention have Hugging Face's names; without it they are None.
@@ -84,12 +84,12 @@ class _Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureArchitecture(DecoderArchitecture, _Experts):
+class MixtureArchitecture(DecoderArchitecture, Experts):
     """A decoder with experts, which no engine here computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig(DenseConfig, _Experts):
+class MixtureConfig(DenseConfig, Experts):
     """A mixture; `inter_size` is the width of one expert.
 
     With multi-latent attention `size_per_head` is the number of dimensions that are rotated.
@@ -173,10 +173,10 @@ def _names(
         **LLAMA_NAMES,
         "dense_layernorm": "post_attention_layernorm",
         "mlp.router": f"{mlp}.gate",
-        _CORRECTION: f"{mlp}.gate.e_score_correction_",
+        CORRECTION: f"{mlp}.gate.e_score_correction_",
         **{EXPERT + ours: f"{mlp}.experts.{{expert}}.{theirs}" for ours, theirs in own.items()},
-        **{_SHARED + ours: f"{mlp}.{shared}.{theirs}" for ours, theirs in own.items()},
-        f"{_SHARED}gate": f"{mlp}.{shared}_gate",
+        **{SHARED + ours: f"{mlp}.{shared}.{theirs}" for ours, theirs in own.items()},
+        f"{SHARED}gate": f"{mlp}.{shared}_gate",
         "attention.whole_query": "self_attn.q_proj",
         "attention.query_down": "self_attn.q_a_proj",
         "attention.query_down_norm": "self_attn.q_a_layernorm",
@@ -235,11 +235,12 @@ def _deepseek_layers(settings: Settings, values: Fields) -> Fields:
 
 
 def _sigmoid_groups(settings: Settings, values: Fields) -> Fields:
-    is_grouped = values["group_num"] > 1
-    return {
-        **_deepseek_layers(settings, values),
-        **({"group_score": 2} if is_grouped else {"group_topk": 1}),
-    }
+    return {**_deepseek_layers(settings, values), **best_of_groups(values)}
+
+
+def best_of_groups(values: Table) -> Fields:
+    """Return that the two best experts of a group count, if there are groups."""
+    return {"group_score": 2} if values["group_num"] > 1 else {"group_topk": 1}
 
 
 def _ernie_layers(settings: Settings, values: Fields) -> Fields:
@@ -353,7 +354,7 @@ _DEEPSEEK_KEYS = (
 )  # fmt: skip
 _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _GROUP_KEYS = ("n_group", "topk_group", "norm_topk_prob")
-_SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
+SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
 
 _DECODERS = (
     _Mixture(
@@ -400,7 +401,7 @@ _DECODERS = (
         title="GLM-4.5",
         keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, "attention_bias", "use_qk_norm"),
         fixed={
-            **_SIGMOID,
+            **SIGMOID,
             "has_attention_dense_bias": False,
             "query_key_norm": lambda values: "head" if values.pop("has_head_norms") else None,
         },
@@ -414,7 +415,7 @@ _DECODERS = (
         model="DeepseekV3ForCausalLM",
         title="DeepSeek-V3",
         keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, *_LATENT_KEYS),
-        fixed=_SIGMOID,
+        fixed=SIGMOID,
         names=_names("mlp", shared="shared_experts"),
         bos=0,
         eos=1,
@@ -448,7 +449,7 @@ _DECODERS = (
         fixed={"has_router_correction": True, "rotary_interleaved": True},
         names=_names("mlp", shared="shared_experts"),
         sources=lambda *_: {
-            f"{LAYER}{_CORRECTION}.bias": Flat(
+            f"{LAYER}{CORRECTION}.bias": Flat(
                 f"{LAYER}mlp.moe_statics.e_score_correction_bias", outer=(1,)
             )
         },
@@ -505,8 +506,8 @@ def _gate_warnings(config: MixtureConfig) -> list[str]:
 
 MIXTURE_HUGGINGFACE = tuple(decoder.mapping() for decoder in _DECODERS)
 
-_CORE_EXPERT = "mlp.experts.local_experts.{expert}."
-_CORE_SHARED = "mlp.shared_experts."
+CORE_EXPERT = "mlp.experts.local_experts.{expert}."
+CORE_SHARED = "mlp.shared_experts."
 # Kinds of softmax with a score of no position, which is 0 with the first.
 # megatron/core/transformer/dot_product_attention.py
 _SINKS = ("off-by-one", "learnable")
@@ -516,18 +517,22 @@ _BALANCING = (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 def _core_reasons(facts: Facts) -> list[str]:
     traits = core_traits(facts)
-    source = traits.source
-    balancing = source.get("moe_router_load_balancing_type")
-    reasons = [
-        f"moe_router_load_balancing_type = {kind!s:.100}: it decides the routing too"
-        for kind in (balancing if isinstance(balancing, list) else [balancing])
-        if kind not in _BALANCING
-    ]
-    if traits.query_groups != traits.head_num and source.get("multi_latent_attention"):
+    reasons = balancing_reasons(traits)
+    if traits.query_groups != traits.head_num and traits.source.get("multi_latent_attention"):
         reasons.append(
             f"num_query_groups = {traits.query_groups} with multi_latent_attention: expected none"
         )
     return core.core_reasons(facts, is_mixture=True) + reasons
+
+
+def balancing_reasons(traits: MegatronTraits) -> list[str]:
+    """Return a reason for each kind of balancing by which experts are chosen."""
+    balancing = traits.source.get("moe_router_load_balancing_type")
+    return [
+        f"moe_router_load_balancing_type = {kind!s:.100}: it decides the routing too"
+        for kind in (balancing if isinstance(balancing, list) else [balancing])
+        if kind not in _BALANCING
+    ]
 
 
 def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
@@ -543,7 +548,7 @@ def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
     return ()
 
 
-def _core_routing(traits: MegatronTraits) -> Fields:
+def core_routing(traits: MegatronTraits) -> Fields:
     """Return how experts are chosen and weighed.
 
     megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
@@ -631,7 +636,7 @@ def _core_config(facts: Facts) -> MixtureConfig:
         size = "moe_shared_expert_intermediate_size"
         shared = settings.integer(size, default=0, least=0)
         first = next((n for n in range(traits.num_layer) if n not in dense), 0)
-        gate = f"{CORE_LAYER}{_CORE_SHARED}gate_weight".format(layer=first)
+        gate = f"{CORE_LAYER}{CORE_SHARED}gate_weight".format(layer=first)
         return {
             "model_name": "mixture",
             "has_mlp_bias": False,
@@ -647,7 +652,7 @@ def _core_config(facts: Facts) -> MixtureConfig:
             "shared_inter_size": shared,
             "has_shared_gate": bool(shared and traits.source.get("moe_shared_expert_gate"))
             or facts.has(gate),
-            **_core_routing(traits),
+            **core_routing(traits),
             **_core_latent(traits),
         }
 
@@ -723,14 +728,14 @@ def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
             ),
             "dense_layernorm": norm((*config.dense_layers, 0)[0], has_experts=False),
             "mlp.router": "mlp.router",
-            _CORRECTION: "mlp.router.expert_",
-            EXPERT + "dense_h_to_4h": _CORE_EXPERT + "linear_fc1",
-            EXPERT + "dense_h_to_4h_2": _CORE_EXPERT + "linear_fc1",
-            EXPERT + "dense_4h_to_h": _CORE_EXPERT + "linear_fc2",
-            _SHARED + "dense_h_to_4h": _CORE_SHARED + "linear_fc1",
-            _SHARED + "dense_h_to_4h_2": _CORE_SHARED + "linear_fc1",
-            _SHARED + "dense_4h_to_h": _CORE_SHARED + "linear_fc2",
-            f"{_SHARED}gate": f"{_CORE_SHARED}gate_",
+            CORRECTION: "mlp.router.expert_",
+            EXPERT + "dense_h_to_4h": CORE_EXPERT + "linear_fc1",
+            EXPERT + "dense_h_to_4h_2": CORE_EXPERT + "linear_fc1",
+            EXPERT + "dense_4h_to_h": CORE_EXPERT + "linear_fc2",
+            SHARED + "dense_h_to_4h": CORE_SHARED + "linear_fc1",
+            SHARED + "dense_h_to_4h_2": CORE_SHARED + "linear_fc1",
+            SHARED + "dense_4h_to_h": CORE_SHARED + "linear_fc2",
+            f"{SHARED}gate": f"{CORE_SHARED}gate_",
             **_core_latent_names(facts),
         },
     )
@@ -738,7 +743,7 @@ def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
     halves = Nesting("hf", ("f", "h"), {"h": 2})
     table |= {
         f"{LAYER}{EXPERT}gate_up.{kind}": Rows(
-            f"{CORE_LAYER}{_CORE_EXPERT}linear_fc1.{kind}", 0, lambda _: halves
+            f"{CORE_LAYER}{CORE_EXPERT}linear_fc1.{kind}", 0, lambda _: halves
         )
         for kind in ("weight", "bias")
     }
@@ -748,7 +753,7 @@ def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
         else Constant(("head_num",))
     )
     if not facts.config.get("moe_router_enable_expert_bias"):
-        table[f"{LAYER}{_CORRECTION}.bias"] = Constant(("expert_num",))
+        table[f"{LAYER}{CORRECTION}.bias"] = Constant(("expert_num",))
     return table
 
 
@@ -772,7 +777,8 @@ def _core_latent_names(facts: Facts) -> dict[str, str]:
     return names
 
 
-def _core_warnings(facts: Facts, config: MixtureConfig) -> list[str]:
+def core_warnings(facts: Facts, config: MixtureConfig) -> list[str]:
+    """Return warnings about tokens, a gate, and experts that training kept from being full."""
     factor = facts.config.get("moe_expert_capacity_factor")
     dropped = [
         f"moe_expert_capacity_factor = {factor}: training dropped tokens beyond an expert's "
@@ -796,7 +802,7 @@ MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
             core_traits(facts).source, "dense", has_experts=True
         ),
         ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
-        warnings=_core_warnings,
+        warnings=core_warnings,
         written=_core_args if dense.written else None,
     )
     for dense in core.DENSE_CORE_MAPPINGS

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -32,8 +32,11 @@ class QueuedRequest:
             self.future.set_result(result)
 
 
+RequestT = TypeVar("RequestT", bound=QueuedRequest)
+
+
 @dataclass(frozen=True)
-class PlannedStep:
+class PlannedStep(Generic[RequestT]):
     """A plan for every rank, and the requests with work in it, each once.
 
     With `overlaps` the next step may be planned before this one is finished.
@@ -42,30 +45,30 @@ class PlannedStep:
     plan: StepPlan
     embeddings: Tensor | None  # (plan.embedding_rows, E) fp32
     overlaps: bool
-    owners: Sequence[Any]
+    owners: Sequence[RequestT]
 
 
-class StepScheduler(ABC):
+class StepScheduler(ABC, Generic[RequestT]):
     """Decides what the steps of an engine compute; belongs to the thread of its loop."""
 
     def __init__(self) -> None:
         # Those that are not answered yet, in order of arrival.
-        self.requests: dict[Any, None] = {}
+        self.requests: dict[RequestT, None] = {}
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
         return EngineLoad()
 
-    def add(self, request: Any) -> None:
+    def add(self, request: RequestT) -> None:
         """Add a request, or fail it with the reason."""
         self.requests[request] = None
 
-    def drop(self, request: Any) -> None:
+    def drop(self, request: RequestT) -> None:
         """Drop a request and free its resources."""
         del self.requests[request]
 
     @abstractmethod
-    def plan(self, *, under_way: bool = False) -> PlannedStep | None:
+    def plan(self, *, under_way: bool = False) -> PlannedStep[RequestT] | None:
         """Return the next step, or None if nothing can run.
 
         `under_way` means that the step before is not finished.

@@ -1,5 +1,7 @@
 """HybridModels that megatron-core's ranks have saved have its logits, however they are cut.
 
+Those with Mamba layers become a Nemotron-H, whose logits are transformers'.
+
 This environment's release saves them, and those of SLIPWAY_MEGATRON_CORE, interpreters separated as
 in PATH; a folder that 0.19.2 has saved is among the golden ones.
 """
@@ -23,6 +25,11 @@ from tests.rank_threads import logits_of
 BLOCKS = {"-**--*": 5, "*-*E-*E": 4}  # of patterns in which not every block has attention
 TOLERANCE = 1e-5  # of the largest logit
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+SHARED = {
+    **EXPERTS, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 28,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5, "moe_router_load_balancing_type": "seq_aux_loss",
+}  # fmt: skip
 MIXED = {**EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 20}
 
 # Name -> pattern, name of the same model by one rank, and what is given to Hybrid.
@@ -33,6 +40,9 @@ SAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "uneven": ("-**--*", "", {}),
     "uneven_tp2": ("-**--*", "uneven", {"tp_size": 2, "pp_size": 2}),
     "uneven_files": ("-**--*", "uneven", {"tp_size": 2, "pp_size": 2, "classic": True}),
+    "mamba": ("M-M*-M", "", {}),
+    "mamba_tp2_pp2": ("M-M*-M", "mamba", {"tp_size": 2, "pp_size": 2}),
+    "mamba_files": ("M-M*-M", "mamba", {"tp_size": 2, "pp_size": 2, "classic": True}),
 }
 # Releases after 0.16 draw stages in the pattern, and compute experts without Transformer Engine.
 NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -40,6 +50,13 @@ NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "even_cut": ("*-*|-*-*-", "even", {"pp_size": 2}),
     "even_vp_files": (
         "*|-*-*|-*|-", "even", {"tp_size": 2, "pp_size": 2, "vp_size": 2, "classic": True},
+    ),
+    "mamba_experts": ("MEM*-E", "", {"settings": SHARED}),
+    "mamba_experts_tp2": (
+        "ME|M*-E", "mamba_experts", {"settings": SHARED, "tp_size": 2, "pp_size": 2},
+    ),
+    "mamba_experts_files": (
+        "MEM|*-E", "mamba_experts", {"settings": SHARED, "pp_size": 2, "classic": True},
     ),
     "experts": ("*E*E", "", {"settings": EXPERTS}),
     "mixed": ("*-*E-*E", "", {"settings": MIXED}),
@@ -61,7 +78,7 @@ def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path: Pat
     )
     for name, (pattern, whole, _) in saves.items():
         expected = torch.load(tmp_path / (whole or name) / "logits.pt").numpy()
-        form = "huggingface" if "E" in pattern else "fastertransformer"
+        form = "huggingface" if set(pattern) & {"E", "M"} else "fastertransformer"
         request = ConversionRequest(
             tmp_path / name, tmp_path / "out" / name, 1, "fp32", output_format=form,
             given=(("start_id", "1"), ("end_id", "2")),
@@ -74,5 +91,7 @@ def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path: Pat
         worst = np.abs(found - expected).max() / np.abs(expected).max()
         assert worst < TOLERANCE, (name, worst)
         notes = " ".join(describe(tmp_path / name)["notes"])
-        assert f"HybridModel, {BLOCKS.get(pattern, pattern.count('*'))} blocks" in notes
+        layers = f"{len(pattern.replace('|', ''))} layers"
+        blocks = f"{BLOCKS.get(pattern, pattern.count('*'))} blocks"
+        assert f"HybridModel, {layers if 'M' in pattern else blocks}" in notes
         assert pattern in notes

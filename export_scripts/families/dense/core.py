@@ -6,6 +6,7 @@ NeMo and Megatron-LM save the same tensors and differ in their configuration onl
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED, chosen_layers
@@ -31,8 +32,8 @@ from export_scripts.families.mapping.megatron_traits import (
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.rotary import rotary_fraction, scaling_fields, yarn_growth
 from export_scripts.families.mapping.settings import Settings
-from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import Sources
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Sources, TensorSource
 from foundations.errors import refuse
 from foundations.files.json_content import Fields
 
@@ -53,7 +54,7 @@ _SIGMOID_GATED = {"quick_gelu": "silu"}
 # parameters, their names in either library, and their defaults.
 # NeMo 1.x, megatron_gpt_model.py, mcore_model_customize;
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling
-_LLAMA31 = (
+_LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("factor", ("scale_factor", "rope_scaling_factor"), 8.0),
     ("low_freq_factor", ("low_freq_factor",), 1.0),
     ("high_freq_factor", ("high_freq_factor",), 4.0),
@@ -374,17 +375,22 @@ def yarn_fields(
     )
 
 
-def core_sources(facts: Facts, names: Mapping[str, str], layout: Layout = DENSE.layout) -> Sources:
-    """Return the source of each tensor of a layout."""
+def core_sources(
+    facts: Facts,
+    names: Mapping[str, str],
+    layout: Layout = DENSE.layout,
+    own: Mapping[str, TensorSource] = MappingProxyType({}),
+) -> Sources:
+    """Return the source of each tensor of a layout, of those in no module of a name as `own`."""
     # A distributed checkpoint keeps whole tensors.
     of_each = not facts.reader.is_distributed
-    table = named_sources(names, layout, rows="groups", halves_of_each=of_each)
+    table = {**named_sources(names, layout, rows="groups", halves_of_each=of_each), **own}
     traits = core_traits(facts)
     one_plus = traits.normalization.endswith("1p") and not _keeps_one_plus(traits)
     return completed(table, layout, facts, lacks=lambda _: False, is_one_plus=one_plus)
 
 
-DENSE_CORE_MAPPINGS = tuple(
+DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
     dataclasses.replace(
         gpt,
         name=f"{gpt.format}-core-dense",

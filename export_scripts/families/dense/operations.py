@@ -266,7 +266,7 @@ def _written_falcon(config: DenseConfig) -> Fields:
     }
 
 
-TRAITS = {
+TRAITS: Mapping[str, Trait] = {
     "alpha": Trait(_alpha),
     "cohere": Trait(_read_cohere),
     "cohere2": Trait(_read_cohere2),

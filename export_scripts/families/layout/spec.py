@@ -20,7 +20,7 @@ from export_scripts.numeric.dtypes import Shape, item_size
 from foundations.files.json_content import Table
 
 # Config fields or properties, which must all be true (with "not " before a name: false), or have
-# the value after "="; a tuple has an entry for each layer.
+# the value after "="; of a tuple, the entry for the layer.
 When = tuple[str, ...]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -115,7 +115,7 @@ def _held(config: FTConfig, condition: str) -> Any:
     name, _, value = condition.removeprefix("not ").partition("=")
     found, is_wanted = getattr(config, name), not condition.startswith("not ")
     if isinstance(found, tuple):
-        return tuple(bool(each) is is_wanted for each in found)
+        return tuple(bool(each == value if value else each) is is_wanted for each in found)
     return bool(found == value if value else found) is is_wanted
 
 

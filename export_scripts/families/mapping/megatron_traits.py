@@ -7,7 +7,7 @@ megatron/core/transformer/transformer_config.py.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
@@ -174,7 +174,7 @@ def _core_activation(config: Table) -> _Activation:
 
 
 # Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
-_FORMATS = {
+_FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Table], _Activation]]] = {
     "nemo": (
         "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), nemo_activation
     ),
@@ -219,7 +219,9 @@ KNOWN_MODELS = {
                "Llama32ModelProvider", "LlamaModelProvider", "MLAModelProvider",
                "MambaModelProvider",
                "MistralModelProvider", "MistralSmall3ModelProvider", "MixtralModelProvider",
-               "Nemotron3ModelProvider", "Nemotron4ModelProvider", "NemotronModelProvider",
+               "Nemotron3ModelProvider", "Nemotron3NanoProvider", "Nemotron4ModelProvider",
+               "NemotronHModelProvider", "NemotronModelProvider",
+               "NemotronNanoModelProvider9Bv2", "NemotronNanoModelProvider12Bv2",
                "Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen3ModelProvider",
                "Qwen3MoEModelProvider", "Starcoder2ModelProvider"),
 }  # fmt: skip

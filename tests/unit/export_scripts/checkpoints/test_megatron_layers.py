@@ -183,7 +183,8 @@ def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state: Tensors, tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hybrid_layer_pattern": "M-*-*-*-"}, "M is Mamba"),
+        ({"hybrid_layer_pattern": "M-*-*-*-"}, "is in a layer of Mamba"),
+        ({"hybrid_layer_pattern": "M-*-*-G-"}, "M is Mamba"),
         ({"hybrid_layer_pattern": "*-G-*-*-"}, "G is a gated delta network"),
         ({"hybrid_layer_pattern": "+-+-+-+-"}, "+ is multi-latent attention"),
         ({"hybrid_layer_pattern": "*-*-*E**"}, "E is experts"),

@@ -100,7 +100,7 @@ def test_settings_of_megatron_core_are_carried(
     [
         ({"activation": "quick-gelu"}, "activation = quick-gelu cannot be represented"),
         ({"normalization": "low_precision_layernorm"}, "known: rmsnorm, layernorm"),
-        ({"num_moe_experts": 4}, "mixture of experts"),
+        ({"num_moe_experts": 4}, "is a mixture, which has no folder of shards"),
         ({"qk_layernorm": True}, "self_attention.q_layernorm.weight is missing"),
         ({"headscale": True}, "headscale = True: heads are scaled"),
         ({"max_position_embeddings": None}, "max_position_embeddings = None"),

@@ -20,7 +20,6 @@ from export_scripts.families.layout.config import FTConfig, ini_field
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, transposed
-from export_scripts.families.mixture import MIXTURE
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 
@@ -107,12 +106,15 @@ def test_mappings_have_names_of_their_own_and_a_listed_family() -> None:
     names = [mapping.name for mapping in families.SOURCE_MAPPINGS]
     assert len(set(names)) == len(names)
     for mapping in families.SOURCE_MAPPINGS:
-        # A mixture has no folder of shards, whose families the table lists.
-        if mapping.family is not MIXTURE:
+        if mapping.family.has_shards:  # whose families the table lists
             assert families.FAMILIES[mapping.family.name] is mapping.family
 
 
-@pytest.mark.parametrize("family", families.FAMILIES.values(), ids=families.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    dict.fromkeys(mapping.family for mapping in families.SOURCE_MAPPINGS),
+    ids=lambda family: family.name,
+)
 def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily) -> None:
     fields = {field.name for field in dataclasses.fields(family.config)}
     for spec in family.layout:

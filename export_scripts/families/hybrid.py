@@ -1,0 +1,436 @@
+"""Hybrids of Mamba-2, attention, MLPs and experts, which pass through to other engines.
+
+megatron-core's HybridModel with Mamba layers, which Hugging Face calls Nemotron-H. Each layer has
+one norm and one mixer. Neither our engine nor FasterTransformer serves them: they are written as
+Hugging Face folders alone.
+
+Sources: NVIDIA/Megatron-LM, megatron/core/ssm/mamba_mixer.py and megatron/core/models/hybrid;
+NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/nemotronh; transformers 5.24,
+models/nemotron_h.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from export_scripts.families.dense import core
+from export_scripts.families.dense.huggingface import SIZES, DenseDecoder
+from export_scripts.families.gpt.megatron import (
+    CORE_HEAD,
+    CORE_LAYER,
+    CORE_WTE,
+    core_names,
+    core_traits,
+)
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.families.layout.decoder import HEAD, LAYER
+from export_scripts.families.layout.spec import ModelFamily, layout_table
+from export_scripts.families.mapping.known_settings import megatron_obstacles
+from export_scripts.families.mapping.megatron_traits import MegatronTraits
+from export_scripts.families.mapping.names import whole_names
+from export_scripts.families.mapping.settings import Settings
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import (
+    Constant,
+    Copy,
+    Nesting,
+    Rows,
+    Sources,
+    transposed,
+)
+from export_scripts.families.mixture import (
+    CORE_EXPERT,
+    CORE_SHARED,
+    CORRECTION,
+    EXPERT,
+    SHARED,
+    SIGMOID,
+    Experts,
+    MixtureArchitecture,
+    MixtureConfig,
+    balancing_reasons,
+    best_of_groups,
+    core_routing,
+    core_warnings,
+)
+from foundations.files.json_content import Fields
+
+_PATTERN = "hybrid_layer_pattern"
+_MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
+# transformers' names of the layers, before 5.15 and since.
+_KINDS = {
+    "mamba": _MAMBA,
+    "linear_attention": _MAMBA,
+    "attention": _ATTENTION,
+    "full_attention": _ATTENTION,
+    "mlp": _MLP,
+    "moe": _EXPERTS,
+}
+# Parts of a Mamba layer's first projection, whose rows follow each other; x, B and C are convolved.
+_PARTS = ("z", "x", "B", "C", "dt")
+_CONVOLVED = _PARTS[1:4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mamba:
+    """Sizes of Mamba layers, all 0 in a model without any."""
+
+    mamba_head_num: int = 0
+    mamba_head_dim: int = 0
+    mamba_group_num: int = 0  # heads of a group share B and C, and a norm
+    mamba_state: int = 0
+    conv_kernel: int = 0
+    mamba_eps: float = 0.0  # of the norm before the last projection
+    least_step: float = 0.0  # which bounds time steps from below
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridArchitecture(MixtureArchitecture, _Mamba):
+    """A decoder whose layers are of several kinds, which no engine here computes."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(MixtureConfig, _Mamba):
+    """A hybrid, by Megatron's letters of its layers."""
+
+    SECTION: ClassVar[str] = "hybrid"
+    ARCHITECTURE: ClassVar[type[DecoderArchitecture]] = HybridArchitecture
+
+    pattern: str
+    inter_size: int = 0
+    expert_num: int = 0
+    experts_per_token: int = 0
+    expert_latent: int | None = None  # width of what experts read and write, if not hidden_size
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Letter of each layer."""
+        return tuple(self.pattern)
+
+    @property
+    def expert_width(self) -> int:
+        """Width of what experts read and write."""
+        return self.expert_latent or self.hidden_size
+
+    @property
+    def mamba_width(self) -> int:
+        """Width of all heads of a Mamba layer."""
+        return self.mamba_head_num * self.mamba_head_dim
+
+    @property
+    def mamba_group_width(self) -> int:
+        """Width of B, and of C, of all groups."""
+        return self.mamba_group_num * self.mamba_state
+
+    def widths(self, parts: Sequence[str]) -> list[int]:
+        """Return the rows of parts of a Mamba layer's first projection."""
+        group, heads = self.mamba_group_width, self.mamba_head_num
+        rows = {"z": self.mamba_width, "x": self.mamba_width, "B": group, "C": group, "dt": heads}
+        return [rows[part] for part in parts]
+
+
+HYBRID = ModelFamily(
+    name="hybrid",
+    model_type="Hybrid",
+    config=HybridConfig,
+    layout=layout_table("hybrid"),
+    ft_backend=False,
+    has_shards=False,
+)
+
+# Fields that mean something in layers of a kind alone.
+_OWN_FIELDS = {
+    _MAMBA: [each.name for each in dataclasses.fields(_Mamba)],
+    _MLP: ["dense_inter_size"],
+    _EXPERTS: [
+        "inter_size",
+        "expert_latent",
+        *(each.name for each in dataclasses.fields(Experts) if not each.name.startswith("dense_")),
+    ],
+}
+
+
+def _of_layers(fields: Fields) -> Fields:
+    """Return fields, where those of layers that the pattern lacks are as if they were not given."""
+    usual = {each.name: each.default for each in dataclasses.fields(HybridConfig)}
+    absent = {
+        name: usual[name]
+        for letter, names in _OWN_FIELDS.items()
+        if letter not in fields["pattern"]
+        for name in names
+    }
+    return {**fields, "num_layer": len(fields["pattern"]), **absent}
+
+
+def _mixer(root: str, conv: str = "conv1d.", *, parts_apart: bool = False) -> Sources:
+    """Return the sources of Mamba layers, whose modules are under a root.
+
+    The parts of a projection and its convolution lie in one tensor, of each training rank its own,
+    or each in a tensor of its own.
+    """
+    table: Sources = {
+        f"{LAYER}mamba.{ours}": Copy(f"{root}{theirs}", cut=0)
+        for ours, theirs in (
+            ("A_log", "A_log"),
+            ("D", "D"),
+            ("dt_bias", "dt_bias"),
+            ("scales", "norm.weight"),
+        )
+    }
+    table[f"{LAYER}mamba.dense.weight"] = transposed(f"{root}out_proj.weight", cut=1)
+    for module, kind, parts, key in (
+        ("in_proj", "weight", _PARTS, "in_proj.weight"),
+        ("conv1d", "weight", _CONVOLVED, f"{conv}weight"),
+        ("conv1d", "bias", _CONVOLVED, f"{conv}bias"),
+    ):
+        table |= {
+            f"{LAYER}mamba.{module}_{part}.{kind}": transposed(f"{root}{key}.{part}", 0)
+            if parts_apart
+            else _part(f"{root}{key}", parts, place)
+            for place, part in enumerate(parts)
+        }
+    return table
+
+
+def _part(key: str, parts: Sequence[str], place: int) -> Rows:
+    """Return one of the parts whose rows follow each other in a tensor."""
+
+    def nesting(config: HybridConfig) -> Nesting:
+        widths = config.widths(parts)
+        # Ranks divide each part, and hence what divides all of them.
+        ends = [sum(widths[:n]) // math.gcd(*widths) for n in range(len(widths) + 1)]
+        return Nesting("mf", ("mf",), {"m": ends[-1]}, ("m", ends[place], ends[place + 1]))
+
+    return Rows(key, 0, nesting, place=place)
+
+
+def _pattern(settings: Settings) -> str:
+    """Return the letters of the layers, which are in one of two spellings."""
+    listed = settings.source.get("layers_block_type") or settings.source.get("layer_types")
+    stated: Any = settings.value("hybrid_override_pattern", default="ME*-")
+    if isinstance(listed, list):
+        stated = "".join(_KINDS.get(str(kind), "?") for kind in listed)
+    if isinstance(stated, str) and stated and not set(stated) - set(_KINDS.values()):
+        return stated
+    settings.note(
+        f"hybrid_override_pattern = {stated!r:.200}: expected M (Mamba), * (attention), - (an MLP) "
+        "or E (experts) for each layer"
+    )
+    return _ATTENTION
+
+
+_EXPERT_KEYS = (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor", "n_group",
+    "topk_group", "norm_topk_prob",
+)  # fmt: skip
+_MAMBA_KEYS = (
+    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+    "time_step_min",
+)  # fmt: skip
+
+
+def _read(settings: Settings, values: Fields) -> Fields:
+    return _of_layers(
+        {
+            **values,
+            **best_of_groups(values),
+            "pattern": _pattern(settings),
+            "dense_inter_size": settings.integer("intermediate_size", default=21504),
+            "mamba_eps": values["layernorm_eps"],
+        }
+    )
+
+
+def _written(config: HybridConfig) -> Fields:
+    """Return also what transformers 5 takes of the pattern, and vLLM of shared experts."""
+    keys = {_MAMBA: _MAMBA_KEYS, _EXPERTS: _EXPERT_KEYS}
+    absent = [name for kind, names in keys.items() if kind not in config.pattern for name in names]
+    return {
+        "hybrid_override_pattern": config.pattern,
+        "num_hidden_layers": config.num_layer,
+        "head_dim": config.size_per_head,
+        "intermediate_size": config.dense_inter_size or None,
+        **dict.fromkeys(absent),
+        "n_shared_experts": 1 if _EXPERTS in config.pattern else None,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,  # transformers 5.24 ties nothing here
+    }
+
+
+_NEMOTRON_H = DenseDecoder(
+    family=HYBRID,
+    model_type="nemotron_h",
+    model="NemotronHForCausalLM",
+    title="Nemotron-H",
+    keys=(
+        *(key for key in SIZES if key not in ("intermediate_size", "num_hidden_layers")),
+        "layer_norm_epsilon",
+        "mlp_hidden_act",
+        *_MAMBA_KEYS,
+        *_EXPERT_KEYS,
+    ),
+    may_lack=(*_MAMBA_KEYS, *_EXPERT_KEYS),
+    fixed=SIGMOID,
+    layer="backbone.layers.{layer}.",
+    names={
+        "model.wte": "backbone.embeddings",
+        "mixer_norm": "norm",
+        "attention.query": "mixer.q_proj",
+        "attention.key": "mixer.k_proj",
+        "attention.value": "mixer.v_proj",
+        "attention.dense": "mixer.o_proj",
+        "mlp.dense_h_to_4h": "mixer.up_proj",
+        "mlp.dense_4h_to_h": "mixer.down_proj",
+        "mlp.router": "mixer.gate",
+        CORRECTION: "mixer.gate.e_score_correction_",
+        "mlp.latent_down": "mixer.fc1_latent_proj",
+        "mlp.latent_up": "mixer.fc2_latent_proj",
+        EXPERT + "dense_h_to_4h": "mixer.experts.{expert}.up_proj",
+        EXPERT + "dense_4h_to_h": "mixer.experts.{expert}.down_proj",
+        SHARED + "dense_h_to_4h": "mixer.shared_experts.up_proj",
+        SHARED + "dense_4h_to_h": "mixer.shared_experts.down_proj",
+        "model.final_layernorm": "backbone.norm_f",
+        "model.lm_head": "lm_head",
+    },
+    sources=lambda *_: _mixer("backbone.layers.{layer}.mixer."),
+    stores_head=True,
+    prefix="backbone.",
+    ignored=("mtp.*",),
+    head_dim=128,
+    is_gated=False,
+    rotary_base=None,
+    bos=1,
+    eos=2,
+    read=_read,
+    written=_written,
+    warnings=lambda _, config: (
+        [
+            f"mlp_hidden_act is {config.activation_type.lower()}: vLLM computes MLPs of every "
+            "Nemotron-H with relu2"
+        ]
+        if _MLP in config.pattern and config.activation_type.lower() != "relu2"
+        else []
+    ),
+)
+
+HYBRID_HUGGINGFACE = (_NEMOTRON_H.mapping(),)
+
+# megatron/core/ssm/mamba_mixer.py: what no setting says; and a bound that bounds nothing, of which
+# transformers takes the logarithm.
+_CORE_KERNEL, _CORE_EPS, _NO_BOUND = 4, 1e-5, 1e-30
+# Norms, of which each layer has one, alone or fused with what reads it.
+_CORE_NORMS = (
+    "norm.weight", "input_layernorm.weight", "pre_mlp_layernorm.weight",
+    "mixer.in_proj.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight",
+    "mlp.linear_fc1.layer_norm_weight",
+)  # fmt: skip
+
+
+def _core_reasons(facts: Facts) -> list[str]:
+    traits = core_traits(facts)
+    known = {
+        "position_embedding_type": (traits.position, "none"),
+        "add_bias_linear": (traits.bias, False),
+        "a gate of MLPs (swiglu, gated_linear_unit)": (traits.gated, False),
+    }
+    reasons = [
+        f"{key} = {value}: Nemotron-H has {expected} alone"
+        for key, (value, expected) in known.items()
+        if value != expected
+    ]
+    return core.core_reasons(facts) + balancing_reasons(traits) + reasons
+
+
+def _core_config(facts: Facts) -> HybridConfig:
+    def own(traits: MegatronTraits) -> Fields:
+        settings = traits.settings
+        size = settings.integer("mamba_head_dim", default=64)
+        has_latent = traits.source.get("moe_latent_size") is not None
+        return _of_layers(
+            {
+                **core_routing(traits),
+                "model_name": "hybrid",
+                "pattern": traits.source[_PATTERN],
+                "tie_word_embeddings": False,
+                "rotary_embedding": 0,
+                "dense_inter_size": traits.inter_size,
+                "inter_size": settings.integer("moe_ffn_hidden_size", default=traits.inter_size),
+                "expert_num": traits.expert_num,
+                "expert_latent": settings.integer("moe_latent_size") if has_latent else None,
+                "shared_inter_size": settings.natural(
+                    "moe_shared_expert_intermediate_size", default=0
+                ),
+                "mamba_head_num": settings.integer(
+                    "mamba_num_heads", default=2 * traits.hidden // size
+                ),
+                "mamba_head_dim": size,
+                "mamba_group_num": settings.integer("mamba_num_groups", default=8),
+                "mamba_state": settings.integer("mamba_state_dim", default=128),
+                "conv_kernel": _CORE_KERNEL,
+                "mamba_eps": _CORE_EPS,
+                "least_step": _NO_BOUND,
+            }
+        )
+
+    return core.core_config(facts, HybridConfig, own)
+
+
+def _core_weights(facts: Facts, config: HybridConfig) -> Sources:
+    names = core_names(facts) | whole_names(
+        CORE_LAYER,
+        {
+            "mlp.router": "mlp.router",
+            CORRECTION: "mlp.router.expert_",
+            "mlp.latent_down": "mlp.fc1_latent_proj",
+            "mlp.latent_up": "mlp.fc2_latent_proj",
+            EXPERT + "dense_h_to_4h": CORE_EXPERT + "linear_fc1",
+            EXPERT + "dense_4h_to_h": CORE_EXPERT + "linear_fc2",
+            SHARED + "dense_h_to_4h": CORE_SHARED + "linear_fc1",
+            SHARED + "dense_4h_to_h": CORE_SHARED + "linear_fc2",
+        },
+    )
+    first = f"{CORE_LAYER}mixer.".format(layer=config.pattern.find(_MAMBA))
+    # Parameters of the mixer's own since megatron-core 0.19, but in distributed checkpoints.
+    conv = "conv1d_" if facts.has(f"{first}conv1d_weight") else "conv1d."
+    own = _mixer(
+        f"{CORE_LAYER}mixer.", conv, parts_apart=facts.has(f"{first}in_proj.weight.{_PARTS[0]}")
+    )
+    for number in range(config.num_layer):
+        keys = [CORE_LAYER.format(layer=number) + norm for norm in _CORE_NORMS]
+        own[f"{LAYER}mixer_norm.weight".format(layer=number)] = Copy(
+            next(filter(facts.has, keys), keys[0])
+        )
+    if core_traits(facts).tied and not facts.has(CORE_HEAD):
+        own[HEAD] = Copy(CORE_WTE, cut=0)
+    if not facts.config.get("moe_router_enable_expert_bias"):
+        own[f"{LAYER}{CORRECTION}.bias"] = Constant(("expert_num",))
+    return core.core_sources(facts, names, HYBRID.layout, own)
+
+
+HYBRID_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+    dataclasses.replace(
+        dense,
+        name=f"{dense.format}-core-hybrid",
+        title=dense.title.replace("Llama-style decoder", "HybridModel with Mamba layers"),
+        family=HYBRID,
+        matches=lambda facts: bool(facts.config.get(_PATTERN)) and facts.has(CORE_WTE),
+        config=_core_config,
+        weights=_core_weights,
+        unsupported=_core_reasons,
+        obstacles=lambda facts: megatron_obstacles(
+            {**core_traits(facts).source, _PATTERN: None, "moe_latent_size": None},
+            "dense",
+            has_experts=True,
+        ),
+        ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
+        warnings=core_warnings,
+        written=None,
+    )
+    for dense in core.DENSE_CORE_MAPPINGS
+    if dense.format in ("megatron", "bridge")
+)
