@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Activation
@@ -36,7 +36,7 @@ def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> Gemm
     return activation
 
 
-def activate(x: torch.Tensor, activation: GemmActivation) -> torch.Tensor:
+def activate(x: Tensor, activation: GemmActivation) -> Tensor:
     """Return the activation of `x`, which may be overwritten."""
     if activation == "relu":
         return functional.relu_(x)
@@ -47,20 +47,16 @@ def activate(x: torch.Tensor, activation: GemmActivation) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def ordered_sum(
-    parts: torch.Tensor, *, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
+def ordered_sum(parts: Tensor, *, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Return the sum of parts (T, N, E) + bias + residual, added up in fp32 one by one."""
     terms = [*parts, *(term for term in (bias, residual) if term is not None)]
-    total: torch.Tensor = terms[0].float()
+    total: Tensor = terms[0].float()
     for term in terms[1:]:
         total = total + term
     return total.to(parts.dtype)
 
 
-def added(
-    y: torch.Tensor, *, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
+def added(y: Tensor, *, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Return y + bias + residual, (N, O); `y` is overwritten."""
     y = y if bias is None else y.add_(bias)
     return y if residual is None else y.add_(residual)
@@ -74,12 +70,12 @@ class Epilogue:
     product alone takes them: FP8 rows may be rounded for it.
     """
 
-    bias: torch.Tensor | None = None  # (O,)
+    bias: Tensor | None = None  # (O,)
     activation: GemmActivation | None = None
     gated: bool = False
     rounds: bool = False
 
-    def finish(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(y) + residual, (N, O), for y with its bias, which is overwritten."""
         if self.activation is not None:
             y = activate(y, self.activation)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from inference.parallel import gemm_cpu
 from inference.parallel.epilogue import (
@@ -20,14 +21,14 @@ from inference.parallel.int8 import Int8Gemm, Weight, arranged
 from inference.parallel.native_cpu import NativeGemm, has_native
 
 # A linear without a residual: (N, O) for (N, I).
-Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor], Tensor]
 # activation(x W + bias) + residual, (N, O), for x (N, I) and residual (N, O) or None.
-Gemm = Callable[..., torch.Tensor]
+Gemm = Callable[..., Tensor]
 
 
 def make_gemm(
     weight: Weight,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     activation: GemmActivation | None = None,
     rounds: bool = False,
@@ -45,7 +46,7 @@ def make_gemm(
 
 def make_gated_gemm(
     weights: tuple[Weight, Weight],
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None],
     *,
     activation: GemmActivation,
     rounds: bool = False,
@@ -72,7 +73,7 @@ def make_gated_gemm(
         return _made(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
     both = _made(weight, Epilogue(bias), options)
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def product(x: Tensor) -> Tensor:
         first, second = both(x).chunk(2, dim=1)
         return activate(first, activation).mul_(second)
 
@@ -86,16 +87,16 @@ def _is_native(weight: Weight, options: GemmOptions) -> bool:
 
 def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
     is_cpu = weight.device.type == "cpu"
-    if isinstance(weight, torch.Tensor) and not weight.numel():
+    if isinstance(weight, Tensor) and not weight.numel():
         return _PlainGemm(weight, epilogue)
     if not is_cpu and weight.dtype.itemsize == 2:
         from inference.parallel.gemm_cuda import CudaGemm
 
         return CudaGemm(weight, epilogue, options)
-    assert isinstance(weight, torch.Tensor), "a CPU multiplies no FP8"
+    assert isinstance(weight, Tensor), "a CPU multiplies no FP8"
     assert not options.fp8, "FP8 needs a GPU and 16 bits"
     assert not options.batch_invariant, "batch invariance needs a GPU and 16 bits"
-    kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
+    kind: Callable[[Tensor, Epilogue], Gemm] = _PlainGemm
     if _is_native(weight, options):
         kind = partial(NativeGemm, int8=options.int8)
     elif options.int8:
@@ -110,10 +111,10 @@ def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
 
 @dataclass(frozen=True)
 class _PlainGemm:
-    weight: torch.Tensor  # (I, O)
+    weight: Tensor  # (I, O)
     epilogue: Epilogue
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         bias = self.epilogue.bias
         y = torch.mm(x, self.weight) if bias is None else torch.addmm(bias, x, self.weight)
         return self.epilogue.finish(y, residual)

@@ -15,6 +15,7 @@ import warnings
 from functools import cache
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from inference.parallel.epilogue import Epilogue, GemmActivation
@@ -71,7 +72,7 @@ def has_fbgemm_int8() -> bool:
 class OneDnnGemm:
     """A product in fp32 or bf16 with the weight in oneDNN's blocked form."""
 
-    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
+    def __init__(self, weight: Tensor, epilogue: Epilogue) -> None:
         """Copy `weight` (I, O) into the blocked form."""
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.t(), _ROWS_HINT)
         ops = torch.ops.mkldnn
@@ -82,13 +83,13 @@ class OneDnnGemm:
         self._unary = torch.ops.mkldnn._linear_pointwise.default
         self._binary = torch.ops.mkldnn._linear_pointwise.binary
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual."""
         rows = len(x)
         if rows < _LEAST_ROWS:
             x = _repeated(x)
             residual = None if residual is None else _repeated(residual)
-        y: torch.Tensor
+        y: Tensor
         if residual is None:
             y = self._unary(x, self.weight, self.bias, self.attribute, [], self.algorithm)
             y = y.square_() if self._squared else y
@@ -98,7 +99,7 @@ class OneDnnGemm:
         return y[:rows] if rows < _LEAST_ROWS else y
 
 
-def _repeated(x: torch.Tensor) -> torch.Tensor:
+def _repeated(x: Tensor) -> Tensor:
     """Return x with its rows repeated, so that there are at least `_LEAST_ROWS`."""
     rows = len(x)
     return x.expand(_LEAST_ROWS, -1) if rows == 1 else x.repeat(-(-_LEAST_ROWS // rows), 1)
@@ -128,7 +129,7 @@ def _rows_to_add() -> list[int]:
 class HalfGemm:
     """A product of fp32 rows with fp16 weights, widened as they are read: half the bytes."""
 
-    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
+    def __init__(self, weight: Tensor, epilogue: Epilogue) -> None:
         """Copy `weight` (I, O) fp16 into FBGEMM's form."""
         columns = weight.t().float().contiguous()
         bias = None if epilogue.bias is None else epilogue.bias.float()
@@ -136,12 +137,12 @@ class HalfGemm:
         self._product = torch.ops.quantized.linear_dynamic_fp16.default
         self._epilogue = epilogue
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in fp32."""
         rows = len(x)
         more = _rows_to_add()[(rows - 1) % _TILED_ROWS]
         x = functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
-        y: torch.Tensor = self._product(x, self._packed)
+        y: Tensor = self._product(x, self._packed)
         return self._epilogue.finish(y[:rows], residual)
 
 
@@ -153,7 +154,7 @@ class FbgemmInt8Gemm:
     the remainders are rounded too and multiplied along.
     """
 
-    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
+    def __init__(self, weight: Tensor, epilogue: Epilogue) -> None:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
         columns, scale = quantise(weight)
         zeros = torch.zeros(len(columns), dtype=torch.int64)
@@ -170,7 +171,7 @@ class FbgemmInt8Gemm:
         self._bias = None if epilogue.bias is None else epilogue.bias.float()
         self._epilogue = epilogue
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         # Few operations: at one row each costs as much as a tenth of the product.
         wide = x if x.dtype == torch.float32 else x.float()
@@ -181,9 +182,9 @@ class FbgemmInt8Gemm:
         y = y.mul_(unit) if self._bias is None else torch.addcmul(self._bias, y, unit, out=y)
         return self._epilogue.finish(y.to(x.dtype), residual)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         """Return x W for rows of at most 1, each rounded to one or two digits of 8 bits."""
-        y: torch.Tensor
+        y: Tensor
         if not self._two_digits:
             y = self._product(x, self._step, self._zero_point, self._packed)
             return y

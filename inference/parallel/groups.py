@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     ProcessGroup,
@@ -37,7 +38,7 @@ class Sending:
     """A tensor being sent, kept until it is complete."""
 
     work: Work
-    x: torch.Tensor
+    x: Tensor
 
     def wait(self) -> None:
         """Return once the tensor is sent."""
@@ -153,11 +154,11 @@ class RankGroups:
 
     def all_reduce(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Return the sum of `x` (N, E) over the ranks of this stage, + bias + residual.
 
         `x` may be overwritten.
@@ -169,20 +170,20 @@ class RankGroups:
         self._stage.allreduce([x]).wait()
         return added(x, bias=bias, residual=residual)
 
-    def gather_stage(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_stage(self, x: Tensor) -> Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""
         assert self._stage is not None
         every = x.new_empty(self.layout.tp_size, *x.shape)
         self._stage._allgather_base(every, x.contiguous()).wait()
         return every
 
-    def send(self, x: torch.Tensor, rank: int) -> Sending:
+    def send(self, x: Tensor, rank: int) -> Sending:
         """Begin to send a tensor to a rank of another stage."""
         assert self._pipe is not None
         x = x.contiguous()
         return Sending(self._pipe.send([x], rank, 0), x)
 
-    def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+    def receive(self, x: Tensor, rank: int) -> Tensor:
         """Receive into `x` from a rank of another stage, and return it."""
         assert self._pipe is not None
         self._pipe.recv([x], rank, 0).wait()
@@ -190,12 +191,12 @@ class RankGroups:
 
     def gather(
         self,
-        part: torch.Tensor | None,
+        part: Tensor | None,
         shape: Sequence[int],
         *,
         ranks: Sequence[int],
         dtype: torch.dtype = torch.float32,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Return on rank 0 the parts of some ranks in order, all of one shape; elsewhere nothing.
 
         `part` is this rank's, None where it has none.
@@ -233,7 +234,7 @@ class RankGroups:
             whole += self.share(torch.empty(end - _PACKET, dtype=torch.uint8)).numpy().tobytes()
         return whole[_LENGTH_BYTES:end]
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def share(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's CPU tensor; the other ranks pass one of its shape."""
         self._control.broadcast([x]).wait()
         return x

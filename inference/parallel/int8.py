@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from inference.parallel.epilogue import Epilogue
 
@@ -17,8 +18,8 @@ FP8_GROUP = 128
 class ScaledWeight(NamedTuple):
     """A weight in FP8 as it is stored."""
 
-    values: torch.Tensor  # (I, O) E4M3
-    scale: torch.Tensor  # (G, O) fp32
+    values: Tensor  # (I, O) E4M3
+    scale: Tensor  # (G, O) fp32
     group: int  # inputs of a scale
     dtype: torch.dtype  # of products
 
@@ -28,19 +29,17 @@ class ScaledWeight(NamedTuple):
         return self.values.device
 
 
-Weight = torch.Tensor | ScaledWeight
+Weight = Tensor | ScaledWeight
 
 
-def arranged(
-    weights: Sequence[Weight], arrange: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> Weight:
+def arranged(weights: Sequence[Weight], arrange: Callable[[list[Tensor]], Tensor]) -> Weight:
     """Return what makes one weight (I, O) of several of the same inputs.
 
     Args:
         weights: All tensors, or all as they are stored.
         arrange: Rearranges outputs alone.
     """
-    plain = [each for each in weights if isinstance(each, torch.Tensor)]
+    plain = [each for each in weights if isinstance(each, Tensor)]
     if plain:
         return arrange(plain)
     scaled = [each for each in weights if isinstance(each, ScaledWeight)]
@@ -50,9 +49,7 @@ def arranged(
     return scaled[0]._replace(values=values, scale=scale)
 
 
-def quantise(
-    weight: torch.Tensor, dtype: torch.dtype = torch.int8
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Return (O, I) of 8 bits and the scale of each output (O,) fp32 for a weight (I, O).
 
     Formula of whole numbers: FasterTransformer, weight-only quantisation: scale = max|w| / 128 of
@@ -71,12 +68,12 @@ def quantise(
 class Int8Gemm:
     """A product with 8-bit weights and a scale per output; activations are not quantised."""
 
-    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
+    def __init__(self, weight: Tensor, epilogue: Epilogue) -> None:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
         self.weight, self.scale = quantise(weight)
         self.epilogue = epilogue
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         y = torch.mm(x, self.weight.t().to(x.dtype)).mul_(self.scale.to(x.dtype))
         bias = self.epilogue.bias

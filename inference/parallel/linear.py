@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.gemm import Gemm, make_gemm
@@ -16,12 +17,12 @@ from inference.parallel.int8 import Weight
 
 # The sum over the ranks of a stage of x (N, E), which may be overwritten, + bias + residual: these
 # two are keywords.
-AllReduce = Callable[..., torch.Tensor]
+AllReduce = Callable[..., Tensor]
 
 
 def make_row_gemm(
     weight: Weight,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     *,
     reduce: AllReduce | None = None,
     options: GemmOptions = PLAIN_GEMM,
@@ -37,7 +38,7 @@ def make_row_gemm(
         return make_gemm(weight, bias, options=options)
     gemm = make_gemm(weight, options=options)
 
-    def summed(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def summed(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return reduce(gemm(x), bias=bias, residual=residual)
 
     return summed
@@ -50,12 +51,12 @@ class VocabParallelHead:
     gemm: Gemm | None  # whose outputs beyond `rows` have no token; None without rows
     rows: int  # tokens of this rank
     width: int  # of every rank's slice, at least `rows`
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the hidden states
+    norm: Callable[[Tensor], Tensor] | None = None  # of the hidden states
     input_scale: float = 1.0  # on what the norm gives
     scale: float = 1.0  # on the logits
     softcap: float | None = None  # a scaled logit becomes cap * tanh(logit / cap)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return (N, width) fp32, in `out` if given; columns beyond the rows are the lowest."""
         x = x if self.norm is None else self.norm(x)
         x = x if self.input_scale == 1 else x * self.input_scale

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from inference.parallel.epilogue import Epilogue
@@ -109,7 +110,7 @@ class NativeGemm:
     numbers, see `FbgemmInt8Gemm`. No row sees another, and none depends on how many there are.
     """
 
-    def __init__(self, weight: torch.Tensor, epilogue: Epilogue, *, int8: bool) -> None:
+    def __init__(self, weight: Tensor, epilogue: Epilogue, *, int8: bool) -> None:
         """Copy `weight` (I, O) into blocks of outputs."""
         found = _library()
         assert found is not None
@@ -134,7 +135,7 @@ class NativeGemm:
         self._address = ctypes.addressof(self._weight)
         self._epilogue = epilogue
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         x = x.contiguous()
         y = x.new_empty(len(x), self._outputs)
@@ -156,13 +157,13 @@ class NativeGemm:
 
 
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    spans: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spans: Tensor,
     *,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the attention (B, H*D) of a token of each sequence, for query (B, H, D).
 
     Keys and values (B, K, S, D) lie in the cache, with the same strides; all are fp32 or all are
@@ -193,7 +194,7 @@ def attend(
     return out
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight of each row, in the type of x, fp32 or bf16."""
     found = _library()
     assert found is not None
@@ -210,7 +211,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-def _blocks(columns: torch.Tensor) -> torch.Tensor:
+def _blocks(columns: Tensor) -> Tensor:
     """Return (O, I) as the library reads it: (blocks, groups, 32 outputs, inputs of a group)."""
     outputs, inputs = columns.shape
     group = _GROUP[columns.dtype]

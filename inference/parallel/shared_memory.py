@@ -22,6 +22,7 @@ from pathlib import Path
 from time import monotonic
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store, Work
 
 from inference.system.control_groups import usable_cores
@@ -139,7 +140,7 @@ class SharedMemoryGroup:
         self._address = ctypes.addressof(self._words)
         # Spinning helps only while every rank has a core.
         self._spins = _SPINS if size <= usable_cores() else 0
-        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
         self._aborted = False
         self._done = _Finished()
 
@@ -147,7 +148,7 @@ class SharedMemoryGroup:
         """End the waits of this process; may be called from any thread."""
         self._aborted = True
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+    def allreduce(self, tensors: list[Tensor]) -> Work:
         """Sum a tensor over the ranks, in place; every rank gets the same bits."""
         arrived, me = self._layout.arrived, self._place
         for part in _chunks(tensors[0], _CHUNK):
@@ -170,7 +171,7 @@ class SharedMemoryGroup:
         """Return once every rank has called this."""
         return self.allreduce([torch.zeros(1)])
 
-    def broadcast(self, tensors: list[torch.Tensor]) -> Work:
+    def broadcast(self, tensors: list[Tensor]) -> Work:
         """Broadcast the tensor of rank 0."""
         if self._place:
             return self.recv(tensors, 0, 0)
@@ -178,7 +179,7 @@ class SharedMemoryGroup:
             self.send(tensors, rank, 0)
         return self._done
 
-    def send(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:
+    def send(self, tensors: list[Tensor], rank: int, _tag: int) -> Work:
         """Send a tensor; returns when the last part is copied."""
         pair = self._place * self._size + rank
         for part in _chunks(tensors[0], _MESSAGE):
@@ -189,7 +190,7 @@ class SharedMemoryGroup:
             self._put(self._layout.sent + pair, number)
         return self._done
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], rank: int, _tag: int) -> Work:
         """Receive a tensor from `rank`."""
         pair = rank * self._size + self._place
         for part in _chunks(tensors[0], _MESSAGE):
@@ -199,11 +200,11 @@ class SharedMemoryGroup:
             self._put(self._layout.read + pair, number)
         return self._done
 
-    def _message(self, pair: int, number: int, like: torch.Tensor) -> torch.Tensor:
+    def _message(self, pair: int, number: int, like: Tensor) -> Tensor:
         start = self._layout.messages + (2 * pair + number % 2) * _MESSAGE
         return self._buffer(start, _MESSAGE, like)
 
-    def _buffer(self, start: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, start: int, size: int, like: Tensor) -> Tensor:
         key = (start, like.dtype)
         whole = self._buffers.get(key)
         if whole is None:
@@ -239,7 +240,7 @@ class SharedMemoryGroup:
             _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(pause), None, 0)
 
 
-def _chunks(tensor: torch.Tensor, size_bytes: int) -> Sequence[torch.Tensor]:
+def _chunks(tensor: Tensor, size_bytes: int) -> Sequence[Tensor]:
     flat = tensor.view(-1)
     size = size_bytes // tensor.element_size()
     return (flat,) if len(flat) <= size else flat.split(size)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from export_scripts.families.layout.architecture import (
@@ -47,10 +48,10 @@ class StepResult:
     of a plan with choices. `done` is the event after the last kernel, None on CPU.
     """
 
-    logits: torch.Tensor  # (n, V or more) fp32
-    pooled: torch.Tensor | None = None  # (segments, E) fp32
-    hidden: torch.Tensor | None = None  # (N, E)
-    attentions: torch.Tensor | None = None
+    logits: Tensor  # (n, V or more) fp32
+    pooled: Tensor | None = None  # (segments, E) fp32
+    hidden: Tensor | None = None  # (N, E)
+    attentions: Tensor | None = None
     chosen: Chosen | None = None
     done: torch.cuda.Event | None = None
 
@@ -168,7 +169,7 @@ class RankBase(ABC):
         if self._groups is not None:
             self._groups.close()
 
-    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+    def run(self, plan: StepPlan, embeddings: Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the result.
 
         `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
@@ -185,7 +186,7 @@ class RankBase(ABC):
             return self._run(plan, embeddings)
 
     @abstractmethod
-    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+    def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
         """Run a step whose embeddings every rank has, and whose cache moves are done."""
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
@@ -204,8 +205,8 @@ class RankBase(ABC):
         return model.num_layer * layer // self.layout.tp_size
 
     def _run_stage(
-        self, micro_batches: Sequence[StepT], embed: Callable[[StepT], torch.Tensor]
-    ) -> list[torch.Tensor]:
+        self, micro_batches: Sequence[StepT], embed: Callable[[StepT], Tensor]
+    ) -> list[Tensor]:
         """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
 
         While a stage works on one micro-batch, the next stage works on the one before. `embed`
@@ -229,18 +230,16 @@ class RankBase(ABC):
 
     def _reduce(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         if self._in_rank_order:
             return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
         return self.groups.all_reduce(x, bias=bias, residual=residual)
 
-    def _first_rank_copy(
-        self, output: torch.Tensor | None, room: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _first_rank_copy(self, output: Tensor | None, room: Tensor) -> Tensor | None:
         """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None

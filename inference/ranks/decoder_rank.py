@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
@@ -65,10 +66,10 @@ class DecoderRank(GeneratorRank):
                 )
                 self._prompt_graphs.record()
 
-    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+    def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
         if self._graphs is not None and plan.is_decoding and not (plan.has_virtual or plan.pool):
             return self._run_graph(self._graphs, plan)
-        found: tuple[torch.Tensor, Step] | None = None
+        found: tuple[Tensor, Step] | None = None
         if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
             found = self._prompt_graphs.run(ids, plan.segments, outputs)
@@ -81,7 +82,7 @@ class DecoderRank(GeneratorRank):
         pooled = self._pooled(hidden, plan) if plan.pool else None
         return self._result(self._logits(hidden, steps), plan, pooled=pooled)
 
-    def _pooled(self, hidden: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor | None:
+    def _pooled(self, hidden: Sequence[Tensor], plan: StepPlan) -> Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
         sums = None
         if hidden:

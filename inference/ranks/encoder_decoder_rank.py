@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.encoder_decoder import EncodedRow, EncoderDecoder, reading_segments
@@ -44,7 +45,7 @@ class _EncoderPass:
     step: EncoderStep
     tasks: list[int]  # of IA3, by row
     done: int = 0  # layers, of all stages
-    x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
+    x: Tensor | None = None  # (N, E) while this stage computes, and the last one's output
 
 
 class EncoderDecoderRank(GeneratorRank):
@@ -88,7 +89,7 @@ class EncoderDecoderRank(GeneratorRank):
             if self.architecture.decoder_num_layer:
                 self._record(_WARM_UP_TOKENS, idle=(self.cache.scratch_slot, 0, self._no_task))
 
-    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+    def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
         if plan.encoder_rows:
             self._begin(plan, embeddings)
         if plan.encoder_rows or plan.encoder_layers:
@@ -102,7 +103,7 @@ class EncoderDecoderRank(GeneratorRank):
         part = self._logits(*self._run_steps(plan)) if plan.segments else None
         return self._result(part, plan)
 
-    def _begin(self, plan: StepPlan, embeddings: torch.Tensor | None) -> None:
+    def _begin(self, plan: StepPlan, embeddings: Tensor | None) -> None:
         """Start a pass of new rows; it replaces one whose requests were cancelled."""
         counts = [row.count for row in plan.encoder_rows]
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
@@ -168,7 +169,7 @@ class EncoderDecoderRank(GeneratorRank):
                 self.groups.send(now.x, layout.next_rank).wait()
                 now.x = None
 
-    def _spread(self, output: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+    def _spread(self, output: Tensor | None, tokens: Tokens) -> Tensor:
         """Send the last stage's encoder output (N, E) to every stage."""
         layout = self.layout
         if layout.pp_size == 1:
@@ -185,9 +186,7 @@ class EncoderDecoderRank(GeneratorRank):
             sent.wait()
         return output
 
-    def _read_by(
-        self, segments: Sequence[Segment]
-    ) -> tuple[CachedAttention | None, torch.Tensor | None]:
+    def _read_by(self, segments: Sequence[Segment]) -> tuple[CachedAttention | None, Tensor | None]:
         counts = [segment.count for segment in segments]
         encoded = [self._encoded[segment.slot] for segment in segments]
         rules, tasks = self.model.rules, None

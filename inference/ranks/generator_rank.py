@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
@@ -44,7 +45,7 @@ class GeneratorRank(RankBase):
     _graphs: DecodeGraphs | None = None
 
     def _open_cache(
-        self, settings: RankSettings, dtype: torch.dtype, prefixes: Sequence[torch.Tensor] = ()
+        self, settings: RankSettings, dtype: torch.dtype, prefixes: Sequence[Tensor] = ()
     ) -> None:
         """Allocate what steps keep: keys and values, and the newest tokens."""
         layout, vocab_size = self.layout, self.architecture.vocab_size
@@ -92,8 +93,8 @@ class GeneratorRank(RankBase):
         plan: StepPlan,
         *,
         has_virtual: bool = False,
-        embeddings: torch.Tensor | None = None,
-    ) -> tuple[list[torch.Tensor], list[Step]]:
+        embeddings: Tensor | None = None,
+    ) -> tuple[list[Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
         ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
@@ -119,7 +120,7 @@ class GeneratorRank(RankBase):
         outputs: Array,
         *,
         has_virtual: bool = False,
-        embeddings: torch.Tensor | None = None,
+        embeddings: Tensor | None = None,
     ) -> Step:
         encoded, tasks = self._read_by(segments)
         attention, count = self._attention(segments, self.model.rules), len(ids)
@@ -146,14 +147,12 @@ class GeneratorRank(RankBase):
 
         return paged_attention(segment_numbers(segments), self.cache, rules=rules)
 
-    def _read_by(
-        self, segments: Sequence[Segment]
-    ) -> tuple[CachedAttention | None, torch.Tensor | None]:
+    def _read_by(self, segments: Sequence[Segment]) -> tuple[CachedAttention | None, Tensor | None]:
         """Return the encoder's output that tokens read, and their IA3 tasks."""
         del segments
         return None, None
 
-    def _logits(self, hidden: Sequence[torch.Tensor], steps: Sequence[Step]) -> torch.Tensor | None:
+    def _logits(self, hidden: Sequence[Tensor], steps: Sequence[Step]) -> Tensor | None:
         """Return this rank's slice of the logits (n, V / T or more), None without."""
         pairs = zip(hidden, steps, strict=True) if hidden else ()
         slices = [self.model.logits(x, step) for x, step in pairs if len(step.output_rows)]
@@ -196,11 +195,11 @@ class GeneratorRank(RankBase):
 
     def _result(
         self,
-        part: torch.Tensor | None,
+        part: Tensor | None,
         plan: StepPlan,
         *,
-        pooled: torch.Tensor | None = None,
-        chosen: torch.Tensor | None = None,
+        pooled: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> StepResult | None:
         """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
 
@@ -233,9 +232,7 @@ class GeneratorRank(RankBase):
             done=done,
         )
 
-    def _choose(
-        self, part: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor, plan: StepPlan
-    ) -> torch.Tensor:
+    def _choose(self, part: Tensor, slots: Tensor, forbidden: Tensor, plan: StepPlan) -> Tensor:
         for slot, (seen, ids, bias) in plan.marks:
             self._feed.mark(
                 slot,
