@@ -166,22 +166,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--family", required=True, choices=FAMILIES, help="family of the model")
-    for flag, text in (
-        ("--hidden", "width of the residual stream"),
-        ("--layers", "layers; of a T5, those of each stack"),
-        ("--heads", "attention heads"),
+    for flag, usual, text in (
+        ("--hidden", None, "width of the residual stream"),
+        ("--layers", None, "layers; of a T5, those of each stack"),
+        ("--heads", None, "attention heads"),
+        ("--vocab", 51200, "tokens (default: 51200)"),
+        ("--inter-size", 0, "width of the MLP (default: 4 x hidden)"),
+        ("--positions", 2048, "longest sequence, where the family has a limit (default: 2048)"),
+        ("--tensor-model-parallel-size", 1, "tensor-parallel ranks (default: 1)"),
+        ("--seed", 0, "seed of the weights (default: 0)"),
     ):
-        add(flag, type=int, required=True, metavar="N", help=text)
-    add("--vocab", type=int, default=51200, metavar="N", help="tokens (default: 51200)")
-    add("--inter-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)")
-    add("--positions", type=int, default=2048, metavar="N",
-        help="longest sequence, where the family has a limit (default: 2048)")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", dest="tensor_para_size",
-        help="tensor-parallel ranks (default: 1)")  # fmt: skip
+        add(flag, type=int, required=usual is None, default=usual, metavar="N", help=text)
     add("--weight-data-type", default="fp16", choices=WEIGHT_DATA_TYPES, help="(default: fp16)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
         help="any other key of the family's config.ini, such as kv_head_num=8")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
     add("--sparse", action="store_true",
         help="leave matrices as holes: zeros that take no space on disk")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR",
@@ -195,6 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     def handler(options: argparse.Namespace) -> None:
         values = vars(options)
         family = FAMILIES[values.pop("family")]
+        values["tensor_para_size"] = values.pop("tensor_model_parallel_size")
         values["given"] = [parse_pair(text, "--set") for text in options.given]
         output_dir, seed, sparse = (values.pop(key) for key in ("output_dir", "seed", "sparse"))
         config = synthetic_config(family, **values)

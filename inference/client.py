@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
     add("--file", type=Path, help="further prompts, one on each line")
     add("--json", action="store_true", help="print a JSON list of lists of texts")
-    add("--rows-per-request", type=int, default=1, help="prompts in one request (default 1)")
     add("--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time")
     of["stream"].add_argument("prompt", metavar="PROMPT")
     _add_generation(of["generate"])
@@ -54,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = of["request"].add_argument
     add("file", type=Path, nargs="?", metavar="FILE.json")
     add("--params", default="{}", help="JSON merged over the file")
-    add("-t", "--test", action="store_true", help="fail unless each frame adds exactly one token")
     for name, command in of.items():
         command.set_defaults(run=_COMMANDS[name][0])
         add_connection_options(command)
@@ -198,15 +196,10 @@ def _generate(arguments: argparse.Namespace) -> None:
         prompts += arguments.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if not prompts:
         raise ValueError("no prompt: give at least one PROMPT, or --file with one on each line.")
-    if arguments.rows_per_request < 1:
-        raise ValueError(f"--rows-per-request={arguments.rows_per_request} must be at least 1.")
     more = {"ensemble_name": arguments.model, "max_in_flight": arguments.in_flight}
     with opened_client(arguments, **more) as client:
         rows = client.generate_text(
-            prompts,
-            output_len=arguments.output_len,
-            options=_options(arguments),
-            rows_per_request=arguments.rows_per_request,
+            prompts, output_len=arguments.output_len, options=_options(arguments)
         )
     if arguments.json:
         print_now(json.dumps(rows, ensure_ascii=False))
@@ -273,7 +266,7 @@ def _request(arguments: argparse.Namespace) -> None:
     model = config.get("model_name") or "fastertransformer"
     with client:
         if streams:
-            _print_stream(client.stream(model, tensors, turn=turn), test=arguments.test)
+            _print_stream(client.stream(model, tensors, turn=turn))
             return
         for name, value in client.infer(model, tensors, turn=turn).items():
             print_now(f"{name}:\n{value}\n")
@@ -288,8 +281,8 @@ def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
     return None
 
 
-def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test: bool) -> None:
-    started, shown = time.monotonic(), None
+def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]]) -> None:
+    started = time.monotonic()
     for frame in frames:
         rows = frame["output_ids"]
         tokens = rows.reshape(-1, rows.shape[-1])[0, : int(frame["sequence_length"].flat[0])]
@@ -297,10 +290,6 @@ def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test:
         scores = frame.get("cum_log_probs")
         chance = "" if scores is None else f" (probability {np.exp(scores.flat[0])})"
         print_now(f"[After {elapsed:.2f}s] Partial result{chance}:\n{tokens}\n")
-        ids = tokens.tolist()
-        if test and shown is not None and ids[:-1] != shown:
-            raise ValueError(f"a frame does not add one token: {shown} became {ids}")
-        shown = ids
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str]] = {

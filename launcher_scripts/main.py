@@ -1,13 +1,16 @@
 """The command: compose the configuration, check every stage, run or submit them."""
 
+from __future__ import annotations
+
 import functools
 import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # While the modules below are loaded, which takes seconds from a slow disk, Ctrl-C ends the command
 # without a traceback.
@@ -46,6 +49,9 @@ from stages.job_process import close_to_others  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
 
 signal.signal(signal.SIGINT, _AT_INTERRUPT)
+
+if TYPE_CHECKING:
+    from launcher_scripts.rows import NamedRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +97,8 @@ def _run(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
+    if arguments.multirun and arguments.shows is None:
+        return _sweep(arguments, words, console)
     composition = compose_config(arguments.overrides, arguments.root)
     problems = [*arguments.problems, *composition.problems]
     if (config := composition.config) is None:
@@ -137,6 +145,22 @@ def _welcome(problems: Sequence[str], console: Console) -> int:
     return _report(others) if others else EXIT_USAGE
 
 
+def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
+    """Run each combination of the listed values."""
+    from launcher_scripts.sweep import combinations, run_and_compare, with_folders
+
+    compose = functools.partial(compose_config, place=arguments.root)
+    wanted, problems = combinations(arguments.overrides)
+    actions = {config.action for each in wanted.values() if (config := compose(each).config)}
+    problems += [
+        f"--multirun with action={each}: it runs; leave one of them out."
+        for each in actions - {"run"}
+    ]
+    if problems := [*arguments.problems, *problems]:
+        return _report(problems)
+    return _run_rows(arguments, with_folders(wanted, compose), words, console, run_and_compare)
+
+
 def _upgrade(
     arguments: Arguments,
     config: Config,
@@ -145,19 +169,31 @@ def _upgrade(
     console: Console,
 ) -> int:
     """Evaluate the rows of an upgrade, and judge them against the first."""
-    from launcher_scripts.invocation import execute
-    from launcher_scripts.rows import prepare_rows
     from launcher_scripts.upgrade import command_lines_of_rows, problems_of_upgrade, run_and_decide
 
     if problems := [*problems, *problems_of_upgrade(config)]:
         return _report(problems)
     wanted = command_lines_of_rows(config, arguments.overrides)
+    start = functools.partial(run_and_decide, config)
+    return _run_rows(arguments, wanted, words, console, start)
+
+
+def _run_rows(
+    arguments: Arguments,
+    wanted: Mapping[str, Sequence[str]],
+    words: Sequence[str],
+    console: Console,
+    start: Callable[[Sequence[NamedRun], Console], int],
+) -> int:
+    """Check all runs, then `start` them; return the exit status."""
+    from launcher_scripts.invocation import execute
+    from launcher_scripts.rows import prepare_rows
+
     compose = functools.partial(compose_config, place=arguments.root)
     rows, problems = prepare_rows(wanted, compose, words, console)
     if problems:
         return _report(problems)
-    start = functools.partial(run_and_decide, config, rows, console)
-    return execute([each.run for each in rows], start)
+    return execute([each.run for each in rows], functools.partial(start, rows, console))
 
 
 def _watch(arguments: Arguments, config: Config, problems: Sequence[str], console: Console) -> int:

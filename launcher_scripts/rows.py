@@ -1,4 +1,4 @@
-"""Several runs of one command, such as the rows of `action=upgrade`.
+"""Several runs of one command: the rows of `action=upgrade`, or the combinations of a sweep.
 
 All of them are composed and checked before the first starts.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
@@ -17,6 +17,7 @@ from export_scripts.ft.tokenizer_files import find_tokenizer
 from foundations.files.lock import folder_lock
 from foundations.files.replace import replace_file
 from foundations.values import shown
+from inference.certify.findings import dotted
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -141,7 +142,7 @@ class EvaluateStage(Stage):
         for name in _NOT_IDENTITY:
             options.pop(name)
         return {
-            **_flat(options, "evaluate"),
+            **dotted(options, "evaluate."),
             "deploy.engine": self.deploy.engine,
             "deploy.command": list(self.deploy.command_line),
         }
@@ -341,15 +342,6 @@ def _without_effect(options: EvaluationOptions) -> Iterator[str]:
             f"evaluate.baseline_path={options.baseline_path} has no effect with "
             "evaluate.baseline=none; set evaluate.baseline=compare or update, or leave it out."
         )
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return nested settings under dotted names, as the configuration has them."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}.{key}"
-        found |= _flat(value, name) if isinstance(value, Mapping) else {name: value}
-    return found
 
 
 def is_address(text: str, protocol: str) -> bool:

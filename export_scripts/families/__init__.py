@@ -11,14 +11,14 @@ from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX_ELEUTHER
 from export_scripts.families.hybrid import HYBRID_CORE_MAPPINGS, HYBRID_HUGGINGFACE
-from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.source_mapping import SourceMapping
+from export_scripts.families.layout.spec import ModelFamily as ModelFamily
+from export_scripts.families.mapping.source_mapping import SourceMapping as SourceMapping
 from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
 from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
 from export_scripts.families.t5.nemo import T5_NEMO
 
 # The first mapping whose format and `matches` fit a checkpoint converts it.
-SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
+SOURCE_MAPPINGS = (
     *DECODERS.values(),
     GPTJ_JAX,
     GPTNEOX_ELEUTHER,
@@ -36,6 +36,6 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
 )
 
 # Those of which there are folders of shards.
-FAMILIES: dict[str, ModelFamily] = {
+FAMILIES = {
     mapping.family.name: mapping.family for mapping in SOURCE_MAPPINGS if mapping.family.has_shards
 }

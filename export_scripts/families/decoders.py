@@ -31,7 +31,7 @@ _KEYS = {
     "*biases": BIAS_KEYS,
     "*gpt2": ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon"),
 }
-_TRAITS: Mapping[str, Trait] = {
+_TRAITS = {
     **operations.TRAITS,
     "opt": huggingface.OPT,
     "gptj": gptj.SETTINGS,
@@ -57,17 +57,11 @@ def _whole(name: str, records: Mapping[str, Table]) -> Fields:
     """Return a record with what its base has, which it states otherwise in part."""
     own = dict(records[name])
     base = _whole(own.pop("base"), records) if "base" in own else {}
-    return {
-        **base,
-        **{
-            key: _without_null({**base.get(key, {}), **value}) if isinstance(value, dict) else value
-            for key, value in own.items()
-        },
-    }
-
-
-def _without_null(table: Table) -> Fields:
-    return {key: value for key, value in table.items() if value is not None}
+    for key, value in own.items():
+        if isinstance(value, dict):
+            both = {**base.get(key, {}), **value}
+            own[key] = {name: each for name, each in both.items() if each is not None}
+    return {**base, **own}
 
 
 def _flag(name: str, table: Mapping[Any, Any]) -> Trait:
@@ -83,18 +77,6 @@ def _flag(name: str, table: Mapping[Any, Any]) -> Trait:
         return {name: has_them is shown}
 
     return Trait(read, written)
-
-
-def _joined(traits: list[Trait]) -> Fields:
-    """Return the fields of a decoder that has several traits."""
-    return {
-        "read": lambda settings, values: {
-            key: value for each in traits for key, value in each.read(settings, values).items()
-        },
-        "written": lambda config: {
-            key: value for each in traits for key, value in each.written(config).items()
-        },
-    }
 
 
 def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
@@ -113,10 +95,10 @@ def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
         rule = window.get("slides")
         slides = operations.slides_of(*rule) if rule else None
         fields["window"] = Window(**{**window, "slides": slides})
-    traits = [_flag(*each) for each in fields.pop("flags", {}).items()]
-    traits += [_TRAITS[name] for name in fields.pop("traits", ())]
+    flags = (_flag(*each) for each in fields.pop("flags", {}).items())
+    fields["traits"] = (*flags, *(_TRAITS[name] for name in fields.get("traits", ())))
     kind = DenseDecoder if family is DENSE else HuggingFaceDecoder
-    return kind(model_type=model_type, **fields, **_joined(traits))
+    return kind(model_type=model_type, **fields)
 
 
 def _as_tuples(table: Table) -> Fields:

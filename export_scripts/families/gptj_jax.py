@@ -9,12 +9,12 @@ from typing import Any
 
 from export_scripts.families.gptj import GPTJ, GPTJConfig, checked_rotary
 from export_scripts.families.layout.decoder import LAYER
+from export_scripts.families.mapping.names import named_sources, whole_names
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
-    Copy,
     Sources,
     TensorSource,
     transposed,
@@ -54,8 +54,8 @@ def _jax_config(facts: Facts) -> GPTJConfig:
         num_layer=sum(key.endswith(".q.weight") for key in keys),
         vocab_size=facts.rows("wte.weight"),
         rotary_embedding=rotary,
-        start_id=_END_OF_TEXT if ids.bos is None else ids.bos,
-        end_id=_END_OF_TEXT if ids.eos is None else ids.eos,
+        start_id=facts.token("start_id", ids.bos, _END_OF_TEXT),
+        end_id=facts.token("end_id", ids.eos, _END_OF_TEXT),
         layernorm_eps=1e-5,
     )
 
@@ -109,14 +109,29 @@ def _norm(name: str, kind: str, rest: float) -> TensorSource:
 
 
 _H = "h.{layer}."
-
-
-def _copied(source: TensorSource) -> TensorSource:
-    """Return a source rounded to fp16, as the released converter did."""
-    return Adjusted(source, lambda values, _: rounded(values, "fp16"))
-
-
+# Modules of the layout whose tensors are stored as there, but for their type.
+_NAMES = {
+    "attention.dense": "out_proj",
+    "mlp.dense_h_to_4h": "c_fc",
+    "mlp.dense_4h_to_h": "c_proj",
+    "model.lm_head": "lm_head",
+}
+_NORMS = {LAYER + "input_layernorm": _H + "ln_1", "model.final_layernorm": "ln_f"}
+_STORED: Sources = {
+    **named_sources(whole_names(_H, _NAMES), GPTJ.layout, in_out=True),
+    "model.lm_head.weight": transposed("lm_head.weight", cut=1),
+}
 _JAX_WEIGHTS: Sources = {
+    # Rounded to fp16, as the released converter did.
+    **{
+        name: Adjusted(source, lambda values, _: rounded(values, "fp16"))
+        for name, source in _STORED.items()
+    },
+    **{
+        f"{ours}.{kind}": _norm(theirs, kind, rest)
+        for ours, theirs in _NORMS.items()
+        for kind, rest in (("weight", 1.0), ("bias", 0.0))
+    },
     # The table plus the bias of every row; both, and their sum, are rounded to fp16.
     "model.wte": Compute(
         lambda config, table, bias: rounded(
@@ -124,22 +139,12 @@ _JAX_WEIGHTS: Sources = {
         ),
         ("wte.weight", "wte.bias"),
     ),
-    LAYER + "input_layernorm.weight": _norm(_H + "ln_1", "weight", 1.0),
-    LAYER + "input_layernorm.bias": _norm(_H + "ln_1", "bias", 0.0),
     LAYER + "attention.query_key_value.weight": Compute(
         lambda _, *parts: rounded(stacked(parts, 1), "fp16"),
         tuple(f"{_H}{part}.weight" for part in "qkv"),
         cut=1,
     ),
-    LAYER + "attention.dense.weight": _copied(Copy(_H + "out_proj.weight", cut=0)),
-    LAYER + "mlp.dense_h_to_4h.weight": _copied(Copy(_H + "c_fc.weight", cut=1)),
-    LAYER + "mlp.dense_h_to_4h.bias": _copied(Copy(_H + "c_fc.bias", cut=0)),
-    LAYER + "mlp.dense_4h_to_h.weight": _copied(Copy(_H + "c_proj.weight", cut=0)),
     LAYER + "mlp.dense_4h_to_h.bias": Compute(_replicated, (_H + "c_proj.bias",)),
-    "model.final_layernorm.weight": _norm("ln_f", "weight", 1.0),
-    "model.final_layernorm.bias": _norm("ln_f", "bias", 0.0),
-    "model.lm_head.weight": _copied(transposed("lm_head.weight", cut=1)),
-    "model.lm_head.bias": _copied(Copy("lm_head.bias", cut=0)),
 }
 
 GPTJ_JAX = SourceMapping(

@@ -199,8 +199,8 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
         num_layer=sum(key.endswith(".input_layernorm.weight") for key in keys),
         vocab_size=facts.rows(_WTE),
         rotary_embedding=_rotary_dims(facts, settings, size_per_head),
-        start_id=_START_ID if ids.bos is None else ids.bos,
-        end_id=_END_ID if ids.eos is None else ids.eos,
+        start_id=facts.token("start_id", ids.bos, _START_ID),
+        end_id=facts.token("end_id", ids.eos, _END_ID),
         use_gptj_residual=settings.flag("gpt-j-residual", default=assumed),
         layernorm_eps=settings.number("layernorm-epsilon", default=1e-5),
         # The fused kernel computes the tanh form.

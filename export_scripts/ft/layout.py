@@ -6,7 +6,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 
 # Files that converters write next to the weights: of the tokenizer, and others.
-TOKENIZER_FILES: tuple[str, ...] = (
+TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "tokenizer*", "*.model",
     "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
     "chat_template*", "additional_chat_templates*",

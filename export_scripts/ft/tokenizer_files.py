@@ -34,7 +34,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"  # of transformers from 4.52 on; before, a key of the settings
 TEMPLATES_FOLDER = "additional_chat_templates"  # of further ones, each a NAME.jinja
 # kind -> file names, all needed; in order of preference where a folder fits several.
-TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
+TOKENIZER_KINDS = {
     "hf": ("tokenizer.json",),
     "bpe": ("vocab.json", "merges.txt"),
     "sentencepiece": ("*.model",),

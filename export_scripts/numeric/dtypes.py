@@ -14,7 +14,7 @@ Shape = tuple[int, ...]  # sizes of a tensor, or places in it, one on each axis
 
 # Every type that a source may store. Little-endian; bf16 is the upper half of an fp32, for which
 # numpy has no type; its bytes stand for it, as for fp8.
-SOURCE_TYPES: dict[str, tuple[int, str, str]] = {
+SOURCE_TYPES = {
     "fp64": (8, "float64", "<f8"),
     "fp32": (4, "float32", "<f4"),
     "fp16": (2, "float16", "<f2"),
@@ -29,10 +29,10 @@ SOURCE_TYPES: dict[str, tuple[int, str, str]] = {
     "complex64": (8, "complex64", "<c8"),
     "complex128": (16, "complex128", "<c16"),
 }
-WEIGHT_DATA_TYPES: tuple[str, ...] = ("fp32", "fp16", "bf16")
+WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 
 # Largest finite value of each floating type.
-LARGEST_FINITE: dict[str, float] = {
+LARGEST_FINITE = {
     "fp32": 3.4028234663852886e38,
     "fp16": 65504.0,
     "bf16": 3.3895313892515355e38,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -23,7 +23,6 @@ from foundations.files.checksum import sha256_of
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
 _WORKERS = 8
-_PAGE = 1000  # objects in one deletion
 _PLACE = re.compile(r"s3://([^/?#:]+)(/[^?#]*|)")
 _ENDPOINT = re.compile(r"https?://[^/?#]+:\d{1,5}/*")
 
@@ -119,9 +118,14 @@ def publish_repository(
                 if progress is not None:
                     progress(done, max(total, done))
 
-        store.delete(delete)
-        for last in (False, True):
-            store.send({n: p for n, p in send.items() if _is_config(n) is last}, count)
+        # Configurations go first and come last.
+        for is_config in (True, False):
+            store.each(store.delete, (n for n in delete if _is_config(n) is is_config))
+        for is_config in (False, True):
+            store.each(
+                lambda name: store.send(name, send[name], count),
+                (name for name in send if _is_config(name) is is_config),
+            )
     return PublishSummary(len(files), len(send), done)
 
 
@@ -183,6 +187,9 @@ class _Store:
         if isinstance(error, BotoCoreError | ClientError | S3UploadFailedError):
             raise OSError(f"{self._location.triton_url}: {error}") from error
 
+    def _place(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._location.bucket, "Key": self._location.key(name)}
+
     def objects(self) -> dict[str, int]:
         """Return the objects and their sizes in bytes."""
         base = self._location.key("") + "/" if self._location.prefix else ""
@@ -196,33 +203,25 @@ class _Store:
         """Return whether the store has exactly this content."""
         if stored.get(name) != path.stat().st_size:
             return False
-        head = self._client.head_object(Bucket=self._location.bucket, Key=self._location.key(name))
+        head = self._client.head_object(**self._place(name))
         return bool(head["Metadata"].get(_DIGEST) == sha256_of(path))
 
-    def send(self, files: dict[str, Path], progress: Callable[[int], None]) -> None:
-        """Send files, several at a time."""
-
-        def one(item: tuple[str, Path]) -> None:
-            name, path = item
-            self._client.upload_file(
-                str(path),
-                self._location.bucket,
-                self._location.key(name),
-                ExtraArgs={"Metadata": {_DIGEST: sha256_of(path)}, "ChecksumAlgorithm": "SHA256"},
-                Callback=progress,
-                Config=self._transfer,
-            )
-
+    def each(self, work: Callable[[str], object], names: Iterable[str]) -> None:
+        """Do something with objects, several at a time."""
         with ThreadPoolExecutor(_WORKERS) as pool:
-            for _ in pool.map(one, files.items()):
+            for _ in pool.map(work, names):
                 pass
 
-    def delete(self, names: list[str]) -> None:
-        """Delete objects."""
-        for start in range(0, len(names), _PAGE):
-            keys = [{"Key": self._location.key(name)} for name in names[start : start + _PAGE]]
-            reply = self._client.delete_objects(
-                Bucket=self._location.bucket, Delete={"Objects": keys, "Quiet": True}
-            )
-            if errors := reply.get("Errors"):
-                raise OSError(f"{self._location.triton_url}: {errors[0].get('Message', errors[0])}")
+    def send(self, name: str, path: Path, progress: Callable[[int], None]) -> None:
+        """Send a file."""
+        self._client.upload_file(
+            str(path),
+            **self._place(name),
+            ExtraArgs={"Metadata": {_DIGEST: sha256_of(path)}, "ChecksumAlgorithm": "SHA256"},
+            Callback=progress,
+            Config=self._transfer,
+        )
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        self._client.delete_object(**self._place(name))

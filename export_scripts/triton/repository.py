@@ -235,43 +235,39 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
 def _weight_problems(
     request: RepositoryRequest, family: ModelFamily, config: FTConfig
 ) -> list[str]:
-    found = []
-    if config.tensor_para_size != request.tp_size:
-        found.append(
-            f"{request.weights_dir} is for {config.tensor_para_size} tensor-parallel ranks, "
-            f"but tp_size={request.tp_size} is requested."
-        )
-    if request.engine == "fastertransformer":
-        if not family.ft_backend:
-            found.append(
-                f"engine=fastertransformer cannot serve a {family.name} model; use engine=pytorch."
-            )
-        found += [
+    model_type, engine = request.model_type or family.model_type, request.engine
+    is_ft = engine == "fastertransformer"
+    keeping = _INTERACTIVE_TYPES.get(engine, ())
+    served_as = (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ()))
+    texts = request.parameters.get("stream_new_tokens", "0") != "0"
+    checks = {
+        f"{request.weights_dir} is for {config.tensor_para_size} tensor-parallel ranks, but "
+        f"tp_size={request.tp_size} is requested.": config.tensor_para_size != request.tp_size,
+        f"engine=fastertransformer cannot serve a {family.name} model; use engine=pytorch.": (
+            is_ft and not family.ft_backend
+        ),
+        f"model_type={model_type}, but {request.weights_dir} holds {family.name}.": (
+            model_type not in served_as
+        ),
+        f"decoupled=True, but a {model_type} model does not stream.": (
+            request.decoupled and not is_generative(model_type)
+        ),
+        f"interactive=True, but engine={engine} keeps no sessions with a {model_type} model; it "
+        f"does with {', '.join(keeping)}.": request.interactive and model_type not in keeping,
+        f"answer_only=True cannot be streamed with a {model_type} model, which does not report "
+        "where the answer starts.": (
+            request.answer_only and request.decoupled and model_type in ("GPT-J", "GPT-NeoX")
+        ),
+        "stream_new_tokens leaves out what the ensemble's text is made of; build without the "
+        "ensemble.": request.ensemble and texts,
+    }
+    return [
+        *(text for text, applies in checks.items() if applies),
+        *(
             f"engine=fastertransformer cannot serve this model: {reason}; use engine=pytorch."
-            for reason in config.ft_limits()
-        ]
-    model_type = request.model_type or family.model_type
-    if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):
-        found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
-    if request.decoupled and not is_generative(model_type):
-        found.append(f"decoupled=True, but a {model_type} model does not stream.")
-    keeping = _INTERACTIVE_TYPES.get(request.engine, ())
-    if request.interactive and model_type not in keeping:
-        found.append(
-            f"interactive=True, but engine={request.engine} keeps no sessions with a {model_type} "
-            f"model; it does with {', '.join(keeping)}."
-        )
-    if request.answer_only and request.decoupled and model_type in ("GPT-J", "GPT-NeoX"):
-        found.append(
-            f"answer_only=True cannot be streamed with a {model_type} model, which does not report "
-            "where the answer starts."
-        )
-    if request.ensemble and request.parameters.get("stream_new_tokens", "0") != "0":
-        found.append(
-            "stream_new_tokens leaves out what the ensemble's text is made of; build without the "
-            "ensemble."
-        )
-    return found
+            for reason in (config.ft_limits() if is_ft else ())
+        ),
+    ]
 
 
 def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelConfig:

@@ -90,7 +90,7 @@ def declared(model: str) -> ModelSignature:
 
 
 # model_type, as config.pbtxt spells it, to the signature of the model.
-MODEL_SIGNATURES: dict[str, ModelSignature] = {
+MODEL_SIGNATURES = {
     **{kind: declared(kind) for kind in ("GPT", "GPT-J")},
     "GPT-NeoX": declared("GPT-J"),
     "Llama": declared("GPT"),  # ours alone; the C++ backend has no such model

@@ -66,7 +66,7 @@ class EngineModel(TritonModel):
 
     engine_class: ClassVar[str]
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    engine: EngineBase[Any]
+    engine: EngineBase
     former: EngineModel | None = None  # whose engine this one takes over, if their models agree
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
@@ -132,7 +132,7 @@ class EngineModel(TritonModel):
                 "again."
             )
 
-    def _taken_engine(self) -> EngineBase[Any] | None:
+    def _taken_engine(self) -> EngineBase | None:
         """Return the former model's engine with the weights of this one, None without.
 
         One whose settings or sizes are others is stopped. Raises EngineFailedError.
@@ -153,12 +153,12 @@ class EngineModel(TritonModel):
         former.engine.stop()
         return None
 
-    def _started_engine(self) -> EngineBase[Any]:
+    def _started_engine(self) -> EngineBase:
         placement, options = self.settings.placement, self.settings.engine
         folder, count = self.settings.checkpoint_path, placement.world_size
         # Not None where a scheduler has started the ranks on several nodes.
         rendezvous = open_rendezvous(count, timeout_s=options.rank_timeout_s)
-        engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
+        engine: EngineBase = pkgutil.resolve_name(self.engine_class)(
             folder, placement=placement, options=options, rendezvous=rendezvous
         )
         engine.start()

@@ -112,6 +112,10 @@ def _architectures(source: FTConfig, folder: FTConfig, shown: Sequence[str]) -> 
     for name, one, other in differing(mine, theirs):
         if name.partition(".")[0] not in shown:
             yield differs(_SETTING, name, one, other)
+    # Shards answer an empty prompt from there; of other folders it is a token of the tokenizer.
+    one, other = (vars(each).get("start_id") for each in (source, folder))
+    if one != other and shown is _SHOWN_BY_SHARDS:
+        yield differs(_SETTING, "start_id", one, other, UP_TO)
 
 
 def _other_class(pair: Pair) -> Iterator[Remark]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from inference.decoding.draws import NO_IDS, Penalty, TokenMarks, biases, prompt_ids
 from inference.decoding.rows import PromptResult, SequenceRequest
-from inference.decoding.word_lists import banned_ids
+from inference.decoding.word_lists import TokenIds, banned_ids
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
 
@@ -31,7 +31,7 @@ class GrowingAnswer:
 
     def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         self.request, self.options = request, request.options
-        self.tokens: tuple[int, ...] = ()
+        self.tokens: TokenIds = ()
         self.parents: Sequence[int] = range(self.slots)
         self.prompt = PromptResult()
         self.error: str | None = None
@@ -64,7 +64,7 @@ class GrowingAnswer:
             bias = np.concatenate((bias, np.full(len(banned), -np.inf, np.float32)))
         return TokenMarks(seen, ids, bias)
 
-    def forbidden_ids(self, generated: int) -> tuple[int, ...]:
+    def forbidden_ids(self, generated: int) -> TokenIds:
         """Return the end ids of the vocabulary while the answer is too short to end."""
         if generated >= self.options.min_length:
             return ()

@@ -19,7 +19,7 @@ from inference.decoding.answer import GrowingAnswer
 from inference.decoding.candidates import Candidates
 from inference.decoding.processors import LogitRules, temperature_divisor
 from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResult
-from inference.decoding.word_lists import ends_with
+from inference.decoding.word_lists import TokenIds, ends_with
 
 # The score that every beam but the first starts from, so that the first step fills all from one.
 UNSTARTED = -1e20
@@ -28,7 +28,7 @@ UNSTARTED = -1e20
 class Hypothesis(NamedTuple):
     """A token sequence with its log probabilities, and its score over length once it is ranked."""
 
-    tokens: tuple[int, ...] = ()
+    tokens: TokenIds = ()
     log_probs: tuple[float, ...] = ()
     cum_log_prob: float = 0.0
     reason: FinishReason | None = None
@@ -85,7 +85,7 @@ class BeamSearch(GrowingAnswer):
             rules.append(LogitRules(1.0, divisor, penalty, marks, forbidden))
         return rules
 
-    def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def _newest(self, tokens: TokenIds) -> TokenIds:
         """Return the last tokens of an answer, prompt included: as many as a word list can see."""
         return self.request.context_ids[-self._tail :] + tokens[-self._tail :]
 

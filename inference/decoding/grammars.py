@@ -84,7 +84,10 @@ class Constraint:
     @property
     def problem(self) -> str:
         """Why no token can follow, "" while one can: grammars may outgrow llguidance's limits."""
-        return str(self._matcher.get_error())[:400]
+        if not (reason := str(self._matcher.get_error())):
+            return ""
+        # The state of the parser follows in further lines.
+        return f"no text goes on so in the form that is asked for: {reason.splitlines()[0][:400]}"
 
     def mask(self) -> Array:
         """Return a bit for each token that may come next, lowest first, (X / 8,) uint8."""
@@ -159,4 +162,8 @@ class Grammars:
         matcher = _library().LLMatcher(self._tokenizer, compiled(value))
         if matcher.is_error():
             raise ValueError(str(matcher.get_error())[:400])
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise ValueError("no text has this form; does a rule need itself?")
         return matcher

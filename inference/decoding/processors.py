@@ -16,6 +16,7 @@ from torch import Tensor
 from inference.decoding.draws import NO_MARKS, UNMARKED, Penalty, TokenMarks
 from inference.decoding.rows import TokenScore
 from inference.decoding.tensor_fields import Array
+from inference.decoding.word_lists import TokenIds
 
 # Rows start at vector boundaries, so a softmax adds up every row in the same order.
 ALIGNMENT = 64
@@ -35,7 +36,7 @@ class LogitRules(NamedTuple):
     divisor: float = 1.0
     penalty: Penalty = UNMARKED
     marks: TokenMarks = NO_MARKS
-    forbidden_ids: tuple[int, ...] = ()
+    forbidden_ids: TokenIds = ()
     min_p: float = 0.0
     mask: Array | None = None
 

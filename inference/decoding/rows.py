@@ -7,6 +7,7 @@ from typing import Literal
 from inference.decoding.grammars import Constraint, Grammars
 from inference.decoding.sampling_params import SamplingParams
 from inference.decoding.tensor_fields import Array
+from inference.decoding.word_lists import TokenIds, Words
 
 # Values of prompt_learning_type and request_prompt_type.
 NO_PROMPT, SOFT_PROMPT, PREFIX_PROMPT, P_TUNING = 0, 1, 2, 3
@@ -58,7 +59,7 @@ class ModelLimits:
     vocab_size: int
     start_id: int
     end_id: int
-    other_end_ids: tuple[int, ...] = ()
+    other_end_ids: TokenIds = ()
     max_pos_seq_len: int | None = None
     encoder_decoder: bool = False
     hidden_units: int = 0
@@ -69,7 +70,7 @@ class ModelLimits:
     grammars: Grammars | None = field(default=None, compare=False)
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
+    def end_ids(self) -> TokenIds:
         """The tokens that end an answer, that of `config.ini` first."""
         return (self.end_id, *self.other_end_ids)
 
@@ -90,11 +91,11 @@ class SequenceRequest:
     see: the prompt, or the start id alone for an encoder-decoder model.
     """
 
-    input_ids: tuple[int, ...]
+    input_ids: TokenIds
     output_len: int
     options: SamplingParams
-    context_ids: tuple[int, ...] = ()
-    returned_ids: tuple[int, ...] = ()
+    context_ids: TokenIds = ()
+    returned_ids: TokenIds = ()
     prompt: PromptTable | None = None
     ia3_task: int | None = None
     constraint: Constraint | None = field(default=None, compare=False)
@@ -151,7 +152,7 @@ class TokenScore:
     """
 
     log_prob: float
-    top_ids: tuple[int, ...]
+    top_ids: TokenIds
     top_log_probs: tuple[float, ...]
 
 
@@ -177,7 +178,7 @@ class SequenceResult:
     prompt. A finish reason of None marks a hypothesis that still runs.
     """
 
-    output_ids: tuple[tuple[int, ...], ...]
+    output_ids: Words
     cum_log_probs: tuple[float, ...]
     output_log_probs: tuple[tuple[float, ...], ...]
     finish_reasons: tuple[FinishReason | None, ...]

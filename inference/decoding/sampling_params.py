@@ -4,15 +4,15 @@ Source: FasterTransformer 5.3, layers/sampling_layers/TopKSamplingLayer.cu,
 TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from inference.decoding.tensor_fields import ANY, Range, TensorFields
-from inference.decoding.word_lists import MOST_IDS, Words, read_word_lists
+from inference.decoding.tensor_fields import ANY, TensorFields
+from inference.decoding.word_lists import MOST_IDS, TokenIds, Words, read_word_lists
 
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = float(np.float32(1e-6))
@@ -22,50 +22,6 @@ MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
 _SCORES = ("num_log_probs", "num_prompt_log_probs")
-
-
-class _Option(NamedTuple):
-    """A parameter that a tensor gives as it is.
-
-    `tensor` is its name, if it is not that of the parameter. `per_row` forbids one value for all.
-    """
-
-    within: Range = ANY
-    tensor: str = ""
-    per_row: bool = False
-
-
-_OPTIONS = {
-    "start_id": _Option(per_row=True),
-    "end_id": _Option(per_row=True),
-    "ignore_eos": _Option(),
-    "beam_width": _Option((1, MAX_BEAM_WIDTH)),
-    "top_k": _Option((0, math.inf), "runtime_top_k"),
-    "top_p": _Option(tensor="runtime_top_p"),
-    "min_p": _Option((0, 1)),
-    "whole_boundary": _Option(tensor="nucleus_include_boundary"),
-    "temperature": _Option((0, math.inf)),
-    "repetition_penalty": _Option((LEAST_PENALTY, math.inf)),
-    "presence_penalty": _Option(),
-    "frequency_penalty": _Option((-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY)),
-    "min_length": _Option((0, math.inf)),
-    "len_penalty": _Option(),
-    "beam_search_diversity_rate": _Option(),
-    "top_p_decay": _Option(per_row=True),
-    "top_p_min": _Option(per_row=True),
-    "top_p_reset_id": _Option(tensor="top_p_reset_ids", per_row=True),
-    "random_seed": _Option(),
-    "return_log_probs": _Option(tensor="is_return_log_probs"),
-    "return_context_cum_log_probs": _Option(tensor="is_return_context_cum_log_probs"),
-    "return_context_embeddings": _Option(tensor="is_return_context_embeddings"),
-    "num_log_probs": _Option((0, MAX_LOG_PROBS)),
-    "num_prompt_log_probs": _Option((0, MAX_LOG_PROBS)),
-}
-# The tensors that are read here.
-TENSORS = (
-    *(option.tensor or name for name, option in _OPTIONS.items()),
-    *("bad_words_list", "stop_words_list", BIAS_IDS, BIAS),
-)
 
 
 @dataclass(frozen=True)
@@ -79,7 +35,7 @@ class SamplingParams:
     """
 
     end_id: int  # it fills rows up, too
-    other_end_ids: tuple[int, ...] = ()
+    other_end_ids: TokenIds = ()
     ignore_eos: bool = False
     start_id: int = 0
     beam_width: int = 1
@@ -108,7 +64,7 @@ class SamplingParams:
     num_prompt_log_probs: int = 0
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
+    def end_ids(self) -> TokenIds:
         """The tokens at which the row ends by itself."""
         return () if self.ignore_eos else (self.end_id, *self.other_end_ids)
 
@@ -131,6 +87,36 @@ class SamplingParams:
     def has_marks(self) -> bool:
         """True when a rule holds for some ids and not for others."""
         return self.is_penalised or self.is_biased or bool(self.bad_words)
+
+
+# Parameters that are made of several tensors, and those whose tensors have other names.
+_MADE = ("other_end_ids", "logit_bias", "bad_words", "stop_words")
+_TENSORS = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "whole_boundary": "nucleus_include_boundary",
+    "top_p_reset_id": "top_p_reset_ids",
+    "return_log_probs": "is_return_log_probs",
+    "return_context_cum_log_probs": "is_return_context_cum_log_probs",
+    "return_context_embeddings": "is_return_context_embeddings",
+}
+# The tensor of each of the others; those with bounds; those without one value for all rows.
+_PARAMETERS = {
+    each.name: _TENSORS.get(each.name, each.name)
+    for each in dataclasses.fields(SamplingParams)
+    if each.name not in _MADE
+}
+_WITHIN = {
+    **dict.fromkeys(("top_k", "temperature", "min_length"), (0, math.inf)),
+    **dict.fromkeys(_SCORES, (0, MAX_LOG_PROBS)),
+    "beam_width": (1, MAX_BEAM_WIDTH),
+    "min_p": (0, 1),
+    "repetition_penalty": (LEAST_PENALTY, math.inf),
+    "frequency_penalty": (-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY),
+}
+_PER_ROW = ("start_id", "end_id", "top_p_decay", "top_p_min", "top_p_reset_id")
+# The tensors that are read here.
+TENSORS = (*_PARAMETERS.values(), "bad_words_list", "stop_words_list", BIAS_IDS, BIAS)
 
 
 def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]]:
@@ -157,14 +143,14 @@ def read_options(
     warnings: list[str] = []
     others = () if "end_id" in fields.tensors else tuple(end_ids[1:])
     defaults = {"start_id": start_id, "end_id": end_ids[0], "top_k": 0, "top_p": 0.0}
-    columns: dict[str, list[Any]] = {
+    columns = {
         name: fields.numbers(
-            tensor or name,
+            tensor,
             default=defaults.get(name, getattr(SamplingParams, name, None)),
-            within=within,
-            per_row=per_row,
+            within=_WITHIN.get(name, ANY),
+            per_row=name in _PER_ROW,
         )
-        for name, (within, tensor, per_row) in _OPTIONS.items()
+        for name, tensor in _PARAMETERS.items()
     }
     columns["other_end_ids"] = [others] * fields.batch
     columns["bad_words"] = read_word_lists(fields, "bad_words_list", shared=True)

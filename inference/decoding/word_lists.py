@@ -12,7 +12,8 @@ from inference.decoding.tensor_fields import Array, TensorFields
 
 # For all rows of a request: each step looks at every word.
 MOST_IDS = 1 << 18
-Words = tuple[tuple[int, ...], ...]
+TokenIds = tuple[int, ...]
+Words = tuple[TokenIds, ...]
 
 
 def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Words]:
@@ -43,7 +44,7 @@ def read_entries(ids: Array, offsets: Array) -> Words | None:
     A zero-length entry means nothing and is left out.
     """
     ends = offsets.tolist()
-    entries: dict[tuple[int, ...], None] = {}
+    entries: dict[TokenIds, None] = {}
     start = 0
     for end in ends:
         if end < 0:

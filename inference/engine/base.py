@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from inference.decoding.rows import RequestError
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
-from inference.engine.queued_request import PlannedStep, RequestT, StepScheduler
+from inference.engine.queued_request import PlannedStep, QueuedRequest, StepScheduler
 from inference.ranks.base import StepResult
 from inference.ranks.checks import check_ranks
 from inference.ranks.plan import StepPlan
@@ -46,17 +46,17 @@ _EXCHANGING = "weights are being exchanged; send the request again later"
 
 
 # A step that the ranks run, and the time of its start.
-_Launched = tuple[PlannedStep[RequestT], StepResult, float]
+_Launched = tuple[PlannedStep, StepResult, float]
 
 # Engines of this process whose ranks use a GPU. cuBLAS keeps a workspace of 32 MiB for each stream,
 # and recorded graphs hold its address: workspaces are freed with the last of the engines.
-_gpu_engines: set[EngineBase[Any]] = set()
+_gpu_engines: set[EngineBase] = set()
 _gpu_lock = threading.Lock()
 
-EngineT = TypeVar("EngineT", bound="EngineBase[Any]")
+EngineT = TypeVar("EngineT", bound="EngineBase")
 
 
-class EngineBase(ABC, Generic[RequestT]):
+class EngineBase(ABC):
     """Serves one FT folder; subclasses accept requests.
 
     The engine's own thread sets the futures; their callbacks must be quick.
@@ -115,7 +115,7 @@ class EngineBase(ABC, Generic[RequestT]):
         )
         self._settings = self._fit(settings)
         self._wake = threading.Condition()
-        self._inbox: deque[RequestT] = deque()
+        self._inbox: deque[QueuedRequest] = deque()
         self.steps = 0
         self.queued_rows = 0
         self.after_step: Callable[[], None] = lambda: None
@@ -126,7 +126,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self._ready = threading.Event()
         self._next_dir: str | None = None  # whose weights take the place of the present ones
         self._ranks: RankGroup | None = None
-        self.scheduler: StepScheduler[RequestT] | None = None  # while ranks run
+        self.scheduler: StepScheduler | None = None  # while ranks run
         self._last_finished = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
@@ -139,7 +139,7 @@ class EngineBase(ABC, Generic[RequestT]):
     def _fit(self, settings: RankSettings) -> RankSettings:
         """Return the settings with what requests need; raise ValueError if that does not fit."""
 
-    def _read_limits(self, folder: str) -> None:
+    def _read_limits(self, folder: str) -> None:  # noqa: B027 - encoders have none
         """Take the limits of requests from what a folder says."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class EngineBase(ABC, Generic[RequestT]):
         """Return a step of one token, which makes the ranks ready for requests."""
 
     @abstractmethod
-    def _make_scheduler(self) -> StepScheduler[RequestT]:
+    def _make_scheduler(self) -> StepScheduler:
         """Return the scheduler of the requests."""
 
     def __enter__(self: EngineT) -> EngineT:
@@ -227,7 +227,7 @@ class EngineBase(ABC, Generic[RequestT]):
         load = EngineLoad() if scheduler is None else scheduler.load()
         return replace(load, waiting=self.queued_rows)
 
-    def _queue(self, request: RequestT) -> None:
+    def _queue(self, request: QueuedRequest) -> None:
         """Queue a request.
 
         Raises:
@@ -308,8 +308,8 @@ class EngineBase(ABC, Generic[RequestT]):
         self._ready.set()
         self._serve(ranks, self.scheduler)
 
-    def _serve(self, ranks: RankGroup, scheduler: StepScheduler[RequestT]) -> None:
-        under_way: _Launched[RequestT] | None = None
+    def _serve(self, ranks: RankGroup, scheduler: StepScheduler) -> None:
+        under_way: _Launched | None = None
         while True:
             with self._wake:
                 idle = not (scheduler.requests or self._inbox or self._stopping or under_way)
@@ -341,8 +341,8 @@ class EngineBase(ABC, Generic[RequestT]):
         ranks.stop()
 
     def _launch(
-        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT]
-    ) -> _Launched[RequestT] | None:
+        self, ranks: RankGroup, scheduler: StepScheduler, step: PlannedStep
+    ) -> _Launched | None:
         """Run a step on the ranks; on a GPU they may not be done when this returns."""
         began = perf_counter()
         try:
@@ -353,9 +353,7 @@ class EngineBase(ABC, Generic[RequestT]):
             self._give_up(scheduler, step, error)
             return None
 
-    def _finish(
-        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], launched: _Launched[RequestT]
-    ) -> None:
+    def _finish(self, ranks: RankGroup, scheduler: StepScheduler, launched: _Launched) -> None:
         step, result, began = launched
         began = max(began, self._last_finished)
         try:
@@ -367,9 +365,7 @@ class EngineBase(ABC, Generic[RequestT]):
         except Exception as error:  # whatever it was is the answer to the step's requests
             self._give_up(scheduler, step, error)
 
-    def _give_up(
-        self, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT], error: Exception
-    ) -> None:
+    def _give_up(self, scheduler: StepScheduler, step: PlannedStep, error: Exception) -> None:
         logger.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # whose frames would keep the model alive
         for owner in step.owners:
@@ -405,4 +401,4 @@ class EngineBase(ABC, Generic[RequestT]):
 
 
 def _pass_over(_: str) -> None:
-    """Do nothing for an engine that nobody watches."""
+    """Do nothing: the engine has no owner."""

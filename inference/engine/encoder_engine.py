@@ -27,7 +27,7 @@ _COPIES = 3  # of an answer: those of the ranks, the answer, and the server's
 _SMALL_BYTES = 64 << 20  # an answer that is not compared with the free memory
 
 
-class EncoderEngine(EngineBase[RunningEncoding]):
+class EncoderEngine(EngineBase):
     """Serves one FT folder's encoder."""
 
     architecture: EncoderArchitecture | EncoderDecoderArchitecture

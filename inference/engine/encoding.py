@@ -153,13 +153,13 @@ class RunningEncoding(QueuedRequest):
 
 
 @dataclass(frozen=True)
-class PlannedEncoding(PlannedStep[RunningEncoding]):
+class PlannedEncoding(PlannedStep):
     """A step, and the rows it takes: their requests and their indices there."""
 
     work: Sequence[tuple[RunningEncoding, int]]
 
 
-class EncodingScheduler(StepScheduler[RunningEncoding]):
+class EncodingScheduler(StepScheduler):
     """The rows of all requests, in order of arrival."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:

@@ -51,7 +51,7 @@ __all__ = ["Engine", "EngineOptions", "Placement"]
 _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 
 
-class Engine(EngineBase[RunningRequest]):
+class Engine(EngineBase):
     """Serves one FT folder with a decoder; `on_step` callbacks must be quick."""
 
     architecture: GeneratorArchitecture

@@ -11,3 +11,7 @@ class EngineFailedError(RuntimeError):
 
 class RowError(RuntimeError):
     """One row could not be decoded; other rows go on."""
+
+
+class FormError(RowError, ValueError):
+    """No token can follow in the form that a row's request asks for."""

@@ -13,7 +13,7 @@ from inference.decoding.draws import ARG_MAX, UNMARKED, DrawParameters, Penalty,
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
 from inference.engine.queued_request import PlannedStep
-from inference.engine.sequence import RunningRequest, RunningSequence
+from inference.engine.sequence import RunningSequence
 from inference.model.kv_cache import Move, TableEntry
 from inference.model.step import Segment
 from inference.ranks.plan import EncoderRow, StepPlan
@@ -47,7 +47,7 @@ class EncoderWork:
 
 
 @dataclass(frozen=True)
-class GeneratingStep(PlannedStep[RunningRequest]):
+class GeneratingStep(PlannedStep):
     """A step, and the sequences it works for."""
 
     chunks: Sequence[Chunk]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -32,11 +32,8 @@ class QueuedRequest:
             self.future.set_result(result)
 
 
-RequestT = TypeVar("RequestT", bound=QueuedRequest)
-
-
 @dataclass(frozen=True)
-class PlannedStep(Generic[RequestT]):
+class PlannedStep:
     """A plan for every rank, and the requests with work in it, each once.
 
     With `overlaps` the next step may be planned before this one is finished.
@@ -45,30 +42,30 @@ class PlannedStep(Generic[RequestT]):
     plan: StepPlan
     embeddings: Tensor | None  # (plan.embedding_rows, E) fp32
     overlaps: bool
-    owners: Sequence[RequestT]
+    owners: Sequence[Any]
 
 
-class StepScheduler(ABC, Generic[RequestT]):
+class StepScheduler(ABC):
     """Decides what the steps of an engine compute; belongs to the thread of its loop."""
 
     def __init__(self) -> None:
         # Those that are not answered yet, in order of arrival.
-        self.requests: dict[RequestT, None] = {}
+        self.requests: dict[Any, None] = {}
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
         return EngineLoad()
 
-    def add(self, request: RequestT) -> None:
+    def add(self, request: Any) -> None:
         """Add a request, or fail it with the reason."""
         self.requests[request] = None
 
-    def drop(self, request: RequestT) -> None:
+    def drop(self, request: Any) -> None:
         """Drop a request and free its resources."""
         del self.requests[request]
 
     @abstractmethod
-    def plan(self, *, under_way: bool = False) -> PlannedStep[RequestT] | None:
+    def plan(self, *, under_way: bool = False) -> PlannedStep | None:
         """Return the next step, or None if nothing can run.
 
         `under_way` means that the step before is not finished.

@@ -17,7 +17,7 @@ from inference.decoding.rows import RequestError, SequenceRequest, SequenceResul
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
-from inference.engine.errors import EngineBusyError, RowError
+from inference.engine.errors import EngineBusyError, FormError, RowError
 from inference.engine.load import EngineLoad, RequestTimes
 from inference.engine.planned_step import Chunk, GeneratingStep, lay_out
 from inference.engine.queued_request import StepScheduler
@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 _NEWEST = (NEWEST,)
 
 
-class Scheduler(StepScheduler[RunningRequest]):
+class Scheduler(StepScheduler):
     """The sequences of all requests, from waiting to finished."""
+
+    requests: dict[RunningRequest, None]
 
     def __init__(
         self,
@@ -260,7 +262,9 @@ class Scheduler(StepScheduler[RunningRequest]):
         """Go on from a sequence's newest tokens; release it when it has finished."""
         answer = sequence.answer
         if answer.error is not None:
-            sequence.owner.fail(RowError(f"row {sequence.index}: {answer.error}"))
+            form = answer.request.constraint
+            kind = FormError if form is not None and form.problem else RowError
+            sequence.owner.fail(kind(f"row {sequence.index}: {answer.error}"))
         elif answer.is_finished:
             self._retire(sequence)
         else:

@@ -30,6 +30,7 @@ from inference.decoding.sampler import Answer
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.sampling_params import SamplingParams
 from inference.decoding.tensor_fields import Array
+from inference.decoding.word_lists import TokenIds
 from inference.engine.load import RequestTimes
 from inference.engine.queued_request import QueuedRequest
 from inference.model.token_feed import NEWEST
@@ -139,15 +140,18 @@ class SequenceStatus(enum.Enum):
     ABORTED = "aborted"  # its client has left, or a step has failed
 
 
-_S = SequenceStatus
-TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
-    _S.WAITING: {_S.ENCODE, _S.PREFILL, _S.ABORTED},
-    _S.PREEMPTED: {_S.ENCODE, _S.PREFILL, _S.ABORTED},
-    _S.ENCODE: {_S.PREFILL, _S.PREEMPTED, _S.ABORTED},
-    _S.PREFILL: {_S.DECODE, _S.FINISHED, _S.PREEMPTED, _S.ABORTED},
-    _S.DECODE: {_S.FINISHED, _S.PREEMPTED, _S.ABORTED},
-    _S.FINISHED: set(),
-    _S.ABORTED: set(),
+_FOLLOWING = {
+    "WAITING": "ENCODE PREFILL ABORTED",
+    "PREEMPTED": "ENCODE PREFILL ABORTED",
+    "ENCODE": "PREFILL PREEMPTED ABORTED",
+    "PREFILL": "DECODE FINISHED PREEMPTED ABORTED",
+    "DECODE": "FINISHED PREEMPTED ABORTED",
+    "FINISHED": "",
+    "ABORTED": "",
+}
+TRANSITIONS = {
+    SequenceStatus[name]: {SequenceStatus[each] for each in following.split()}
+    for name, following in _FOLLOWING.items()
 }
 
 
@@ -205,7 +209,7 @@ class RunningSequence:
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable = field(default_factory=BlockTable)
     answer: Answer = field(init=False)
-    next_ids: tuple[int, ...] = ()  # per slot, to decode; NEWEST where only ranks know it
+    next_ids: TokenIds = ()  # per slot, to decode; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
     needs_marks: bool = True  # whether ranks must mark ids in its slot before they choose
 
@@ -256,7 +260,7 @@ class RunningSequence:
         """Leave the queue: the sequence has slots."""
         self.become(SequenceStatus.PREFILL if self.encoder_ids is None else SequenceStatus.ENCODE)
 
-    def decode(self, next_ids: tuple[int, ...]) -> None:
+    def decode(self, next_ids: TokenIds) -> None:
         """Let the next step compute the newest token of each slot."""
         self.next_ids = next_ids
         if self.status is SequenceStatus.PREFILL:

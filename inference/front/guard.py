@@ -36,7 +36,8 @@ _NO_TOKEN = "this server requires `authorization: Bearer <token>`"
 class RejectedError(Exception):
     """A request that is not answered: why, and the status for HTTP.
 
-    `param` and `code` are OpenAI's: the field that is wrong, and the word for what is wrong.
+    `param` and `code` are OpenAI's: the field that is wrong, and the word for what is wrong. Its
+    connection may be of no more use: it `closes`.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class RejectedError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(reason)
         self.status, self.param, self.code = status, param, code
+        self.closes = closes or status in _UNREAD
 
 
 class Guard:
@@ -204,7 +207,7 @@ def refusal(error: RejectedError, body: object) -> web.Response:
         body=text.encode(errors="replace"), content_type="application/json", status=error.status
     )
     response.headers.update(headers_of(error))
-    if error.status in _UNREAD:
+    if error.closes:
         response.force_close()  # what is left of the body is not read
     return response
 

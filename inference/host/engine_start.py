@@ -20,7 +20,10 @@ def started_engine(folder: str) -> LinkedProcess:
 
     `folder`, that of the models, is for the list of processes alone.
     """
-    return _early.pop() if _early else LinkedProcess(_PROGRAM, [folder])
+    while _early:
+        if (process := _early.pop()).poll() is None:  # it may have waited for days
+            return process
+    return LinkedProcess(_PROGRAM, [folder])
 
 
 def end_early() -> None:

@@ -251,16 +251,18 @@ class _Host:
         return TritonRepository(source, triton, leave=self._leave)
 
     def _is_ready(self) -> bool:
+        hosted = self._context.current
         is_ending = self._is_leaving or self._link.stopped.is_set()
         answers = self._canaries is None or self._canaries.is_ready()
-        return bool(self._context.current.models) and answers and not is_ending
+        is_whole = hosted.endpoint is not None or self._settings.openai is None
+        return bool(hosted.models) and is_whole and answers and not is_ending
 
     def _note_use(self) -> None:
         if (now := time.monotonic()) - self._noted_s > _USED_S:
             self._noted_s = now
             self._link.tell(used=time.time())
         if self._link.stopped.is_set() and not self._context.current.open_sessions():
-            raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
+            raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE, closes=True)
         if not self._context.current.models:
             raise RejectedError(_STARTING, HTTPStatus.SERVICE_UNAVAILABLE)
 

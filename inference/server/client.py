@@ -264,16 +264,14 @@ class TritonClient:
         *,
         output_len: int,
         options: Mapping[str, Any] | None = None,
-        rows_per_request: int = 1,
     ) -> list[list[str]]:
         """Return the texts of each prompt, best beam first, in the order of the prompts.
 
-        Prompts are sent `rows_per_request` at a time, many requests in flight.
+        Each is a request of its own, many in flight.
         """
         futures, (*_, answer) = [], self._text_names()
-        for first in range(0, len(prompts), rows_per_request):
-            group = prompts[first : first + rows_per_request]
-            inputs = self.text_request(group, output_len=output_len, options=options)
+        for prompt in prompts:
+            inputs = self.text_request([prompt], output_len=output_len, options=options)
             futures.append(self.infer_async(self.ensemble_name, inputs, outputs=[answer]))
         return [row for future in futures for row in as_texts(future.result()[answer])]
 

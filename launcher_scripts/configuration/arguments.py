@@ -20,9 +20,9 @@ _OPTIONS = (
     ("-c", "--cfg", True),
     ("-p", "--package", True),
     ("-h", "--help", False),
+    ("-m", "--multirun", False),
     ("", "--resolve", False),  # --cfg always resolves
 )
-_MULTIRUN = ("-m", "--multirun")  # of Hydra, and of earlier versions
 _CLUSTER = ("cluster", "cluster_type")
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
@@ -42,6 +42,7 @@ class Arguments:
     overrides: tuple[str, ...]
     root: ConfigRoot
     problems: tuple[str, ...] = ()
+    multirun: bool = False
     wants_help: bool = False
     shows: str | None = None
 
@@ -69,9 +70,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     unknown = [each for each in rest if each.startswith("-")] or rest
     found = [each for each in rest if "=" in each and each not in unknown]
     problems = [
-        f"{each} was removed; name each run in upgrade.rows (action=upgrade)."
-        if each in _MULTIRUN
-        else f"unknown argument {each}{likely_key(each)}; run with --help for the list."
+        f"unknown argument {each}{likely_key(each)}; run with --help for the list."
         for each in unknown
     ]
     problems += [
@@ -100,6 +99,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         overrides=tuple(overrides),
         root=root,
         problems=(*problems, *more),
+        multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         shows=None if known.cfg is None else known.package or "",
     )

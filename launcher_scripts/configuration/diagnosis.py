@@ -79,7 +79,7 @@ def check_override(override: Override) -> str | None:
     name, word = override.key_or_group, str(override.input_line)
     value = word.partition("=")[2]
     if name.startswith("hydra") or key_of(override) != name:
-        return f"{word} lists alternatives; give one value." * override.is_sweep_override()
+        return f"{word} lists alternatives, which needs --multirun." * override.is_sweep_override()
     if name not in KEYS and name not in GROUPS:
         return unknown_key(word, name)
     if override.is_delete():
@@ -91,8 +91,8 @@ def check_override(override: Override) -> str | None:
         return f"{word}: {name} exists already; leave the + out: {word.removeprefix('+')}"
     if override.is_sweep_override():
         is_list = name in KEYS and KEYS[name].is_list
-        remedy = f"a list is written '{name}=[{value}]'" if is_list else "give one value"
-        return f"{word} lists alternatives; {remedy}."
+        remedy = f"; a list is written '{name}=[{value}]'" if is_list else ""
+        return f"{word} lists alternatives, which needs --multirun{remedy}."
     if name in GROUPS and not isinstance(override.value(), str):
         return unknown_choice(name, value)
     return None

@@ -25,6 +25,7 @@ import pytest
 
 from inference.server.kinds import SLIPWAY
 from inference.server.log import ServerStartError
+from inference.server.processes import descendants
 from inference.server.server import ModelServer
 from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
@@ -98,14 +99,18 @@ def test_a_standby_is_the_next_server_and_has_its_log(server: ModelServer) -> No
         assert [*following.log_path.parent.glob("*.log")] == [following.log_path]
 
 
-def test_a_standby_that_has_ended_is_not_taken(server: ModelServer) -> None:
+@pytest.mark.parametrize("part", ["server", "engine"])
+def test_what_has_ended_of_a_standby_is_not_taken(server: ModelServer, part: str) -> None:
     standby = server.prepared({})
-    standby.kill()
-    standby.wait()
+    until(lambda: bool(descendants(standby.pid)), "the engine of the standby")
+    os.kill(standby.pid if part == "server" else descendants(standby.pid)[0], signal.SIGKILL)
+    if part == "server":
+        standby.wait()
     server.stop(drain_s=0)
     with replace(server, standby=standby) as following:
         following.start(timeout_s=START_S)
-        assert following.pid != standby.pid
+        assert (following.pid == standby.pid) == (part == "engine")
+        assert texts(following.ports["http"])
 
 
 def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(

@@ -17,6 +17,7 @@ from inference.client import main
 from inference.server.client import TritonClient
 from inference.server.log import ServerStartError
 from inference.server.server import ModelServer
+from inference.server.tensors import as_texts
 from tests.conftest import ROOT
 from tests.contract import tensors_of
 from tests.integration.triton_process import hosted, processes
@@ -75,10 +76,8 @@ def test_ensemble_turns_text_into_the_recorded_text(
 ) -> None:
     texts = client.generate_text([case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS)
     assert texts == [[case["greedy_text"]] for case in greedy_cases]
-    batched = client.generate_text(
-        [case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS, rows_per_request=4
-    )
-    assert batched == texts
+    batched = client.text_request([case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS)
+    assert as_texts(client.infer("ensemble", batched)["OUTPUT_0"]) == texts
 
 
 def test_http_and_grpc_give_the_same_answers(

@@ -213,6 +213,6 @@ def test_streaming_commands_work_against_the_server(
         ]
     }}"""
     (tmp_path / "request.json").write_text(request)
-    assert main(["request", str(tmp_path / "request.json"), "-t", *url]) == 0
+    assert main(["request", str(tmp_path / "request.json"), *url]) == 0
     output = capsys.readouterr().out
     assert output.count("Partial result (probability ") == 3

@@ -32,7 +32,7 @@ from export_scripts.families.mapping.megatron_traits import (
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.rotary import rotary_fraction, scaling_fields, yarn_growth
 from export_scripts.families.mapping.settings import Settings
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import Sources, TensorSource
 from foundations.errors import refuse
 from foundations.files.json_content import Fields
@@ -54,7 +54,7 @@ _SIGMOID_GATED = {"quick_gelu": "silu"}
 # parameters, their names in either library, and their defaults.
 # NeMo 1.x, megatron_gpt_model.py, mcore_model_customize;
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling
-_LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
+_LLAMA31 = (
     ("factor", ("scale_factor", "rope_scaling_factor"), 8.0),
     ("low_freq_factor", ("low_freq_factor",), 1.0),
     ("high_freq_factor", ("high_freq_factor",), 4.0),
@@ -390,7 +390,7 @@ def core_sources(
     return completed(table, layout, facts, lacks=lambda _: False, is_one_plus=one_plus)
 
 
-DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+DENSE_CORE_MAPPINGS = tuple(
     dataclasses.replace(
         gpt,
         name=f"{gpt.format}-core-dense",

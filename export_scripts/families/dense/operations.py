@@ -266,7 +266,7 @@ def _written_falcon(config: DenseConfig) -> Fields:
     }
 
 
-TRAITS: Mapping[str, Trait] = {
+TRAITS = {
     "alpha": Trait(_alpha),
     "cohere": Trait(_read_cohere),
     "cohere2": Trait(_read_cohere2),

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import LAYOUT, GPTConfig
@@ -22,7 +22,7 @@ from foundations.files.json_content import Fields, Table
 _LARGEST = 127.0
 _OPT_LAYER = "model.decoder.layers.{layer}."
 # FT matrix -> the source's modules it consists of.
-_MODULES: Mapping[str, tuple[str, ...]] = {
+_MODULES = {
     "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.dense": ("self_attn.out_proj",),
     "mlp.dense_h_to_4h": ("fc1",),
@@ -45,33 +45,48 @@ def _check_ranges(ranges: Table, num_layer: int) -> None:
 
 def _int8_weights(ranges: Table, config: GPTConfig) -> Sources:
     """Return the sources of int8 weights and their scales, each of its own layer."""
-    specs = {spec.name: spec for spec in LAYOUT}
+    parts = {f"{LAYER}{name}": modules for name, modules in _MODULES.items()}
     return {
         tensor.name: Compute(
             functools.partial(
-                _computed,
+                _int8_values,
+                kind,
                 tensor.shape,
-                values,
-                [ranges[_OPT_LAYER.format(**index) + module] for module in modules],
+                [ranges[_OPT_LAYER.format(**index) + module] for module in parts[matrix]],
             ),
-            tuple(f"{_OPT_LAYER}{module}.weight" for module in modules),
+            tuple(f"{_OPT_LAYER}{module}.weight" for module in parts[matrix]),
         )
-        for name, modules in _MODULES.items()
-        for suffix, values in _VALUES.items()
-        for index, tensor in specs[f"{LAYER}{name}.{suffix}"].expand(config)
+        for spec in LAYOUT
+        if "int8" in spec.when
+        for matrix, _, kind in [spec.name.removesuffix(".int8").rpartition(".")]
+        for index, tensor in spec.expand(config)
     }
 
 
-def _computed(shape: Any, values: Any, entries: Any, config: GPTConfig, *weights: Any) -> Any:
+def _int8_values(kind: str, shape: Any, entries: Any, config: GPTConfig, *weights: Any) -> Any:
+    """Return int8 weights or fp32 scales of a matrix, of which QKV has three parts.
+
+    Weights are round(w * 127 / max |w|) (in[, parts], out), each part by its own largest. A scale
+    is one number for each part, the scale between one for each of QKV's local columns:
+    output / (input * weight).
+    """
     if isinstance(weights[0], ShapeTensor):  # checked as those of the matrix itself
         return ShapeTensor(shape)
-    return values(config, weights, entries)
-
-
-def _quantized(_config: GPTConfig, weights: Any, _entries: Any) -> Any:
-    """Return round(w * 127 / max |w|) (in[, parts], out), each part by its own largest weight."""
-    parts = [(float32(weight).T * _weight_scale(weight)).round() for weight in weights]
-    return parts[0] if len(parts) == 1 else stacked(parts, 1)
+    inputs = _scales(entries, "input")
+    if kind == "scale":
+        return constant(inputs)
+    if kind == "scale_out":
+        return constant([entry["output"] / _LARGEST for entry in entries])
+    scales = [_weight_scale(weight) for weight in weights]
+    if kind == "weight":
+        parts = [
+            (float32(weight).T * scale).round()
+            for weight, scale in zip(weights, scales, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else stacked(parts, 1)
+    between = zip(_scales(entries, "output"), inputs, scales, strict=True)
+    values = constant([after / (before * scale) for after, before, scale in between])
+    return values if len(weights) == 1 else values[:, None].repeat(config.local_hidden, 1)
 
 
 def _weight_scale(weight: Any) -> float:
@@ -80,13 +95,6 @@ def _weight_scale(weight: Any) -> float:
     if largest == 0:
         raise CheckpointMismatchError("weights that are all zero have no int8 scale")
     return float(constant([_LARGEST])[0] / largest)
-
-
-def _scale_inter(config: GPTConfig, weights: Any, entries: Any) -> Any:
-    """Return scale of output / (scale of input * scale of weight); QKV: one per local column."""
-    scales = zip(_scales(entries, "output"), _scales(entries, "input"), weights, strict=True)
-    values = constant([after / (before * _weight_scale(each)) for after, before, each in scales])
-    return values if len(weights) == 1 else values[:, None].repeat(config.local_hidden, 1)
 
 
 def _scales(entries: Any, side: str) -> list[float]:
@@ -98,17 +106,6 @@ def _scales(entries: Any, side: str) -> list[float]:
         return [_LARGEST / entry[side] for entry in entries]
     quotients = constant([_LARGEST]) / constant([entry[side] for entry in entries])
     return [float(value) for value in quotients]
-
-
-# A tensor of the layout holds one fp32 number for each module but the weights.
-_VALUES: Mapping[str, Callable[..., Any]] = {
-    "weight.int8": _quantized,
-    "scale": lambda _config, _weights, entries: constant(_scales(entries, "input")),
-    "scale_inter": _scale_inter,
-    "scale_out": lambda _config, _weights, entries: constant(
-        [entry["output"] / _LARGEST for entry in entries]
-    ),
-}
 
 
 # The table of positions begins with two unused rows.

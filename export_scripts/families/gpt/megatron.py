@@ -241,7 +241,7 @@ def _config(facts: Facts) -> GPTConfig:
     return gpt_config(facts, traits, vocab_size=rows, tie_word_embeddings=tied)
 
 
-GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+GPT_MEGATRON_MAPPINGS = tuple(
     SourceMapping(
         name=f"{source_format}-gpt",
         title=title,
@@ -364,7 +364,7 @@ def core_embedding(facts: Facts) -> Fields:
     return {"vocab_size": facts.rows(CORE_WTE), "tie_word_embeddings": is_tied}
 
 
-GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+GPT_CORE_MAPPINGS = tuple(
     SourceMapping(
         name=f"{source_format}-core-gpt",
         title=title,

@@ -4,7 +4,6 @@ These records carry every fact the forward pass needs, so model modules do not d
 the family.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,7 +40,7 @@ def activation_choice(spelling: str) -> tuple[Activation, bool]:
 
 
 # Kinds of rotary scaling, and the parameters that each must have, by Hugging Face's names.
-ROTARY_SCALINGS: Mapping[str, tuple[str, ...]] = {
+ROTARY_SCALINGS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -27,31 +27,19 @@ ConfigT = TypeVar("ConfigT", bound="FTConfig")
 ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
 
 
-def ini_field(
-    default: Any = dataclasses.MISSING,
-    *,
-    key: str | None = None,
-    sections: tuple[str, ...] | None = None,
-    as_digit: bool = False,
-    unless_default: bool = False,
-    absent: Callable[[Sections, Collection[str]], Any] | None = None,
-) -> Any:
-    """Declare a config field that differs in config.ini from its name in the main section.
+def ini_field(default: Any = dataclasses.MISSING, **special: Any) -> Any:
+    """Declare a config field that differs in config.ini from its name, or in its spelling.
 
     Args:
         default: Value when the key is absent; a field without one is required.
-        key: Key in the file, when it is not the field's name.
-        sections: Sections that hold it (all get the same value), when not the main one.
-        as_digit: Write a boolean as 1 or 0, for keys the loader reads as integers.
-        unless_default: Leave the key out where the value is the default.
-        absent: Makes the value of a key that other writers leave out, of the sections and the names
-            of the folder's files.
+        **special: Any of
+            key: Key in the file, when it is not the field's name.
+            as_digit: Write a boolean as 1 or 0, for keys the loader reads as integers.
+            unless_default: Leave the key out where the value is the default.
+            absent: Makes the value of a key that other writers leave out, of the sections and the
+                names of the folder's files.
     """
-    metadata = {
-        "key": key, "sections": sections, "as_digit": as_digit, "unless_default": unless_default,
-        "absent": absent,
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=special)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +61,8 @@ class FTConfig:
     # Section of keys that name no other; further sections a family always writes.
     SECTION: ClassVar[str] = ""
     EXTRA_SECTIONS: ClassVar[tuple[str, ...]] = ()
+    # Sections that hold a field, where these are not the main one alone; all get the same value.
+    PLACES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Index placeholders of the layout's names -> the config field that counts them.
     INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
 
@@ -161,7 +151,7 @@ class FTConfig:
             value = getattr(self, field.name)
             if value is None or (field.metadata.get("unless_default") and value == field.default):
                 continue
-            for section in field.metadata.get("sections") or (self.SECTION,):
+            for section in self.PLACES.get(field.name, (self.SECTION,)):
                 out[section][_key(field)] = _spell(value, field.metadata.get("as_digit", False))
         if self.tasks:
             out[self.SECTION]["num_tasks"] = str(len(self.tasks))
@@ -186,7 +176,7 @@ class FTConfig:
         problems: list[str] = []
         hints = get_type_hints(cls)
         for field in ini_fields(cls):
-            section = (field.metadata.get("sections") or (cls.SECTION,))[0]
+            section = cls.PLACES.get(field.name, (cls.SECTION,))[0]
             text = sections.get(section, {}).get(_key(field).lower())
             if text is None:
                 if absent := field.metadata.get("absent"):

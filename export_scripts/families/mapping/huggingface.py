@@ -4,7 +4,7 @@ Both are read in both directions.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,6 @@ from export_scripts.families.mapping.sources import Copy, Sources
 from foundations.files.json_content import Fields, Table
 
 
-def _rounded(value: float) -> float:
-    """Return a value without what its computation and that of its inverse have left."""
-    return float(f"{value:.12g}")
-
-
-def _whole(value: float) -> float:
-    return int(value) if value.is_integer() else value
-
-
-# Operations that make the field's value of the source's, and the source's of the field's.
-INVERSES: Mapping[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
-    "reciprocal": (lambda value: 1 / value, lambda value: _rounded(1 / value)),
-    "inverse root": (lambda value: value**-0.5, lambda value: _whole(_rounded(1 / value / value))),
-}
-
-
 @dataclass(frozen=True)
 class Setting:
     """A setting of transformers' configurations: our fields, its spellings, how it is read.
@@ -54,7 +38,7 @@ class Setting:
     fields: str
     names: str
     kind: str
-    inverse: str  # one of INVERSES, or -
+    power: str  # to which the setting is raised, or -
 
 
 @functools.cache
@@ -97,8 +81,8 @@ class HuggingFaceSettings:
             found = getattr(settings, kind)(*names, default=default)
             if kind.endswith("activation"):
                 found, values["exact_gelu"] = found
-            elif each.inverse in INVERSES:
-                found = INVERSES[each.inverse][0](found)
+            elif each.power != "-":
+                found **= float(each.power)
             values |= dict.fromkeys(each.fields.split(), found)
         return values
 
@@ -109,8 +93,10 @@ class HuggingFaceSettings:
             value = getattr(config, each.fields.split()[-1])
             if each.kind.endswith("activation"):
                 value = activation_name(value, exact_gelu=config.exact_gelu, usual=default)
-            elif each.inverse in INVERSES and value is not None:
-                value = INVERSES[each.inverse][1](value)
+            elif each.power != "-" and value is not None:
+                # Without what the computation and its inverse have left.
+                value = float(f"{value ** (1 / float(each.power)):.12g}")
+                value = int(value) if value.is_integer() and type(default) is int else value
             out[names[0]] = value
         return out
 
@@ -162,6 +148,7 @@ class HuggingFaceDecoder:
     # Further fields, from the settings and the values read before, and the way back.
     read: Callable[[Settings, Fields], Table] = lambda *_: {}
     written: Callable[[Any], Table] = lambda _: {}
+    traits: Sequence[Trait] = ()  # more of both
     heads: tuple[str, ...] = ("lm_head.weight",)  # the first stored one counts
     is_tied: bool = False  # the library's default of tie_word_embeddings
     stores_head: bool = False  # whether a folder holds the head of a tied model too
@@ -195,7 +182,8 @@ class HuggingFaceDecoder:
         values |= {
             name: value(values) if callable(value) else value for name, value in self.fixed.items()
         }
-        values |= self.read(settings, values)
+        for read in (self.read, *(trait.read for trait in self.traits)):
+            values |= read(settings, values)
         values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
         if not self.stores_head:
             tied = settings.flag("tie_word_embeddings", default=self.is_tied)
@@ -233,6 +221,11 @@ class HuggingFaceDecoder:
                 "tie_word_embeddings": is_tied if self.stores_head else config.tie_word_embeddings,
                 **self.written_derived(config),
                 **self.written(config),
+                **{
+                    name: value
+                    for trait in self.traits
+                    for name, value in trait.written(config).items()
+                },
             }
         ]
 

@@ -7,7 +7,7 @@ megatron/core/transformer/transformer_config.py.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
@@ -174,7 +174,7 @@ def _core_activation(config: Table) -> _Activation:
 
 
 # Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
-_FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Table], _Activation]]] = {
+_FORMATS = {
     "nemo": (
         "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), nemo_activation
     ),

@@ -85,13 +85,8 @@ def rotary_fields(
             "rotary scaling yarn with truncate = false: in layers with rotary positions of their "
             "own transformers 4 applies it and 5 does not; remove it if the model was made with 5"
         )
-    if missing := [name for name in ROTARY_SCALINGS.get(kind or "", ()) if given.get(name) is None]:
-        settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
-        kind = None
     return (
-        fields
-        if kind is None
-        else {**fields, **scaling_fields(kind, _scaling(kind, inner, settings))}
+        fields if kind is None else fields | scaling_fields(kind, _scaling(kind, inner, settings))
     )
 
 

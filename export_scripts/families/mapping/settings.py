@@ -34,7 +34,7 @@ _TOKENS = {
 _ADDED_TOKENS = ("tokenizer.json", "tokenizer_config.json")
 # Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
 # transformers, activations.py
-HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
+HUGGINGFACE_ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), ("Gelu", True)),
     **dict.fromkeys(
         ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh"),

@@ -25,8 +25,20 @@ FT_MAX_DISTANCE = 128
 FT_NORM_EPS = 1e-6
 
 _BOTH = ("encoder", "decoder")
-_DECODER = ("decoder",)
-_STRUCTURE = ("structure",)
+_DECODER_FIELDS = (
+    "num_decoder_layers", "decoder_start_token_id", "eos_token_id", "pad_id", "tie_word_embeddings",
+    "has_lm_head",
+)  # fmt: skip
+_STRUCTURE_FIELDS = (
+    "t5_with_bias", "use_gated_activation", "exact_gelu", "position_embedding_type",
+    "ia3_num_tasks", "ia3_adapted",
+)  # fmt: skip
+_SHARED_FIELDS = (
+    "name_or_path", "weight_data_type", "tensor_para_size", "vocab_size", "d_model", "d_kv", "d_ff",
+    "num_heads", "feed_forward_proj", "relative_attention_num_buckets_or_max_pos_seq_len",
+    "relative_attention_max_distance", "layer_norm_epsilon", "has_adapter", "adapter_inter_size",
+    "adapter_norm_position", "model_type", "dropout_rate", "initializer_factor", "n_positions",
+)  # fmt: skip
 
 
 def _token(key: str) -> Any:
@@ -36,7 +48,7 @@ def _token(key: str) -> Any:
         text = sections.get("encoder", {}).get(key, "")
         return int(text) if text.isdecimal() else None
 
-    return ini_field(None, sections=_DECODER, absent=of_encoder)
+    return ini_field(None, absent=of_encoder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,52 +60,54 @@ class T5Config(FTConfig):
 
     SECTION: ClassVar[str] = "encoder"
     EXTRA_SECTIONS: ClassVar[tuple[str, ...]] = ("decoder", "structure")
+    PLACES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **dict.fromkeys(_DECODER_FIELDS, ("decoder",)),
+        **dict.fromkeys(_STRUCTURE_FIELDS, ("structure",)),
+        **dict.fromkeys(_SHARED_FIELDS, _BOTH),
+    }
     INDICES: ClassVar[Mapping[str, str]] = {
         "encoder_layer": "num_layers",
         "decoder_layer": "num_decoder_layers",
     }
 
-    name_or_path: str = ini_field(key="_name_or_path", sections=_BOTH)
-    weight_data_type: str = ini_field(sections=_BOTH)
-    tensor_para_size: int = ini_field(1, sections=_BOTH)
-    vocab_size: int = ini_field(sections=_BOTH)
-    d_model: int = ini_field(sections=_BOTH)
-    d_kv: int = ini_field(sections=_BOTH)
-    d_ff: int = ini_field(sections=_BOTH)
-    num_heads: int = ini_field(sections=_BOTH)
-    num_layers: int = ini_field(sections=("encoder",))
-    num_decoder_layers: int = ini_field(0, key="num_layers", sections=_DECODER)
-    feed_forward_proj: str = ini_field(sections=_BOTH)
-    relative_attention_num_buckets_or_max_pos_seq_len: int = ini_field(sections=_BOTH)
+    name_or_path: str = ini_field(key="_name_or_path")
+    vocab_size: int
+    d_model: int
+    d_kv: int
+    d_ff: int
+    num_heads: int
+    num_layers: int
+    num_decoder_layers: int = ini_field(0, key="num_layers")
+    feed_forward_proj: str
+    relative_attention_num_buckets_or_max_pos_seq_len: int
     # Not read by FT, which has only these values; for engines that do.
-    relative_attention_max_distance: int = ini_field(FT_MAX_DISTANCE, sections=_BOTH)
-    layer_norm_epsilon: float = ini_field(FT_NORM_EPS, sections=_BOTH)
+    relative_attention_max_distance: int = FT_MAX_DISTANCE
+    layer_norm_epsilon: float = FT_NORM_EPS
     decoder_start_token_id: int | None = _token("decoder_start_token_id")
     eos_token_id: int | None = _token("eos_token_id")
-    pad_id: int | None = ini_field(None, sections=_DECODER)
+    pad_id: int | None = None
     # Without biases: whether the logits are divided by sqrt(d_model).
-    tie_word_embeddings: bool = ini_field(True, sections=_DECODER)
+    tie_word_embeddings: bool = True
     # Not an FT key: distinguishes a lost lm_head.weight.bin from a tied head.
     has_lm_head: bool = ini_field(
         True,
-        sections=_DECODER,
         absent=lambda sections, files: bool(sections.get("decoder")) and f"{HEAD}.bin" in files,
     )
-    has_adapter: bool | None = ini_field(None, sections=_BOTH)
-    adapter_inter_size: int = ini_field(0, sections=_BOTH)
-    adapter_norm_position: str | None = ini_field(None, sections=_BOTH)
-    t5_with_bias: bool = ini_field(False, sections=_STRUCTURE)
-    use_gated_activation: bool = ini_field(False, sections=_STRUCTURE)
+    has_adapter: bool | None = None
+    adapter_inter_size: int = 0
+    adapter_norm_position: str | None = None
+    t5_with_bias: bool = False
+    use_gated_activation: bool = False
     # Not an FT key: gelu by erf, as the source computes it, where FT takes the tanh form.
-    exact_gelu: bool = ini_field(False, sections=_STRUCTURE)
-    position_embedding_type: str = ini_field("relative", sections=_STRUCTURE)
-    ia3_num_tasks: int = ini_field(0, sections=_STRUCTURE)
-    ia3_adapted: bool | None = ini_field(None, sections=_STRUCTURE)
+    exact_gelu: bool = False
+    position_embedding_type: str = "relative"
+    ia3_num_tasks: int = 0
+    ia3_adapted: bool | None = None
     # Not read by a loader; NVIDIA's converter calls an mT5 t5, too.
-    model_type: str = ini_field("t5", sections=_BOTH)
-    dropout_rate: float | None = ini_field(None, sections=_BOTH)
-    initializer_factor: float | None = ini_field(None, sections=_BOTH)
-    n_positions: int | None = ini_field(None, sections=_BOTH)
+    model_type: str = "t5"
+    dropout_rate: float | None = None
+    initializer_factor: float | None = None
+    n_positions: int | None = None
 
     def problems(self) -> list[str]:
         """Return also a problem if the formula of the far buckets of a relative bias fails."""
@@ -218,8 +232,7 @@ class T5Config(FTConfig):
 
 # Shared by both stacks: one embedding and, in FT's T5, one shape of layer.
 _SHARED_KEYS = (
-    "weight_data_type", "tensor_para_size", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads",
-    "relative_attention_num_buckets_or_max_pos_seq_len", "adapter_inter_size",
+    *_SHARED_FIELDS[1:8], "relative_attention_num_buckets_or_max_pos_seq_len", "adapter_inter_size",
 )  # fmt: skip
 _TOKEN_KEYS = ("decoder_start_token_id", "eos_token_id")
 # Keys of both sides -> those of [decoder] whose values they have.

@@ -165,11 +165,6 @@ def test_another_file_than_a_published_address_is_named(
     assert f"error: {path} is not " in capsys.readouterr().err
 
 
-def test_rows_of_a_request_are_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "It was", "--rows-per-request", "0"]) == 1
-    assert "--rows-per-request=0 must be at least 1" in capsys.readouterr().err
-
-
 def test_generating_without_a_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate"]) == 1
     assert "no prompt" in capsys.readouterr().err

@@ -79,12 +79,6 @@ def test_only_the_option_is_unknown_among_overrides() -> None:
     assert arguments.overrides == ("dry_run=true", "export=gpt3/sample")
 
 
-def test_option_that_was_removed_is_refused_with_what_replaced_it() -> None:
-    for word in ("-m", "--multirun"):
-        (problem,) = read_arguments([word, "dry_run=true"]).problems
-        assert problem == f"{word} was removed; name each run in upgrade.rows (action=upgrade)."
-
-
 def test_help_may_be_asked_for_without_dashes() -> None:
     assert read_arguments(["help"]).wants_help
 

@@ -107,6 +107,20 @@ def test_what_is_not_a_form_is_refused(structure: dict[str, Any], grammars: Gram
         compiled(structure)
 
 
+@pytest.mark.parametrize("structure", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}])
+def test_a_form_that_no_text_has_is_refused(structure: dict[str, Any], grammars: Grammars) -> None:
+    with pytest.raises(ValueError, match="no text has this form"):
+        grammars.constraint(json.dumps(structure))
+
+
+def test_a_form_that_ends_in_nothing_says_so_in_a_line(grammars: Grammars) -> None:
+    constraint = grammars.constraint(json.dumps({"grammar": 'start: "a" x\nx: x'}))
+    constraint.take(ord("a"))
+    assert not constraint.mask().any()
+    assert constraint.problem.startswith("no text goes on so")
+    assert "\n" not in constraint.problem
+
+
 def test_a_request_states_the_form_of_each_row(grammars: Grammars) -> None:
     limits = ModelLimits(vocab_size=SIZE, start_id=1, end_id=END, grammars=grammars)
     text = column(b'{"choice": ["a"]}', b"", dtype=np.object_)

@@ -53,6 +53,22 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
+def test_a_server_is_not_ready_before_all_its_ports_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(_: object) -> None:
+        """Load nothing."""
+
+    host, _ = host_that_loads(monkeypatch, load)
+    host._link.stopped = asyncio.Event()
+    hosted: Any = SimpleNamespace(models={"m": object()}, endpoint=None)
+    settings: Any = host._settings
+    host._context.current = hosted
+    assert host._is_ready()
+    settings.openai = object()
+    assert not host._is_ready()
+    hosted.endpoint = object()
+    assert host._is_ready()
+
+
 def host_that_loads(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Awaitable[None]]
 ) -> tuple[_Host, list[dict[str, Any]]]:

@@ -110,8 +110,8 @@ def test_a_server_that_goes_before_samples_are_asked_again_is_named(options, mod
     path = str(tmp_path / "baseline.json")
     evaluate(options(baseline="update", baseline_path=path), FACTS, model=model)
 
-    def progress(state):
-        model.unavailable = state.done == state.total
+    def progress(task, done, total):
+        model.unavailable = done == total
 
     gate = {"lambada_perplexity": "no change"}
     asked = options(baseline="compare", baseline_path=path, gate=gate)
