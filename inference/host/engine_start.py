@@ -20,10 +20,7 @@ def started_engine(folder: str) -> LinkedProcess:
 
     `folder`, that of the models, is for the list of processes alone.
     """
-    while _early:
-        if (process := _early.pop()).poll() is None:  # it may have waited for days
-            return process
-    return LinkedProcess(_PROGRAM, [folder])
+    return _early.pop() if _early else LinkedProcess(_PROGRAM, [folder])
 
 
 def end_early() -> None:

@@ -21,7 +21,7 @@ from inference.front.link import (
     TritonOptions,
 )
 from inference.server.process import ServedProcess
-from inference.server.processes import ServerWatch
+from inference.server.processes import ServerWatch, descendants, process_state
 from inference.system.parent_process import LinkedProcess, checkout_program
 from inference.system.process_memory import memory_variables
 
@@ -126,7 +126,10 @@ class ModelServer(ServedProcess):
         return self.log_path.with_suffix(NEXT_LOG)
 
     def _taken_standby(self) -> LinkedProcess | None:
-        if self.standby is None or self.standby.poll() is not None:
+        if self.standby is None:
+            return None
+        states = map(process_state, (self.standby.pid, *descendants(self.standby.pid)))
+        if any(state is None or state.letter in "TZX" for state in states):  # stopped, or ended
             return None
         self._next_log.replace(self.log_path)
         return self.standby

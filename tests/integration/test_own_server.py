@@ -100,17 +100,22 @@ def test_a_standby_is_the_next_server_and_has_its_log(server: ModelServer) -> No
 
 
 @pytest.mark.parametrize("part", ["server", "engine"])
-def test_what_has_ended_of_a_standby_is_not_taken(server: ModelServer, part: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_standby_that_has_ended_or_is_stopped_is_not_taken(
+    server: ModelServer, part: str, number: int
+) -> None:
     standby = server.prepared({})
     until(lambda: bool(descendants(standby.pid)), "the engine of the standby")
-    os.kill(standby.pid if part == "server" else descendants(standby.pid)[0], signal.SIGKILL)
-    if part == "server":
-        standby.wait()
+    os.kill(standby.pid if part == "server" else descendants(standby.pid)[0], number)
     server.stop(drain_s=0)
-    with replace(server, standby=standby) as following:
-        following.start(timeout_s=START_S)
-        assert (following.pid == standby.pid) == (part == "engine")
-        assert texts(following.ports["http"])
+    try:
+        with replace(server, standby=standby) as following:
+            following.start(timeout_s=START_S)
+            assert following.pid != standby.pid
+            assert texts(following.ports["http"])
+    finally:
+        standby.kill()
+        standby.wait()
 
 
 def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(
