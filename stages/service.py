@@ -10,6 +10,8 @@ from typing import cast
 
 from foundations.files.replace import read_file
 from inference.server.log import ServerStartError, last_lines
+from inference.server.process import kill
+from inference.server.processes import descendants
 from inference.server.server import NEXT_LOG, ModelServer
 from inference.system.parent_process import LinkedProcess
 from inference.system.supervision import RESTARTS_VARIABLE
@@ -327,7 +329,9 @@ class Service:
 
 
 def _end(process: LinkedProcess) -> None:
-    """End a process that may have become a server, and has ended then."""
+    """End a process and those below it; one that has become a server has ended."""
+    below = descendants(process.pid)
     process.link.close()
     process.kill()
     process.wait()
+    kill(below)

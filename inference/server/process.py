@@ -93,13 +93,13 @@ class ServedProcess:
             process.terminate()
             self.ended_within(drain_s)
         below += descendants(process.pid)
-        _kill([process.pid])
+        kill([process.pid])
         self.ended_within(_END_S)
         # A supervisor ends what it has started, and removes the memory that was shared.
         deadline = time.monotonic() + _END_S
         while any(map(is_running, below)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        _kill(below)
+        kill(below)
         process.link.close()
 
     def __enter__(self: _Server) -> _Server:
@@ -150,7 +150,8 @@ class ServedProcess:
         return self._process.poll() is not None
 
 
-def _kill(pids: Sequence[int]) -> None:
+def kill(pids: Sequence[int]) -> None:
+    """End processes, also those that are stopped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -25,6 +25,7 @@ import pytest
 
 from inference.server.kinds import SLIPWAY
 from inference.server.log import ServerStartError
+from inference.server.process import kill
 from inference.server.processes import descendants
 from inference.server.server import ModelServer
 from inference.system.ports import pick_free_ports
@@ -114,7 +115,7 @@ def test_a_standby_that_has_ended_or_is_stopped_is_not_taken(
             assert following.pid != standby.pid
             assert texts(following.ports["http"])
     finally:
-        standby.kill()
+        kill([*descendants(standby.pid), standby.pid])
         standby.wait()
 
 
