@@ -72,10 +72,8 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     measures = config.export.accuracy.enabled and "export" in config.stages
     requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
     problems += _leave_export_out(requested, config.deploy.engine)
-    needs = {_needed_by(name, config) for name in requested}
-    if "deploy" in needs:
-        needs.add(_needed_by("deploy", config))
-    context = replace(context, exports="export" in {*requested, *needs})
+    exports = any("export" in (name, _needed_by(name, config)) for name in requested)
+    context = replace(context, deploys="deploy" in requested, exports=exports)
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
         problems.append(
             f"evaluate.server={config.evaluate.server} names a server, and stages starts another "
@@ -141,8 +139,10 @@ def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield why unrequested or finished stages run, and the stages' own remarks."""
     for each in to_run:
         if each.needed_by:
-            missing = [f"{path}, which is missing" for path in each.stage.outputs()[:1]]
-            yield f"{each.needed_by} needs {''.join(missing) or 'a server'}: {each.name} runs first"
+            yield (
+                f"{each.needed_by} needs {each.stage.outputs()[0]}, which is missing: "
+                f"{each.name} runs first"
+            )
     for each in to_run:
         for change in each.finding.changes[:3]:
             yield f"{each.name} runs again: {change} it was done"
@@ -155,8 +155,8 @@ def _needed_by(name: str, config: Config) -> str | None:
         return "convert" if name == "export" else None
     if name == "certify" and not config.certify.serve:
         return "convert" if config.certify.folder is None else None
-    if name == "evaluate" and config.evaluate.shared_server is None:
-        return "deploy" if config.evaluate.server is None else None
+    if name == "evaluate" and config.evaluate.server is not None:
+        return None
     if name == "deploy" and config.cluster_type == "kubernetes":
         return None  # pods serve what is in their volume
     repository = config.deploy.repository

@@ -40,7 +40,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     job = JobSettings(
         name=settings.name,
         folder=config.results_dir / name,
-        resources=_resources(name, config, settings, limit_min),
+        resources=_resources(name, config, settings, limit_min, deploys=context.deploys),
         overwrite=config.overwrite,
         # Slurm's signal may come up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
@@ -48,12 +48,19 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     return STAGE_TABLE[name](config, job, context)
 
 
-def _resources(name: str, config: Config, settings: Any, limit_min: int) -> Resources:
+def _resources(
+    name: str, config: Config, settings: Any, limit_min: int, *, deploys: bool
+) -> Resources:
     """Return the resources of a stage's job by its settings; the time limit is in minutes."""
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
     nodes = tasks = 1
     gpus = None if name in ("evaluate", "certify") else settings.gpus_per_node
-    if name == "deploy" or (name == "certify" and config.certify.serve):
+    serves = {
+        "deploy": True,
+        "certify": config.certify.serve,
+        "evaluate": not (deploys or config.evaluate.server or config.evaluate.shared_server),
+    }
+    if serves.get(name):  # within this job
         server = server_config(config)
         nodes, tasks, gpus = server.nodes, server.tasks_per_node, server.gpus_per_node
         settings = server if name == "deploy" else settings

@@ -41,11 +41,11 @@ from launcher_scripts.watch_state import (
     WatchState,
 )
 from stages import record
-from stages.base import fingerprint
+from stages.base import Stage, fingerprint
 from stages.deploy import DeployStage
-from stages.deploy_config import problems_of_exchange
+from stages.deploy_config import DeployConfig, problems_of_exchange
 from stages.endpoint import STOP_NAME
-from stages.evaluate import REPORT_NAME
+from stages.evaluate import REPORT_NAME, EvaluateStage
 from stages.progress import DamagedFileError
 
 # Where several servers may share a node, each takes ports of its own.
@@ -293,15 +293,15 @@ class Watch:
             return False
         others = [*self._runs.values(), *self._servers.values()]
         taken = [gpu for other in others if not other.has_ended() for gpu in _gpus_of(other)]
-        for stage in _servers_of(run):
-            server = stage.config
-            if not server.local_gpus:
-                continue
-            needed = server.tp_size * server.pp_size * server.instance_count
-            free = [gpu for gpu in visible_gpus() if gpu not in taken]
-            if taken and needed > len(free):
-                return False
-            stage.config = replace(server, visible_devices=",".join(free[:needed]))
+        for stage in (job.stage for job in run.jobs.values()):
+            for key, server in _servers_of(stage):
+                if not server.local_gpus:
+                    continue
+                needed = server.tp_size * server.pp_size * server.instance_count
+                free = [gpu for gpu in visible_gpus() if gpu not in taken]
+                if taken and needed > len(free):
+                    return False
+                setattr(stage, key, replace(server, visible_devices=",".join(free[:needed])))
         return True
 
     def _gate_overrides(self, results: Path) -> list[str]:
@@ -498,11 +498,16 @@ class Watch:
         return idle is not None and time.time() - self._news_at > idle
 
 
-def _servers_of(run: Run) -> list[DeployStage]:
-    return [job.stage for job in run.jobs.values() if isinstance(job.stage, DeployStage)]
+def _servers_of(stage: Stage) -> Iterator[tuple[str, DeployConfig]]:
+    """Yield the server that a stage runs, and the name of its field."""
+    if isinstance(stage, DeployStage):
+        yield "config", stage.config
+    if isinstance(stage, EvaluateStage) and stage.endpoint_path is None:
+        yield "deploy", stage.deploy
 
 
 def _gpus_of(run: Run) -> Iterator[str]:
     """Yield the GPUs of this machine that the servers of a pipeline may see."""
-    for stage in _servers_of(run):
-        yield from (stage.config.visible_devices or "").split(",")
+    for job in run.jobs.values():
+        for _, server in _servers_of(job.stage):
+            yield from (server.visible_devices or "").split(",")

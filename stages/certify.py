@@ -129,10 +129,7 @@ class CertifyStage(Stage):
         if self.deploy is None:
             yield options
             return
-        folder = self.job.folder
-        with serving(
-            self.deploy, folder, progress, restarts=0, standby=None, check=lambda: None
-        ) as (_, endpoint):
+        with serving(self.deploy, self.job.folder, progress) as (_, endpoint):
             yield replace(
                 options,
                 endpoint=endpoint.address(options.protocol),

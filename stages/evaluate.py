@@ -25,10 +25,11 @@ from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops, unreachable_data
 from inference.evaluation.task import EvaluationError
 from stages.base import Stage, StageError, Summary, as_json
-from stages.deploy_config import DeployConfig, problems_of_exchange
-from stages.endpoint import RELOAD_NAME, STOP_NAME, ServerEndpoint, read_endpoint
+from stages.deploy_config import DeployConfig, check_deploy, problems_of_exchange
+from stages.endpoint import RELOAD_NAME, STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
 from stages.record import RECORD_NAME, now, read_record
+from stages.serving import serving
 
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
@@ -58,10 +59,11 @@ class EvaluateStage(Stage):
     """Writes a report about a served model.
 
     Attributes:
-        options: tasks, data, report and gate; its `url` is replaced by the server's.
-        deploy: the server as the pipeline, or that of `evaluate.shared_server`, deploys it.
+        options: tasks, data, report and gate; its `url` is replaced by the server's. With no
+            `server` the stage follows `endpoint_path`, or starts a server.
+        deploy: the server to run during the evaluation when there is no other.
         stops_server: ask the pipeline's server to end after the evaluation.
-        endpoint_path: its published address; None where `options` name a server.
+        endpoint_path: published address of the pipeline's deploy job; None without one.
         facts: about the model and the run, for the report; the times of the earlier stages are
             added from their records.
     """
@@ -89,10 +91,11 @@ class EvaluateStage(Stage):
                 )
             problems += problems_of_exchange(self.deploy)
         if server is None:
+            is_followed = self.endpoint_path is not None
             speaks_openai = self.deploy.openai.enabled or self.deploy.is_other_engine
             if options.protocol == OPENAI and not speaks_openai:
                 problems.append(f"{_NEEDS_OPENAI}.")
-            return problems
+            return problems if is_followed else problems + check_deploy(self.deploy)
         if not is_address(server, options.protocol):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
@@ -146,6 +149,14 @@ class EvaluateStage(Stage):
             "deploy.engine": self.deploy.engine,
             "deploy.command": list(self.deploy.command_line),
         }
+
+    def other_logs(self, job_id: str) -> list[Path]:
+        """Return the log of the server that ran for the evaluation alone."""
+        return [server_log(self.job.folder, job_id)]
+
+    def stop_grace_s(self) -> float:
+        """Return the time that the evaluation's own server may take to end."""
+        return self.deploy.drain_s + super().stop_grace_s()
 
     def run(self, progress: Progress) -> Summary:
         """Evaluate, write the report and apply the gate.
@@ -210,13 +221,14 @@ class EvaluateStage(Stage):
         """Yield the gRPC or HTTP address of a ready server, its OpenAI URL, and its start."""
         if self.options.server is not None:
             yield self.options.server, self.options.openai_url, now()
-            return
-        assert self.endpoint_path is not None
-        if self.options.shared_server is None:
+        elif self.options.shared_server is not None and self.endpoint_path is not None:
+            with self._shared(self.endpoint_path, progress) as endpoint:
+                yield self._addresses(endpoint)
+        elif self.endpoint_path is not None:
             yield self._addresses(self._published(self.endpoint_path, progress))
-            return
-        with self._shared(self.endpoint_path, progress) as endpoint:
-            yield self._addresses(endpoint)
+        else:
+            with serving(self.deploy, self.job.folder, progress) as (_, endpoint):
+                yield self._addresses(endpoint)
 
     @property
     def _checkpoint(self) -> str:

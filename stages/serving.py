@@ -43,9 +43,9 @@ def serving(
     folder: Path,
     progress: Progress,
     *,
-    restarts: int,
-    standby: LinkedProcess | None,
-    check: Callable[[], None],
+    restarts: int = 0,
+    standby: LinkedProcess | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[AnyServer, ServerEndpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 

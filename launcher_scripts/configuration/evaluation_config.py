@@ -26,10 +26,12 @@ class Context:
     """Facts about a run that the configuration does not hold.
 
     Attributes:
+        deploys: whether the same pipeline deploys a server.
         exports: whether what it converts is exported and served.
         command: the command line.
     """
 
+    deploys: bool = False
     exports: bool = False
     command: str = ""
     git_revision: str = ""
@@ -39,23 +41,29 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
     """Return the evaluation, with its server and its options.
 
     Raises:
-        ValueError: what is served could not be evaluated.
+        ValueError: No server is available to the evaluation.
     """
     evaluate = config.evaluate
     server = server_config(config)
+    follows = context.deploys and evaluate.server is None
+    if server.nodes > 1 and evaluate.server is None and not follows:
+        raise ValueError(
+            f"a model over {server.nodes} nodes needs a server job of its own; add deploy to "
+            "stages, or name a running server in evaluate.server."
+        )
     if server.server == PYTRITON and evaluate.server is None:
         raise ValueError(
             "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
             "with deploy.server=auto."
         )
-    folder = Path(evaluate.shared_server or config.results_dir / "deploy")
-    stops = not config.deploy.keep and evaluate.shared_server is None
+    is_shared = evaluate.shared_server is not None
+    endpoint_path = Path(evaluate.shared_server or config.results_dir / "deploy") / ENDPOINT_NAME
     return EvaluateStage(
         job,
         options=_evaluation_options(config, server),
         deploy=server,
-        endpoint_path=folder / ENDPOINT_NAME if evaluate.server is None else None,
-        stops_server=stops and evaluate.server is None,
+        endpoint_path=endpoint_path if follows or is_shared else None,
+        stops_server=follows and not is_shared and not config.deploy.keep,
         facts=known_facts(config, server, context),
     )
 

@@ -58,6 +58,23 @@ def test_fewer_gpus_of_each_node_take_more_nodes() -> None:
     assert server_config(config).nodes == 2
 
 
+def test_evaluation_alone_cannot_serve_over_several_nodes() -> None:
+    config = on_cluster(8, 2)
+    with pytest.raises(ValueError, match="a model over 2 nodes needs a server job of its own"):
+        build_stage("evaluate", config, Context(), [])
+    build_stage("evaluate", config, Context(deploys=True), [])
+
+
+def test_evaluation_alone_has_the_gpus_of_its_server() -> None:
+    config = on_cluster(4, 1)
+    alone = build_stage("evaluate", config, Context(), []).job.resources
+    assert alone.gpus_per_node == resources(config).gpus_per_node == 4
+    followed = build_stage("evaluate", config, Context(deploys=True), []).job.resources
+    assert followed.gpus_per_node is None
+    elsewhere = on_cluster(4, 1, "evaluate.server=host:8001")
+    assert build_stage("evaluate", elsewhere, Context(), []).job.resources.gpus_per_node is None
+
+
 def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     found = server_config(configure(f"{TP}=2"))
@@ -108,7 +125,7 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
     stage = build_stage("deploy", configure(*words), Context(), [])
     assert stage.check() == []
     with pytest.raises(ValueError, match="takes texts alone, and the evaluation sends tokens"):
-        build_stage("evaluate", configure(*words), Context(), [])
+        build_stage("evaluate", configure(*words), Context(deploys=True), [])
     wide = build_stage("deploy", on_cluster(8, 2, *words), Context(), [])
     assert any(each.startswith("a model over several nodes has no") for each in wide.check())
     closed = configure(*words, f"deploy.token_file={tmp_path}/t", f"deploy.repository={tmp_path}")
