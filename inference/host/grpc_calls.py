@@ -79,37 +79,31 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         metadata = dict(details.invocation_metadata or ())
         name = accepted_id(str(metadata.get(REQUEST_ID.lower(), "")))
         if not rules.passes_grpc(call):
-            return self._refusal(name, call, grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED)
+            return self._short(name, call, (grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED))
         if rules.is_health(call):
-            return self._health(name, call)
+            return self._short(name, call)
         try:
             owner = self._context.guard.token_owner(metadata.get("authorization"))
         except RejectedError as error:
-            return self._refusal(name, call, grpc.StatusCode.UNAUTHENTICATED, str(error))
+            return self._short(name, call, (grpc.StatusCode.UNAUTHENTICATED, str(error)))
         if call == rules.STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, name, owner))
         return grpc.unary_unary_rpc_method_handler(partial(self._unary, name, call, owner))
 
-    def _health(self, name: str, call: str) -> grpc.RpcMethodHandler:
-        """Return the handler of a call that needs no token, and whose message says nothing."""
-
-        async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            with self._named(name, call, context):
-                if call in rules.UNREADY_ANSWERS and not self._context.is_ready():
-                    yield rules.UNREADY_ANSWERS[call]
-                else:
-                    yield _READY_ANSWER
-
-        return grpc.stream_stream_rpc_method_handler(answer)
-
-    def _refusal(
-        self, name: str, call: str, code: grpc.StatusCode, reason: str
+    def _short(
+        self, name: str, call: str, refused: tuple[grpc.StatusCode, str] | None = None
     ) -> grpc.RpcMethodHandler:
-        # As a stream, of which no message is read.
+        """Return the handler of a call that is refused, or asks for health, which needs no token.
+
+        It is one of a stream, of which no message is read.
+        """
+
         async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             with self._named(name, call, context):
-                await context.abort(code, reason)
-                yield b""  # never: interceptors iterate over the answers of a stream
+                if refused is not None:
+                    await context.abort(*refused)
+                is_unready = call in rules.UNREADY_ANSWERS and not self._context.is_ready()
+                yield rules.UNREADY_ANSWERS[call] if is_unready else _READY_ANSWER
 
         return grpc.stream_stream_rpc_method_handler(answer)
 

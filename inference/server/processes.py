@@ -92,7 +92,7 @@ class _Process:
     name: str | None
     stopped_since: float | None = None
 
-    def fault(self, now: float, stopped_limit_s: float) -> tuple[str | None, bool]:
+    def fault(self, now: float) -> tuple[str | None, bool]:
         """Return what has happened to the process, and whether it has ended."""
         state = process_state(self.pid)
         is_same = state is not None and state.started == self.started
@@ -104,8 +104,8 @@ class _Process:
             self.stopped_since = None
             return None, False
         self.stopped_since = self.stopped_since or now
-        is_long = now - self.stopped_since >= stopped_limit_s
-        return f"has been stopped for {stopped_limit_s:g} s" if is_long else None, False
+        is_long = now - self.stopped_since >= STOPPED_LIMIT_S
+        return f"has been stopped for {STOPPED_LIMIT_S:g} s" if is_long else None, False
 
 
 class ServerWatch:
@@ -114,14 +114,8 @@ class ServerWatch:
     `names` returns the name of a process that must not end, None for another.
     """
 
-    def __init__(
-        self,
-        root: int,
-        *,
-        names: Callable[[int], str | None] = lambda _: None,
-        stopped_limit_s: float = STOPPED_LIMIT_S,
-    ) -> None:
-        self._root, self._names, self._stopped_limit_s = root, names, stopped_limit_s
+    def __init__(self, root: int, *, names: Callable[[int], str | None] = lambda _: None) -> None:
+        self._root, self._names = root, names
         self._known: dict[int, _Process] = {}
         self._scanned = float("-inf")
 
@@ -132,7 +126,7 @@ class ServerWatch:
             self._scanned = now
             self._scan()
         for each in list(self._known.values()):
-            fault, has_ended = each.fault(now, self._stopped_limit_s)
+            fault, has_ended = each.fault(now)
             if has_ended and each.name is None:
                 del self._known[each.pid]
             elif fault is not None:
