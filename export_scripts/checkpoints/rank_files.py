@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, StoredTensor
 from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
@@ -27,6 +27,8 @@ from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+
+_Value = TypeVar("_Value")
 
 _RANK_FILE = re.compile(
     r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt|pytorch_model_fsdp(?:_\d+)?_rank(\d{1,6})\.bin"
@@ -98,7 +100,7 @@ def _files(folder: Path) -> list[Path]:
     return _complete(files, int(stated) if stated else 1 + max(files), f"{folder} lacks the files")
 
 
-def _complete(files: Mapping[int, Path], count: int, lacks: str) -> list[Path]:
+def _complete(files: Mapping[int, _Value], count: int, lacks: str) -> list[_Value]:
     """Return the files of ranks in order; `lacks` begins the message of those that are missing."""
     if missing := [str(rank) for rank in range(count) if rank not in files]:
         raise CheckpointMismatchError(
@@ -233,14 +235,33 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
     """Return the tensors of a model that DeepSpeed has saved.
 
     Raises:
-        CheckpointMismatchError: Files are missing or damaged, or not of one tensor-parallel rank.
+        CheckpointMismatchError: Files are missing or damaged, or tensor-parallel ranks do not say
+            how they have cut the tensors.
     """
-    files = _zero_files(folder, ZERO_STATES)
+    universal = sorted(folder.glob(_ZERO_UNIVERSAL))
+    ranks = [
+        _zero_rank(folder, number, files, has_shares=not universal)
+        for number, files in enumerate(_zero_files(folder, ZERO_STATES))
+    ]
+    first, found, shapes = ranks[0]
+    if len(ranks) > 1:
+        shapes = {}
+        found = {} if universal else _uncut(folder, first, [own for _, own, _ in ranks])
+    found |= {file.parent.name: _universal(file, shapes) for file in universal}
+    for name, kept in _zero_table(first, "shared_params", folder).items():
+        if isinstance(kept, str) and kept in found:
+            found[str(name)] = found[kept]  # ds_to_universal rounds a copy
+    return found
+
+
+def _zero_rank(
+    folder: Path, number: int, files: Sequence[Path], *, has_shares: bool
+) -> tuple[Mapping[Any, Any], dict[str, Piece], dict[str, Shape]]:
+    """Return the states, tensors and parameters' shapes of a tensor-parallel rank."""
     states = [read_torch_table(file, "a DeepSpeed checkpoint") for file in files]
     first = states[0]
     module = flatten(_zero_table(first, "module", files[0]))
     found: dict[str, Piece] = {**module}
-    universal = sorted(folder.glob(_ZERO_UNIVERSAL))
     shapes = _shapes(first.get("param_shapes") or [], files[0])
     if files[0].name.startswith("zero_"):  # stage 3, whose module has placeholders
         buffers = first.get("buffer_names")
@@ -251,13 +272,98 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
             name: _joined([[each.get(name)] for each in frozen], 0, shape, name, folder)
             for name, shape in _shapes([first.get("frozen_param_shapes") or {}], files[0]).items()
         }
-        if not universal:
-            found |= _partitioned(folder, shapes, len(files))
-    found |= {file.parent.name: _universal(file, shapes) for file in universal}
-    for name, kept in _zero_table(first, "shared_params", files[0]).items():
-        if isinstance(kept, str) and kept in found:
-            found[str(name)] = found[kept]  # ds_to_universal rounds a copy
-    return found
+        if has_shares:
+            found |= _partitioned(folder, shapes, len(files), number)
+    return first, found, shapes
+
+
+def _uncut(
+    folder: Path, first: Mapping[Any, Any], ranks: Sequence[Mapping[str, Piece]]
+) -> dict[str, Piece]:
+    """Return the tensors that tensor-parallel ranks hold parts of.
+
+    DeepSpeed 0.19 states of each the boxes that ranks hold, as the arguments of as_strided:
+    `source` in the whole, `dest` in the rank's. deepspeed/checkpoint/affine.py
+    """
+    match _zero_table(first, "universal_checkpoint_info", folder).get("affine_map"):
+        case {"version": 1, "params": {**params}}:
+            stated = {re.sub(r"\\(.)", r"\1", str(key)[1:-1]): each for key, each in params.items()}
+        case _:
+            raise CheckpointMismatchError(
+                f"{folder} is of {len(ranks)} tensor-parallel ranks (mp_rank_*) and does not say "
+                "how they cut tensors (affine_map, of DeepSpeed 0.19): make its universal form "
+                "(ds_to_universal), or save the model with save_pretrained"
+            )
+    parts = [[stored for each in own.values() for stored in each.stored] for own in ranks]
+    _refuse_copies(folder, parts)
+    whole = {
+        name: _of_boxes(stated.get(name), [own.get(name) for own in ranks]) for name in ranks[0]
+    }
+    problems = [
+        f"tensor-parallel ranks do not hold {name} in boxes of the whole, as it is: make the "
+        "universal form (ds_to_universal), or save the model with save_pretrained"
+        for name, each in whole.items()
+        if each is None
+    ]
+    refuse(listed(problems, f"{folder}: "))
+    found = {name: each for name, each in whole.items() if each is not None}
+    refuse_holes(found, folder)
+    return {**found}
+
+
+def _of_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | None:
+    """Return a tensor of ranks' boxes; None where they are stated in another way."""
+    match stated:
+        case {"logical_shape": [*sizes], "ranks": {**ranks}} if len(ranks) == len(shards):
+            whole = tuple(sizes)
+        case _:
+            return None
+    chunks: dict[ChunkOffset, Piece] = {}
+    for number, shard in enumerate(shards):
+        match ranks.get(number):
+            case {"pieces": [*pieces]} if shard is not None and _are_whole(whole):
+                found = [_box(whole, shard, piece) for piece in pieces]
+            case _:
+                return None
+        for each in found:
+            if each is None:
+                return None
+            chunks.setdefault(*each)
+    dtypes = {each.dtype for each in chunks.values()}
+    return ChunkedTensor(dtypes.pop(), whole, chunks) if len(dtypes) == 1 else None
+
+
+def _box(whole: Shape, shard: Piece, stated: Any) -> tuple[ChunkOffset, Piece] | None:
+    """Return where a rank's box begins in the whole, and its values."""
+    match stated:
+        case {"shape": [*sizes], "source": [at, strides], "dest": [place, steps], **others} if (
+            _are_whole([*sizes, at, place, *steps])
+            and strides == [*_strides(whole)]
+            and len(sizes) == len(steps) == len(whole)
+            and others.keys() <= {"locations"}
+        ):
+            begin = []
+            for stride in strides:
+                begin.append(at // stride)
+                at %= stride
+        case _:
+            return None
+    if (place, tuple(sizes), tuple(steps)) == (0, shard.shape, _strides(shard.shape)):
+        return tuple(begin), shard
+    last = place + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    if not isinstance(shard, StoredTensor) or shard.stride or last >= math.prod(shard.shape):
+        return None
+    offset = shard.offset + place * SOURCE_TYPES[shard.dtype][0]
+    values = dataclasses.replace(shard, offset=offset, shape=tuple(sizes), stride=tuple(steps))
+    return tuple(begin), values
+
+
+def _are_whole(numbers: Sequence[Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _strides(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, Any]:
@@ -273,20 +379,16 @@ def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, 
     )
 
 
-def _zero_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of all data-parallel ranks, in their order."""
-    found = {
-        (int(match[2]), int(match[1] or 0)): file
-        for file in folder.glob(pattern)
-        if (match := _ZERO_RANKS.search(file.name))
-    }
-    if any(rank for rank, _ in found):
-        raise CheckpointMismatchError(
-            f"{folder} is of {1 + max(found)[0]} tensor-parallel ranks (mp_rank_*), which cut "
-            "tensors by rules of their own: save it with one, or with save_pretrained"
-        )
-    files = {rank: file for (_, rank), file in found.items()}
-    return _complete(files, 1 + max(files, default=0), f"{folder} lacks the {pattern}")
+def _zero_files(folder: Path, pattern: str) -> list[list[Path]]:
+    """Return the files of each tensor-parallel rank, those of data-parallel ranks in order."""
+    found: dict[int, dict[int, Path]] = {}
+    for file in folder.glob(pattern):
+        if match := _ZERO_RANKS.search(file.name):
+            found.setdefault(int(match[2]), {})[int(match[1] or 0)] = file
+    counts = [1 + max(files) for files in found.values()]
+    lacks = f"{folder} lacks, of tensor parallelism, the {pattern}"
+    ranks = _complete(found, 1 + max(found, default=0), lacks)
+    return [_complete(files, max(counts), f"{folder} lacks the {pattern}") for files in ranks]
 
 
 def _universal(file: Path, shapes: Mapping[str, Shape]) -> Piece:
@@ -312,9 +414,11 @@ def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
     return found
 
 
-def _partitioned(folder: Path, shapes: Mapping[str, Shape], count: int) -> dict[str, Piece]:
+def _partitioned(
+    folder: Path, shapes: Mapping[str, Shape], count: int, tp_rank: int
+) -> dict[str, Piece]:
     """Return the parameters of stage 3, of which each of `count` ranks has an equal share."""
-    files = _zero_files(folder, _ZERO_OPTIMIZER)
+    files = next(iter(_zero_files(folder, _ZERO_OPTIMIZER)[tp_rank:]), [])
     ranks: list[Sequence[Any]] = []
     problems = []
     for file in files:

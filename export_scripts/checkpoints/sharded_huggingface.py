@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 _SHARDS = "shard-*.safetensors"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
 _OF_RANKS = ("*.pt", "*.bin")
-_NAMES = (INDEX_NAME, _SHARDS, ZERO_STATES, *_OF_RANKS)
+_PARTS = "*.distcp"  # of an index
+_NAMES = (INDEX_NAME, _PARTS, _SHARDS, ZERO_STATES, *_OF_RANKS)
 # How deep below a folder its checkpoint may lie: policy/weights/model of NeMo-RL.
 _DEPTH = 3
 # Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
@@ -135,12 +136,21 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
         CheckpointMismatchError: There is none, or several; it is damaged, or its names are of
             another model.
     """
-    models = {folder: found for folder in sharded_folders(path) if (found := _tensors(folder))}
+    folders = sharded_folders(path)
+    lost = [str(each) for each in folders if _lacks_index(each)]
+    models = {
+        folder: found
+        for folder in folders
+        if str(folder) not in lost and (found := _tensors(folder))
+    }
     if len(models) != 1:
         raise CheckpointMismatchError(
             f"{path} holds several distributed checkpoints of models: "
             f"{first_names([str(folder) for folder in models])}; name one"
             if models
+            else f"{first_names(lost)} lacks {INDEX_NAME}, the index of its {_PARTS}: copy this "
+            "hidden file, too; where there is none, the save did not end: take another checkpoint"
+            if lost
             else f"{path} holds no distributed checkpoint of a model, only of its training"
         )
     ((folder, tensors),) = models.items()
@@ -163,6 +173,10 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             f"took the weights in {folder}, and the settings in {configuration.path}",
         ),
     )
+
+
+def _lacks_index(folder: Path) -> bool:
+    return any(folder.glob(_PARTS)) and not (folder / INDEX_NAME).is_file()
 
 
 def _tensors(folder: Path) -> dict[str, Pieces]:

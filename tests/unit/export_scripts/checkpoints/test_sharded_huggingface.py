@@ -342,6 +342,17 @@ def test_a_checkpoint_of_training_alone_is_refused(model: Path, tmp_path: Path) 
     assert "no distributed checkpoint of a model" in refusal(tmp_path / "run", tmp_path)
 
 
+@pytest.mark.parametrize("place", ["", "pytorch_model_fsdp_0"])
+def test_a_lost_index_is_named(model: Path, tmp_path: Path, place: str) -> None:
+    source = accelerate(tmp_path / "run", read_tensors(model), model)
+    (source / "optimizer_0" / ".metadata").unlink()
+    assert converted(source, tmp_path / "first") == converted(model, tmp_path / "expected")
+    (source / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    text = refusal(source / place, tmp_path)
+    assert "pytorch_model_fsdp_0 lacks .metadata" in text
+    assert "copy this hidden file, too" in text
+
+
 def lose_a_shard(weights: Path) -> None:
     (weights / "shard-00002-model-00001-of-00001.safetensors").unlink()
 
@@ -449,9 +460,12 @@ DEEPSPEED = ROOT / "tests" / "reference" / "deepspeed"
 STAGE_3 = DEEPSPEED / "stage3" / "global_step1"
 
 
-@pytest.mark.parametrize("name", ["stage2", "stage3", "universal1", "universal3"])
+@pytest.mark.parametrize("name", ["stage2", "stage3", "universal1", "universal3", "tp1", "tp3"])
 def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path: Path) -> None:
-    """Three ranks saved a frozen layer, two groups of parameters and shares with padding."""
+    """Three ranks saved a frozen layer, two groups of parameters and shares with padding.
+
+    Those of tp1 and tp3 are two of tensor parallelism.
+    """
     expected = converted(DEEPSPEED / "model", tmp_path / "expected")
     assert converted(DEEPSPEED / name, tmp_path / "out") == expected
 
@@ -511,12 +525,63 @@ def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
     assert words in refusal(source, tmp_path)
 
 
-def test_deepspeed_s_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
-    source = shutil.copytree(DEEPSPEED / "stage2" / "global_step1", tmp_path / "run")
+def boxes(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes where tensor-parallel ranks say that their parts of a matrix lie."""
+
+    def edit(state: dict[str, Any]) -> None:
+        stated = state["universal_checkpoint_info"]["affine_map"]["params"]
+        change(stated[r"^model\.layers\.0\.mlp\.up_proj\.weight$"]["ranks"])
+
+    return edited("*_model_*", edit)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without("mp_rank_00*"), "lacks, of tensor parallelism, the *mp_rank_*_model_states.pt of"),
+        (copied("mp_rank_0{}_model_states.pt"), "rank 1 holds the values of rank 0"),
+        (edited("*_model_*", lambda state: state.pop("universal_checkpoint_info")), "affine_map"),
+        (boxes(lambda ranks: ranks.pop(1)), "in boxes of the whole"),
+        (boxes(lambda ranks: ranks[1]["pieces"].clear()), "some are missing"),
+        (boxes(lambda ranks: ranks[1]["pieces"][0].update(scale=0.5)), "in boxes of the whole"),
+        (
+            boxes(lambda ranks: ranks[0]["pieces"][0].update(source=[0, [1, 16]])),
+            "in boxes of the whole",
+        ),
+        (
+            boxes(lambda ranks: ranks[0]["pieces"][0].update(dest=[16, [16, 1]])),
+            "in boxes of the whole",
+        ),
+        (boxes(lambda ranks: ranks[0]["pieces"][0].update(source=[16, [16, 1]])), "overlap"),
+    ],
+)
+def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(
+    tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    source = shutil.copytree(DEEPSPEED / "tp1" / "global_step1", tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
-    first = source / "mp_rank_00_model_states.pt"
-    shutil.copy(first, source / "mp_rank_01_model_states.pt")
-    assert "2 tensor-parallel ranks" in refusal(source, tmp_path)
+    damage(source)
+    assert words in refusal(source, tmp_path)
+
+
+def test_a_rank_s_part_may_be_several_boxes(tmp_path: Path) -> None:
+    """As of matrices that hold several projections, whose rows each rank has some of."""
+    source = shutil.copytree(DEEPSPEED / "tp1" / "global_step1", tmp_path / "run")
+    shutil.copy(DEEPSPEED / "model" / "config.json", source)
+    rows = 16
+
+    def split(ranks: dict[int, Any]) -> None:
+        for each in ranks.values():
+            ((size, width), (at, strides)) = (each["pieces"][0][key] for key in ("shape", "source"))
+            each["pieces"] = [
+                {"shape": [count, width], "source": [at + first * rows, strides],
+                 "dest": [first * rows, strides], "locations": [0]}
+                for first, count in ((0, 3), (3, size - 3))
+            ]  # fmt: skip
+
+    boxes(split)(source)
+    expected = converted(DEEPSPEED / "model", tmp_path / "expected")
+    assert converted(source, tmp_path / "out") == expected
 
 
 def rank_files(folder: Path, whole: torch.Tensor, counts: Sequence[int], world: int) -> Path:
