@@ -222,8 +222,11 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
 
 async def _only(model: HostedModel, request: InferRequest) -> Outputs:
     """Return the outputs of a model that answers with one response. Raises InferError."""
-    frames = [outputs async for outputs in _frames(model, request)]
-    return frames[-1] if frames else {}
+    last: Outputs = {}
+    async with contextlib.aclosing(model.infer(request)) as responses:
+        async for outputs, _ in responses:
+            last = outputs or last
+    return last
 
 
 async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:
