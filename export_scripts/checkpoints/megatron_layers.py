@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("nemo", "megatron", "nemo2", "bridge")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-# Of which a pattern is made where none is stated.
+# A pattern is made of these where none is stated.
 _RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 
 # megatron/core/models/hybrid/hybrid_layer_allocation.py

@@ -10,7 +10,7 @@ from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
 from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX_ELEUTHER
-from export_scripts.families.hybrid import HYBRID_CORE_MAPPINGS, HYBRID_HUGGINGFACE
+from export_scripts.families.hybrid import HYBRID_CORE_MAPPINGS
 from export_scripts.families.layout.spec import ModelFamily as ModelFamily
 from export_scripts.families.mapping.source_mapping import SourceMapping as SourceMapping
 from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
@@ -22,7 +22,6 @@ SOURCE_MAPPINGS = (
     *DECODERS.values(),
     GPTJ_JAX,
     GPTNEOX_ELEUTHER,
-    *HYBRID_HUGGINGFACE,
     *HYBRID_CORE_MAPPINGS,
     *MIXTURE_HUGGINGFACE,
     *MIXTURE_CORE_MAPPINGS,

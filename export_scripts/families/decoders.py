@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from export_scripts.families import gptj, gptneox
+from export_scripts.families import gptj, gptneox, hybrid
 from export_scripts.families.dense import operations
 from export_scripts.families.dense.huggingface import (
     BIAS_KEYS,
@@ -24,7 +24,9 @@ from export_scripts.families.mapping.settings import Settings, half_precision_wa
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
 
-_FAMILIES = {family.name: family for family in (GPT, gptj.GPTJ, gptneox.GPTNEOX, DENSE)}
+_FAMILIES = {
+    family.name: family for family in (GPT, gptj.GPTJ, gptneox.GPTNEOX, DENSE, hybrid.HYBRID)
+}
 _KEYS = {
     "*sizes": SIZES,
     "*llama": LLAMA_KEYS,
@@ -36,6 +38,7 @@ _TRAITS = {
     "opt": huggingface.OPT,
     "gptj": gptj.SETTINGS,
     "gptneox": gptneox.SETTINGS,
+    "nemotron_h": hybrid.SETTINGS,
 }
 # Sources of tensors, and warnings.
 _FUNCTIONS = {
@@ -50,6 +53,7 @@ _FUNCTIONS = {
     "stablelm": operations.norms_of_heads("_layernorm.norms.#.weight"),
     "cohere": operations.norms_of_heads("_norm.weight"),
     "xielu": operations.xielu_sources,
+    **hybrid.FUNCTIONS,
 }
 
 
@@ -97,7 +101,7 @@ def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
         fields["window"] = Window(**{**window, "slides": slides})
     flags = (_flag(*each) for each in fields.pop("flags", {}).items())
     fields["traits"] = (*flags, *(_TRAITS[name] for name in fields.get("traits", ())))
-    kind = DenseDecoder if family is DENSE else HuggingFaceDecoder
+    kind = DenseDecoder if family in (DENSE, hybrid.HYBRID) else HuggingFaceDecoder
     return kind(model_type=model_type, **fields)
 
 

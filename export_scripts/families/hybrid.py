@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.dense import core
-from export_scripts.families.dense.huggingface import SIZES, DenseDecoder
 from export_scripts.families.gpt.megatron import (
     CORE_HEAD,
     CORE_LAYER,
@@ -27,6 +26,7 @@ from export_scripts.families.gpt.megatron import (
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.layout.spec import ModelFamily, layout_table
+from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.families.mapping.names import whole_names
@@ -46,7 +46,6 @@ from export_scripts.families.mixture import (
     CORRECTION,
     EXPERT,
     SHARED,
-    SIGMOID,
     Experts,
     MixtureArchitecture,
     MixtureConfig,
@@ -59,7 +58,7 @@ from foundations.files.json_content import Fields
 
 _PATTERN = "hybrid_layer_pattern"
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
-# transformers' names of the layers, before 5.15 and since.
+# transformers' names of the layers, older and newer.
 _KINDS = {
     "mamba": _MAMBA,
     "linear_attention": _MAMBA,
@@ -68,9 +67,16 @@ _KINDS = {
     "mlp": _MLP,
     "moe": _EXPERTS,
 }
-# Parts of a Mamba layer's first projection, whose rows follow each other; x, B and C are convolved.
-_PARTS = ("z", "x", "B", "C", "dt")
-_CONVOLVED = _PARTS[1:4]
+# Parts of a Mamba layer's first projection, whose rows follow each other, and their widths; x,
+# B and C are convolved.
+_PARTS = {
+    "z": "mamba_width",
+    "x": "mamba_width",
+    "B": "mamba_group_width",
+    "C": "mamba_group_width",
+    "dt": "mamba_head_num",
+}
+_CONVOLVED = ("x", "B", "C")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +132,6 @@ class HybridConfig(MixtureConfig, _Mamba):
         """Width of B, and of C, of all groups."""
         return self.mamba_group_num * self.mamba_state
 
-    def widths(self, parts: Sequence[str]) -> list[int]:
-        """Return the rows of parts of a Mamba layer's first projection."""
-        group, heads = self.mamba_group_width, self.mamba_head_num
-        rows = {"z": self.mamba_width, "x": self.mamba_width, "B": group, "C": group, "dt": heads}
-        return [rows[part] for part in parts]
-
 
 HYBRID = ModelFamily(
     name="hybrid",
@@ -183,7 +183,7 @@ def _mixer(root: str, conv: str = "conv1d.", *, parts_apart: bool = False) -> So
     }
     table[f"{LAYER}mamba.dense.weight"] = transposed(f"{root}out_proj.weight", cut=1)
     for module, kind, parts, key in (
-        ("in_proj", "weight", _PARTS, "in_proj.weight"),
+        ("in_proj", "weight", tuple(_PARTS), "in_proj.weight"),
         ("conv1d", "weight", _CONVOLVED, f"{conv}weight"),
         ("conv1d", "bias", _CONVOLVED, f"{conv}bias"),
     ):
@@ -199,8 +199,8 @@ def _mixer(root: str, conv: str = "conv1d.", *, parts_apart: bool = False) -> So
 def _part(key: str, parts: Sequence[str], place: int) -> Rows:
     """Return one of the parts whose rows follow each other in a tensor."""
 
-    def nesting(config: HybridConfig) -> Nesting:
-        widths = config.widths(parts)
+    def nesting(config: Any) -> Nesting:
+        widths = [getattr(config, _PARTS[part]) for part in parts]
         # Ranks divide each part, and hence what divides all of them.
         ends = [sum(widths[:n]) // math.gcd(*widths) for n in range(len(widths) + 1)]
         return Nesting("mf", ("mf",), {"m": ends[-1]}, ("m", ends[place], ends[place + 1]))
@@ -223,15 +223,12 @@ def _pattern(settings: Settings) -> str:
     return _ATTENTION
 
 
-_EXPERT_KEYS = (
-    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor", "n_group",
-    "topk_group", "norm_topk_prob",
-)  # fmt: skip
-_MAMBA_KEYS = (
-    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
-    "time_step_min",
-)  # fmt: skip
+# Settings that a folder states if it has layers of a kind.
+_OWN_KEYS = {
+    _MAMBA: "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel time_step_min",
+    _EXPERTS: "n_routed_experts num_experts_per_tok moe_intermediate_size n_group topk_group "
+    "moe_shared_expert_intermediate_size moe_latent_size routed_scaling_factor norm_topk_prob",
+}
 
 
 def _read(settings: Settings, values: Fields) -> Fields:
@@ -248,8 +245,12 @@ def _read(settings: Settings, values: Fields) -> Fields:
 
 def _written(config: HybridConfig) -> Fields:
     """Return also what transformers 5 takes of the pattern, and vLLM of shared experts."""
-    keys = {_MAMBA: _MAMBA_KEYS, _EXPERTS: _EXPERT_KEYS}
-    absent = [name for kind, names in keys.items() if kind not in config.pattern for name in names]
+    absent = [
+        name
+        for kind, names in _OWN_KEYS.items()
+        if kind not in config.pattern
+        for name in names.split()
+    ]
     return {
         "hybrid_override_pattern": config.pattern,
         "num_hidden_layers": config.num_layer,
@@ -262,63 +263,18 @@ def _written(config: HybridConfig) -> Fields:
     }
 
 
-_NEMOTRON_H = DenseDecoder(
-    family=HYBRID,
-    model_type="nemotron_h",
-    model="NemotronHForCausalLM",
-    title="Nemotron-H",
-    keys=(
-        *(key for key in SIZES if key not in ("intermediate_size", "num_hidden_layers")),
-        "layer_norm_epsilon",
-        "mlp_hidden_act",
-        *_MAMBA_KEYS,
-        *_EXPERT_KEYS,
-    ),
-    may_lack=(*_MAMBA_KEYS, *_EXPERT_KEYS),
-    fixed=SIGMOID,
-    layer="backbone.layers.{layer}.",
-    names={
-        "model.wte": "backbone.embeddings",
-        "mixer_norm": "norm",
-        "attention.query": "mixer.q_proj",
-        "attention.key": "mixer.k_proj",
-        "attention.value": "mixer.v_proj",
-        "attention.dense": "mixer.o_proj",
-        "mlp.dense_h_to_4h": "mixer.up_proj",
-        "mlp.dense_4h_to_h": "mixer.down_proj",
-        "mlp.router": "mixer.gate",
-        CORRECTION: "mixer.gate.e_score_correction_",
-        "mlp.latent_down": "mixer.fc1_latent_proj",
-        "mlp.latent_up": "mixer.fc2_latent_proj",
-        EXPERT + "dense_h_to_4h": "mixer.experts.{expert}.up_proj",
-        EXPERT + "dense_4h_to_h": "mixer.experts.{expert}.down_proj",
-        SHARED + "dense_h_to_4h": "mixer.shared_experts.up_proj",
-        SHARED + "dense_4h_to_h": "mixer.shared_experts.down_proj",
-        "model.final_layernorm": "backbone.norm_f",
-        "model.lm_head": "lm_head",
-    },
-    sources=lambda *_: _mixer("backbone.layers.{layer}.mixer."),
-    stores_head=True,
-    prefix="backbone.",
-    ignored=("mtp.*",),
-    head_dim=128,
-    is_gated=False,
-    rotary_base=None,
-    bos=1,
-    eos=2,
-    read=_read,
-    written=_written,
-    warnings=lambda _, config: (
-        [
-            f"mlp_hidden_act is {config.activation_type.lower()}: vLLM computes MLPs of every "
-            "Nemotron-H with relu2"
-        ]
-        if _MLP in config.pattern and config.activation_type.lower() != "relu2"
-        else []
-    ),
-)
+def _warnings(_: Facts, config: HybridConfig) -> list[str]:
+    activation = config.activation_type.lower()
+    if _MLP not in config.pattern or activation == "relu2":
+        return []
+    return [f"mlp_hidden_act is {activation}: vLLM computes MLPs of every Nemotron-H with relu2"]
 
-HYBRID_HUGGINGFACE = (_NEMOTRON_H.mapping(),)
+
+SETTINGS = Trait(_read, _written)
+FUNCTIONS = {
+    "nemotron_h": lambda *_: _mixer("backbone.layers.{layer}.mixer."),
+    "nemotron_h_activation": _warnings,
+}
 
 # megatron/core/ssm/mamba_mixer.py: what no setting says; and a bound that bounds nothing, of which
 # transformers takes the logarithm.
@@ -397,9 +353,7 @@ def _core_weights(facts: Facts, config: HybridConfig) -> Sources:
     first = f"{CORE_LAYER}mixer.".format(layer=config.pattern.find(_MAMBA))
     # Parameters of the mixer's own since megatron-core 0.19, but in distributed checkpoints.
     conv = "conv1d_" if facts.has(f"{first}conv1d_weight") else "conv1d."
-    own = _mixer(
-        f"{CORE_LAYER}mixer.", conv, parts_apart=facts.has(f"{first}in_proj.weight.{_PARTS[0]}")
-    )
+    own = _mixer(f"{CORE_LAYER}mixer.", conv, parts_apart=facts.has(f"{first}in_proj.weight.z"))
     for number in range(config.num_layer):
         keys = [CORE_LAYER.format(layer=number) + norm for norm in _CORE_NORMS]
         own[f"{LAYER}mixer_norm.weight".format(layer=number)] = Copy(

@@ -354,7 +354,7 @@ _DEEPSEEK_KEYS = (
 )  # fmt: skip
 _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 _GROUP_KEYS = ("n_group", "topk_group", "norm_topk_prob")
-SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
+_SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
 
 _DECODERS = (
     _Mixture(
@@ -401,7 +401,7 @@ _DECODERS = (
         title="GLM-4.5",
         keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, "attention_bias", "use_qk_norm"),
         fixed={
-            **SIGMOID,
+            **_SIGMOID,
             "has_attention_dense_bias": False,
             "query_key_norm": lambda values: "head" if values.pop("has_head_norms") else None,
         },
@@ -415,7 +415,7 @@ _DECODERS = (
         model="DeepseekV3ForCausalLM",
         title="DeepSeek-V3",
         keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, *_LATENT_KEYS),
-        fixed=SIGMOID,
+        fixed=_SIGMOID,
         names=_names("mlp", shared="shared_experts"),
         bos=0,
         eos=1,
