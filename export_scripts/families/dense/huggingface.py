@@ -48,7 +48,7 @@ def chosen_layers(flags: Sequence[bool]) -> tuple[int, ...] | None:
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Of settings and the values read before: whether each layer has the window.
+# From settings and the values read before: whether each layer has the window.
 Slides = Callable[[Settings, Table], Sequence[bool]]
 
 

@@ -1,4 +1,4 @@
-"""What a family of dense decoders computes of its settings, and sources of its odd tensors.
+"""Operations of families of dense decoders: on settings, and for tensors without a plain name.
 
 The table `decoders.yaml` names these operations.
 """

@@ -114,7 +114,7 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     return usual if usual in names else next(iter(names), activation)
 
 
-# Of the facts, the config and the sources of tensors that have names.
+# From the facts, the config and the sources of tensors that have names.
 SourcesOf = Callable[[Facts, Any, Sources], Sources]
 
 

@@ -85,9 +85,7 @@ def rotary_fields(
             "rotary scaling yarn with truncate = false: in layers with rotary positions of their "
             "own transformers 4 applies it and 5 does not; remove it if the model was made with 5"
         )
-    return (
-        fields if kind is None else fields | scaling_fields(kind, _scaling(kind, inner, settings))
-    )
+    return fields if kind is None else fields | _scaling(kind, inner, settings)
 
 
 def rotary_parameters(source: Table) -> Any:
@@ -159,6 +157,10 @@ def rotary_fraction(dims: int, size_per_head: int) -> float:
 
 
 def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
+    """Return the fields of a kind of scaling; none if one of its parameters is missing."""
+    if missing := [name for name in ROTARY_SCALINGS[kind] if given.source.get(name) is None]:
+        settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
+        return {}
     context = settings.integer("max_position_embeddings")
     read = given.numbers if kind == "longrope" else given.number
     out: Fields = {name: read(name) for name in ROTARY_SCALINGS[kind]}
@@ -183,7 +185,7 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
         original = max(2, out["original_max_position_embeddings"])
         usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         out["attention_factor"] = given.number("attention_factor", default=usual)
-    return out
+    return scaling_fields(kind, out)
 
 
 def _attention_factor(given: Settings) -> float:
