@@ -452,7 +452,7 @@ class Watch:
         each.report = str(report)
         try:
             metrics = read_report(report).metrics if report.is_file() else ()
-        except (OSError, ValueError) as error:  # somebody has changed it
+        except (OSError, ValueError) as error:  # another user has changed it
             self._ended(each, str(error))
             return
         each.metrics = {metric.name: metric for metric in metrics}

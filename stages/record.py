@@ -87,7 +87,7 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
     """Change some fields of the record of `job_id`; the record of another job is left alone.
 
     A record without an id belongs to the job that is just being submitted. One that is damaged ends
-    no job: who reads it is told.
+    no job: its readers report it.
     """
     with locked(path):
         record = _readable(path)

@@ -18,7 +18,7 @@ from launcher_scripts.launchers.slurm_script import further_options, sbatch_opti
 from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
 from stages.base import Stage
 
-# What holds at the moment alone. Slurm, src/common/slurm_errno.c
+# Answers that hold at the moment alone. Slurm, src/common/slurm_errno.c
 _NO_NODES = "Requested node configuration is not available"
 _QUEUE_IS_FULL = "Job violates accounting/QOS policy"
 _AWAY = "down,drain,fail,maint,no_respond,unknown"  # states of nodes that may come back

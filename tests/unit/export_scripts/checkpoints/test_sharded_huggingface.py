@@ -525,7 +525,7 @@ def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
     assert words in refusal(source, tmp_path)
 
 
-def boxes(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def boxes(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
     """Return what changes where tensor-parallel ranks say that their parts of a matrix lie."""
 
     def edit(state: dict[str, Any]) -> None:
