@@ -5,6 +5,7 @@ Models that megatron-core itself has saved are in tests/parity/test_hybrid_check
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +124,17 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path: Path) -> None:
     found, expected = read_tensors(again), read_tensors(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
+    source = write_core(tmp_path, core_hybrid(original(tmp_path)))
+    asked = dataclasses.replace(request(source, tmp_path), weight_data_type="bf16")
+    tensors = read_tensors(convert(asked).ft_dir)
+    wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    root = "backbone.layers."
+    assert wide == {f"{root}{n}.mixer.{own}" for n in (0, 4) for own in ("A_log", "D")} | {
+        f"{root}3.mixer.gate.e_score_correction_bias"
+    }
 
 
 def test_megatron_bridge_states_the_same(tmp_path: Path) -> None:
