@@ -4,7 +4,7 @@ megatron-core, FSDP's wrappers and torch's own trainers save them. Layout: pytor
 torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +59,6 @@ class ShardedIndex:
     container: Container
     _shapes: Mapping[str, _Shape]
     _entries: Mapping[_Key, _Entry]
-
-    @property
-    def names(self) -> Collection[str]:
-        """The names of all tensors."""
-        return self._shapes.keys()
-
-    @property
-    def objects(self) -> Collection[str]:
-        """The names of all objects other than tensors."""
-        return {name for name, begin in self._entries if begin is None}
 
     def object(self, name: str) -> Any:
         """Return an object other than a tensor, None if it is not there.

@@ -282,7 +282,7 @@ def _uncut(
 ) -> dict[str, Piece]:
     """Return the tensors that tensor-parallel ranks hold parts of.
 
-    DeepSpeed 0.19 states of each the boxes that ranks hold, as the arguments of as_strided:
+    DeepSpeed 0.19 states of each the parts that ranks hold, as the arguments of as_strided:
     `source` in the whole, `dest` in the rank's. deepspeed/checkpoint/affine.py
     """
     match _zero_table(first, "universal_checkpoint_info", folder).get("affine_map"):
@@ -300,7 +300,7 @@ def _uncut(
         name: _of_boxes(stated.get(name), [own.get(name) for own in ranks]) for name in ranks[0]
     }
     problems = [
-        f"tensor-parallel ranks do not hold {name} in boxes of the whole, as it is: make the "
+        f"tensor-parallel ranks do not hold {name} in one part each, as it is: make the "
         "universal form (ds_to_universal), or save the model with save_pretrained"
         for name, each in whole.items()
         if each is None
@@ -312,58 +312,35 @@ def _uncut(
 
 
 def _of_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | None:
-    """Return a tensor of ranks' boxes; None where they are stated in another way."""
+    """Return a tensor of which each rank has a box; None where that is stated in another way."""
+    chunks: dict[ChunkOffset, Piece] = {}
     match stated:
-        case {"logical_shape": [*sizes], "ranks": {**ranks}} if len(ranks) == len(shards):
+        case {"logical_shape": [*sizes], "ranks": {**ranks}} if all(
+            type(size) is int and size > 0 for size in sizes
+        ) and len(ranks) == len(shards):
             whole = tuple(sizes)
         case _:
             return None
-    chunks: dict[ChunkOffset, Piece] = {}
     for number, shard in enumerate(shards):
         match ranks.get(number):
-            case {"pieces": [*pieces]} if shard is not None and _are_whole(whole):
-                found = [_box(whole, shard, piece) for piece in pieces]
+            case {
+                "pieces": [{"shape": box, "source": [int(at), strides], "dest": dest, **others}]
+            } if (
+                shard is not None
+                and (box, dest) == ([*shard.shape], [0, _strides(shard.shape)])
+                and strides == _strides(whole)
+                and others.keys() <= {"locations"}
+            ):
+                begin = (at // stride % size for stride, size in zip(strides, whole, strict=True))
+                chunks.setdefault(tuple(begin), shard)
             case _:
                 return None
-        for each in found:
-            if each is None:
-                return None
-            chunks.setdefault(*each)
     dtypes = {each.dtype for each in chunks.values()}
     return ChunkedTensor(dtypes.pop(), whole, chunks) if len(dtypes) == 1 else None
 
 
-def _box(whole: Shape, shard: Piece, stated: Any) -> tuple[ChunkOffset, Piece] | None:
-    """Return where a rank's box begins in the whole, and its values."""
-    match stated:
-        case {"shape": [*sizes], "source": [at, strides], "dest": [place, steps], **others} if (
-            _are_whole([*sizes, at, place, *steps])
-            and strides == [*_strides(whole)]
-            and len(sizes) == len(steps) == len(whole)
-            and others.keys() <= {"locations"}
-        ):
-            begin = []
-            for stride in strides:
-                begin.append(at // stride)
-                at %= stride
-        case _:
-            return None
-    if (place, tuple(sizes), tuple(steps)) == (0, shard.shape, _strides(shard.shape)):
-        return tuple(begin), shard
-    last = place + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-    if not isinstance(shard, StoredTensor) or shard.stride or last >= math.prod(shard.shape):
-        return None
-    offset = shard.offset + place * SOURCE_TYPES[shard.dtype][0]
-    values = dataclasses.replace(shard, offset=offset, shape=tuple(sizes), stride=tuple(steps))
-    return tuple(begin), values
-
-
-def _are_whole(numbers: Sequence[Any]) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
-
-
-def _strides(shape: Shape) -> Shape:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+def _strides(shape: Shape) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, Any]:

@@ -525,7 +525,7 @@ def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
     assert words in refusal(source, tmp_path)
 
 
-def boxes(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
+def parts(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
     """Return what changes where tensor-parallel ranks say that their parts of a matrix lie."""
 
     def edit(state: dict[str, Any]) -> None:
@@ -541,18 +541,18 @@ def boxes(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
         (without("mp_rank_00*"), "lacks, of tensor parallelism, the *mp_rank_*_model_states.pt of"),
         (copied("mp_rank_0{}_model_states.pt"), "rank 1 holds the values of rank 0"),
         (edited("*_model_*", lambda state: state.pop("universal_checkpoint_info")), "affine_map"),
-        (boxes(lambda ranks: ranks.pop(1)), "in boxes of the whole"),
-        (boxes(lambda ranks: ranks[1]["pieces"].clear()), "some are missing"),
-        (boxes(lambda ranks: ranks[1]["pieces"][0].update(scale=0.5)), "in boxes of the whole"),
+        (parts(lambda ranks: ranks.pop(1)), "in one part each"),
+        (parts(lambda ranks: ranks[1]["pieces"].clear()), "in one part each"),
+        (parts(lambda ranks: ranks[1]["pieces"][0].update(scale=0.5)), "in one part each"),
         (
-            boxes(lambda ranks: ranks[0]["pieces"][0].update(source=[0, [1, 16]])),
-            "in boxes of the whole",
+            parts(lambda ranks: ranks[0]["pieces"][0].update(source=[0, [1, 16]])),
+            "in one part each",
         ),
         (
-            boxes(lambda ranks: ranks[0]["pieces"][0].update(dest=[16, [16, 1]])),
-            "in boxes of the whole",
+            parts(lambda ranks: ranks[0]["pieces"][0].update(dest=[16, [16, 1]])),
+            "in one part each",
         ),
-        (boxes(lambda ranks: ranks[0]["pieces"][0].update(source=[16, [16, 1]])), "overlap"),
+        (parts(lambda ranks: ranks[0]["pieces"][0].update(source=[16, [16, 1]])), "overlap"),
     ],
 )
 def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(
@@ -562,26 +562,6 @@ def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
     damage(source)
     assert words in refusal(source, tmp_path)
-
-
-def test_a_rank_s_part_may_be_several_boxes(tmp_path: Path) -> None:
-    """As of matrices that hold several projections, whose rows each rank has some of."""
-    source = shutil.copytree(DEEPSPEED / "tp1" / "global_step1", tmp_path / "run")
-    shutil.copy(DEEPSPEED / "model" / "config.json", source)
-    rows = 16
-
-    def split(ranks: dict[int, Any]) -> None:
-        for each in ranks.values():
-            ((size, width), (at, strides)) = (each["pieces"][0][key] for key in ("shape", "source"))
-            each["pieces"] = [
-                {"shape": [count, width], "source": [at + first * rows, strides],
-                 "dest": [first * rows, strides], "locations": [0]}
-                for first, count in ((0, 3), (3, size - 3))
-            ]  # fmt: skip
-
-    boxes(split)(source)
-    expected = converted(DEEPSPEED / "model", tmp_path / "expected")
-    assert converted(source, tmp_path / "out") == expected
 
 
 def rank_files(folder: Path, whole: torch.Tensor, counts: Sequence[int], world: int) -> Path:
