@@ -383,6 +383,11 @@ def read_small(source: Region | Path) -> bytes:
     return data
 
 
+def read_name(path: Path) -> str:
+    """Return what a file of one line names, such as the last checkpoint of a run."""
+    return read_small(path).decode(errors="replace").strip()
+
+
 def yaml_table(content: bytes, source: object) -> Fields:
     """Return the table in a YAML file of a checkpoint, called `source`; an empty file has one too.
 

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    StoredTensor,
+    read_name,
+    read_small,
+    yaml_table,
+)
 from export_scripts.checkpoints.partitioned import TrainingRank, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from foundations.errors import CheckpointMismatchError, first_names
@@ -35,7 +41,7 @@ def layer_directory(path: Path) -> Path | None:
         return None
     latest = path / "latest"
     if latest.is_file():
-        name = read_small(latest).decode(errors="replace").strip()
+        name = read_name(latest)
         inside = [path / Path(name).name]
     else:
         inside = sorted(path.glob("global_step*"), key=number_in, reverse=True)

@@ -8,7 +8,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     StoredTensor,
     json_file,
-    read_small,
+    read_name,
 )
 from export_scripts.checkpoints.distributed import without_prefixes
 from export_scripts.checkpoints.megatron import FILE_NAMES
@@ -90,7 +90,7 @@ def snapshot_folder(path: Path) -> Path:
     found = snapshots(path)
     main = path / "refs" / "main"
     if found and main.is_file():
-        name = read_small(main).decode(errors="replace").strip()
+        name = read_name(main)
         found = [each for each in found if each.name == name] or found
     return found[0] if len(found) == 1 else path
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Region, read_small
+from export_scripts.checkpoints.base import CheckpointReader, Region, read_name
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import has_sizes, is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
@@ -113,7 +113,7 @@ def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
     latest = path / LATEST_NAME
     if not latest.is_file() or _rank_files(path):
         return path, ()
-    text = read_small(latest).decode(errors="replace").strip()
+    text = read_name(latest)
     is_number = re.fullmatch(r"[0-9]{1,18}", text) is not None
     name = text if text == RELEASE else f"iter_{int(text):07d}" if is_number else ""
     if not name or not (path / name).is_dir():

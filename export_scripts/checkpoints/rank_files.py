@@ -25,7 +25,7 @@ from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, Stor
 from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
 from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
-from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, strides
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 
 _Value = TypeVar("_Value")
@@ -324,23 +324,19 @@ def _of_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | No
     for number, shard in enumerate(shards):
         match ranks.get(number):
             case {
-                "pieces": [{"shape": box, "source": [int(at), strides], "dest": dest, **others}]
+                "pieces": [{"shape": box, "source": [int(at), steps], "dest": dest, **others}]
             } if (
                 shard is not None
-                and (box, dest) == ([*shard.shape], [0, _strides(shard.shape)])
-                and strides == _strides(whole)
+                and (box, dest) == ([*shard.shape], [0, [*strides(shard.shape)]])
+                and steps == [*strides(whole)]
                 and others.keys() <= {"locations"}
             ):
-                begin = (at // stride % size for stride, size in zip(strides, whole, strict=True))
+                begin = (at // stride % size for stride, size in zip(steps, whole, strict=True))
                 chunks.setdefault(tuple(begin), shard)
             case _:
                 return None
     dtypes = {each.dtype for each in chunks.values()}
     return ChunkedTensor(dtypes.pop(), whole, chunks) if len(dtypes) == 1 else None
-
-
-def _strides(shape: Shape) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, Any]:

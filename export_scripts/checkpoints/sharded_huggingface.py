@@ -22,7 +22,7 @@ from export_scripts.checkpoints.base import (
     Pieces,
     StoredTensor,
     json_table,
-    read_small,
+    read_name,
 )
 from export_scripts.checkpoints.chunks import (
     ChunkedTensor,
@@ -103,7 +103,7 @@ def _last_folder(path: Path) -> Path:
         if (path / name).is_dir():
             return (path / name).resolve()
         if (path / name).is_file():
-            named = form.format(read_small(path / name).decode(errors="replace").strip())
+            named = form.format(read_name(path / name))
             if named != ".." and named == Path(named).name and (path / named).is_dir():
                 return path / named
     return path
@@ -137,13 +137,9 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             another model.
     """
     folders = sharded_folders(path)
-    lost = [str(each) for each in folders if _lacks_index(each)]
-    models = {
-        folder: found
-        for folder in folders
-        if str(folder) not in lost and (found := _tensors(folder))
-    }
+    models = {folder: found for folder in folders if (found := _tensors(folder))}
     if len(models) != 1:
+        lost = [str(each) for each in folders if not (each / INDEX_NAME).is_file()]
         raise CheckpointMismatchError(
             f"{path} holds several distributed checkpoints of models: "
             f"{first_names([str(folder) for folder in models])}; name one"
@@ -173,10 +169,6 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             f"took the weights in {folder}, and the settings in {configuration.path}",
         ),
     )
-
-
-def _lacks_index(folder: Path) -> bool:
-    return any(folder.glob(_PARTS)) and not (folder / INDEX_NAME).is_file()
 
 
 def _tensors(folder: Path) -> dict[str, Pieces]:

@@ -146,7 +146,13 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
     left = [each.key for each in written if _is_of_layer(each) and _joined(each) in odd]
     why = f"sizes that {unit} does not divide have no form in FP8 that every library loads"
     if not new:
-        refuse([f"{source.facts.reader.path}: nothing is left to round: {why}"])
+        refuse(
+            [
+                f"{source.facts.reader.path}: nothing is left to round: {why}; leave "
+                f"{folder.request.names['fp8']} out, or take channel, which wants multiples of "
+                f"{_UNITS['channel']}"
+            ]
+        )
     config[QUANTIZATION] = _settings(form, wide)
     facts = source.facts
     reader = dataclasses.replace(facts.reader, tensors={**facts.reader.tensors, **new})

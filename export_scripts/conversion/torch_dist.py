@@ -27,7 +27,7 @@ from export_scripts.conversion.request import HYBRID
 from export_scripts.conversion.tensor_plan import WrittenFile, WrittenTensor
 from export_scripts.conversion.torch_archive import Archive, Global, Made, StoredValues, pickled
 from export_scripts.families.layout.generation import GENERATION_FILE
-from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
+from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size, strides
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table, json_bytes
 
@@ -216,9 +216,8 @@ def _place(name: str, args: Table, *, is_stacked: bool) -> _Place:
 
 def _tensor(shape: Shape, kind: str) -> Made:
     """Return a tensor whose values are the storage of its archive."""
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     storage = StoredValues(f"torch.{_STORAGES[kind]}", math.prod(shape))
-    rest = (0, shape, strides, False, Made("collections.OrderedDict"))
+    rest = (0, shape, strides(shape), False, Made("collections.OrderedDict"))
     return Made("torch._utils._rebuild_tensor_v2", (storage, *rest))
 
 

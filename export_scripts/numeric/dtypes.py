@@ -5,6 +5,7 @@ Only `torch_dtype` imports torch, when called.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ LARGEST_FINITE = {
     "fp16": 65504.0,
     "bf16": 3.3895313892515355e38,
 }
+
+
+def strides(shape: Shape) -> Shape:
+    """Return the steps in elements of a tensor that is stored without gaps."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def item_size(name: str) -> int:
