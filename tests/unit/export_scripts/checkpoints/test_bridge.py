@@ -210,7 +210,7 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
-        "GLMMoEModelProvider", "mixture of experts", "linear_attention_freq", "my_spec",
+        "GLMMoEModelProvider", "mixture, which has no folder", "linear_attention_freq", "my_spec",
         "multi_latent_attention", "apply_residual_connection_post_layernorm = True",
     ):  # fmt: skip
         assert named in text, text
