@@ -68,7 +68,6 @@ def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
     vars(moe_utils).setdefault("te_general_gemm", None)
     fork = multiprocessing.get_context("fork")
     plan, world_size = Path(sys.argv[1]), int(sys.argv[2])
-    plan.with_suffix(".rendezvous").unlink(missing_ok=True)
     ranks = [
         fork.Process(target=_rank, args=(plan, rank, world_size, work))
         for rank in range(world_size)
@@ -87,11 +86,12 @@ def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
 def _rank(plan: Path, rank: int, world_size: int, work: Callable[[dict[str, Any]], None]) -> None:
     from megatron.core import tensor_parallel
 
-    place = f"file://{plan.with_suffix('.rendezvous')}"
-    torch.distributed.init_process_group(
-        "gloo", init_method=place, rank=rank, world_size=world_size
-    )
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    for item in json.loads(plan.read_text()):
+    for number, item in enumerate(json.loads(plan.read_text())):
+        place = f"file://{plan.with_suffix(f'.{os.getppid()}.{number}')}"
+        torch.distributed.init_process_group(
+            "gloo", init_method=place, rank=rank, world_size=world_size
+        )
         work(item)
-    torch.distributed.destroy_process_group()
+        # With it end all groups that megatron-core has made, each of which has threads.
+        torch.distributed.destroy_process_group()
