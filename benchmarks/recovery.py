@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
 OPTIONS: Options = {
     "work_dir": {"help": "keeps the repository"},
     "repeats": {"default": 2},
-    "serves_s": {"type": float, "default": 10.0, "help": "before each fault"},
+    "serves_s": {"type": float, "default": 40.0, "help": "before each fault"},
     "server": {"choices": tuple(FAULTS), "default": "slipway", "help": "deploy.server"},
 }
 

@@ -40,8 +40,9 @@ _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
 _PUBLISH_AGAIN_S = 5.0
-# A server that has served for so long gets a standby, whose imports take some seconds of a core.
-_STANDBY_AFTER_S = 3.0
+# A server that has served for so long gets a standby, whose imports take some seconds of a core:
+# those of the first requests are not delayed by it.
+_STANDBY_AFTER_S = 30.0
 NOT_NEEDED = "no longer needed"
 _TIME_LIMIT, _STOPPED, _HANDED_OVER = "time limit", "stopped", "handed over"
 _RELOAD = "reload"
