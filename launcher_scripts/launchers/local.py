@@ -77,8 +77,9 @@ class LocalHandle(JobHandle):
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
             while not self._has_ended() and time.monotonic() < waited_until:
                 time.sleep(0.05)
-        end_processes_of_job(self.mark)
         while not self._has_ended():
+            # Repeated: the environment of a process that has just begun a program cannot be read.
+            end_processes_of_job(self.mark)
             time.sleep(0.05)
         self.poll()
 
