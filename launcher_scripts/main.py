@@ -149,16 +149,16 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     """Run each combination of the listed values."""
     from launcher_scripts.sweep import combinations, run_and_compare, with_folders
 
-    compose = functools.partial(compose_config, place=arguments.root)
     wanted, problems = combinations(arguments.overrides)
-    actions = {config.action for each in wanted.values() if (config := compose(each).config)}
+    composed = {name: compose_config(each, arguments.root).config for name, each in wanted.items()}
+    configs = {name: config for name, config in composed.items() if config is not None}
     problems += [
         f"--multirun with action={each}: it runs; leave one of them out."
-        for each in actions - {"run"}
+        for each in {config.action for config in configs.values()} - {"run"}
     ]
     if problems := [*arguments.problems, *problems]:
         return _report(problems)
-    return _run_rows(arguments, with_folders(wanted, compose), words, console, run_and_compare)
+    return _run_rows(arguments, with_folders(wanted, configs), words, console, run_and_compare)
 
 
 def _upgrade(

@@ -2,14 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import ValueType
 
-from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.diagnosis import hydra_text, read_override
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.console import Console
 from launcher_scripts.rows import NamedRun, run_rows
 from stages import record
@@ -39,28 +40,26 @@ def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[s
             problems.append(f"{each}: list the values, as in {parsed.key_or_group}=1,2,4.")
     found = {}
     for values in itertools.product(*swept.values()):
-        chosen = [f"{key}={value}" for key, value in zip(swept, values, strict=True)]
-        found[",".join(each.rpartition(".")[2] for each in chosen)] = [*fixed, *chosen]
+        chosen = dict(zip(swept, values, strict=True))
+        name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items())
+        found[name] = [*fixed, *(f"{key}={value}" for key, value in chosen.items())]
     return found, problems
 
 
 def with_folders(
-    command_lines: dict[str, list[str]], compose: Callable[[Sequence[str]], Composition]
+    command_lines: Mapping[str, list[str]], configs: Mapping[str, Config]
 ) -> dict[str, list[str]]:
-    """Return the command lines, with a results folder for each that has none of its own."""
-    folders = {}
-    for name, words in command_lines.items():
-        config = compose(words).config
-        folders[name] = None if config is None else config.results_dir
-    taken = list(folders.values())
+    """Return the command lines, with a results folder for each that has none of its own.
+
+    `configs` are the configurations that they make, but for those that are wrong.
+    """
+    taken = Counter(each.results_dir for each in configs.values())
     found = {}
     for number, (name, words) in enumerate(command_lines.items(), start=1):
-        folder = folders[name]
         own = []
-        if folder is not None and taken.count(folder) > 1:
+        if name in configs and taken[folder := configs[name].results_dir] > 1:
             plain = re.sub(r"[^\w.]+", "-", name)
-            place = folder / f"{number}-{plain}"
-            own = [f"export.run.results_dir={hydra_text(str(place))}"]
+            own = [f"export.run.results_dir={hydra_text(str(folder / f'{number}-{plain}'))}"]
         found[name] = [*words, *own]
     return found
 

@@ -21,6 +21,13 @@ def test_values_are_combined_in_the_order_of_the_command_line() -> None:
     assert found["a=1,b=[3,4],d=7"] == ["c=x", "a=1", "b=[3,4]", "d=7"]
 
 
+def test_values_may_have_dots() -> None:
+    found, _ = combinations(["a.b=0.5,1.5", "c.path=/x.nemo,/y.nemo"])
+    assert list(found) == [
+        "b=0.5,path=/x.nemo", "b=0.5,path=/y.nemo", "b=1.5,path=/x.nemo", "b=1.5,path=/y.nemo",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("values", ["interval(1,2)", "glob(*)"])
 def test_values_that_are_not_listed_are_refused(values: str) -> None:
     _, (problem,) = combinations([f"a={values}"])
