@@ -261,7 +261,8 @@ def llama_cpp(model: Model, *, data_type: str, threads: int, program: Path) -> G
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode or not lines:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+            shown = done.stderr[-2000:]
+            raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}: {shown}")
         return float(json.loads(lines[-1])["t"])
 
     return generate
