@@ -19,7 +19,6 @@ import yaml
 
 from tests.megatron_ranks import be_ranks, run_ranks
 
-WORLD_SIZE = 4
 ITERATION = 100
 
 
@@ -28,9 +27,9 @@ class Save:
     """One checkpoint to save.
 
     Attributes:
-        archive: A .nemo archive of one training rank, whose weights the model gets. The first
-            checkpoint of an archive is to be saved by one rank; megatron-core cuts the others.
+        archive: A .nemo archive of one training rank, whose weights the model gets.
         folder: Where the checkpoint goes.
+        whole: The folder of the same model as one rank has saved it, which megatron-core cuts.
         tp_size: Tensor-parallel ranks that save it.
         pp_size: Pipeline stages that save it.
         ep_size: Ranks among which the experts of a mixture are shared.
@@ -42,6 +41,7 @@ class Save:
 
     archive: str
     folder: str
+    whole: str = ""
     tp_size: int = 1
     pp_size: int = 1
     ep_size: int = 1
@@ -50,10 +50,15 @@ class Save:
     with_args: bool = True
     with_optimizer: bool = False
 
+    @property
+    def ranks(self) -> int:
+        """The number of processes that save it."""
+        return self.tp_size * self.pp_size * self.ep_size
+
 
 def save_all(saves: Sequence[Save], work_dir: Path) -> None:
     """Save checkpoints in processes of their own, which end when all is saved."""
-    run_ranks("tests.megatron_core_checkpoints", saves, work_dir, WORLD_SIZE)
+    run_ranks("tests.megatron_core_checkpoints", saves, work_dir)
 
 
 def _member(archive: Path, name: str) -> bytes:
@@ -166,15 +171,14 @@ def _other_state() -> dict[str, Any]:
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
-    rank = torch.distributed.get_rank()
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return {
-        "optimizer": ShardedTensor.from_rank_offsets(key, torch.ones(8), (0, rank, WORLD_SIZE)),
+        "optimizer": ShardedTensor.from_rank_offsets(key, torch.ones(8), (0, rank, count)),
         "rng_state": ShardedObject("rng_state", {"seed": 1}, (1,), (0,), replica_id=rank),
     }
 
 
-def _save(save: Save, whole: Save | None) -> None:
-    """Save one checkpoint, of the archive's weights or of those in the checkpoint `whole`."""
+def _save(save: Save) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     config = nemo_config(Path(save.archive))
@@ -186,10 +190,9 @@ def _save(save: Save, whole: Save | None) -> None:
         save.tp_size, save.pp_size, expert_model_parallel_size=save.ep_size
     )
     model = _model(config, weights["embedding.word_embeddings.weight"].shape[0], save)
-    if whole is not None:
-        wanted = {"model": model.sharded_state_dict(prefix=whole.prefix)}
-        loaded = dist_checkpointing.load(wanted, whole.folder)["model"]
-        weights = {name.removeprefix(whole.prefix): value for name, value in loaded.items()}
+    if save.whole:
+        wanted = {"model": model.sharded_state_dict()}
+        weights = dist_checkpointing.load(wanted, save.whole)["model"]
     model.load_state_dict(weights, strict=False)
     state = {
         "model": model.sharded_state_dict(prefix=save.prefix, metadata=save.metadata),
@@ -204,17 +207,5 @@ def _save(save: Save, whole: Save | None) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main() -> int:
-    """Save the checkpoints of a plan; the first of an archive is cut for the others."""
-    whole: dict[str, Save] = {}
-
-    def work(item: dict[str, Any]) -> None:
-        save = Save(**item)
-        _save(save, whole.get(save.archive))
-        whole.setdefault(save.archive, save)
-
-    return be_ranks(work)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(be_ranks(lambda item: _save(Save(**item))))

@@ -6,6 +6,7 @@ Run as a program with a plan, in the interpreter of any release of megatron-core
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ import torch
 
 from tests.megatron_ranks import be_ranks, run_ranks
 
-WORLD_SIZE = 2
 VOCABULARY = 56
 LENGTH = 40
 
@@ -95,10 +95,15 @@ class Mixture:
     whole: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> int:
+        """The number of processes that save it."""
+        return math.prod(self.sizes.values())
+
 
 def save_all(saves: Sequence[Mixture], work_dir: Path) -> None:
     """Save checkpoints in processes of their own, which end when all is saved."""
-    run_ranks("tests.megatron_core_mixtures", saves, work_dir, WORLD_SIZE)
+    run_ranks("tests.megatron_core_mixtures", saves, work_dir)
 
 
 class PlainAttention(torch.nn.Module):

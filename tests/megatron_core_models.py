@@ -40,12 +40,15 @@ class Load:
     tp_size: int = 1
     pp_size: int = 1
 
+    @property
+    def ranks(self) -> int:
+        """The number of processes that load it."""
+        return self.tp_size * self.pp_size
 
-def load_all(
-    loads: Sequence[Load], work_dir: Path, world_size: int, *, python: str = sys.executable
-) -> None:
+
+def load_all(loads: Sequence[Load], work_dir: Path, *, python: str = sys.executable) -> None:
     """Load checkpoints in processes of their own, as many as each needs; they end with it."""
-    run_ranks("tests.megatron_core_models", loads, work_dir, world_size, python=python)
+    run_ranks("tests.megatron_core_models", loads, work_dir, python=python)
 
 
 def _settings(args: argparse.Namespace, load: Load) -> Any:

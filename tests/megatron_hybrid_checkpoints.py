@@ -18,7 +18,6 @@ import torch
 from tests import mamba_on_a_cpu
 from tests.megatron_ranks import be_ranks, run_ranks
 
-WORLD_SIZE = 4
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8]
 VOCABULARY = 56
 
@@ -63,6 +62,11 @@ class Hybrid:
         return {**SIZES, **(MAMBA if self.has_mamba else {}), **self.settings}
 
     @property
+    def ranks(self) -> int:
+        """The number of processes that save it."""
+        return self.tp_size * self.pp_size
+
+    @property
     def has_mamba(self) -> bool:
         """Whether it is a Nemotron-H."""
         return "M" in self.pattern
@@ -70,7 +74,7 @@ class Hybrid:
 
 def save_all(saves: Sequence[Hybrid], work_dir: Path, python: str | None = None) -> None:
     """Save checkpoints in processes of their own, of another interpreter than this if given."""
-    run_ranks("tests.megatron_hybrid_checkpoints", saves, work_dir, WORLD_SIZE, python=python)
+    run_ranks("tests.megatron_hybrid_checkpoints", saves, work_dir, python=python)
 
 
 def _layers(settings: Any) -> dict[str, Any]:

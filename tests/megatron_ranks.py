@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -26,21 +27,20 @@ OTHERS = [*filter(None, os.environ.get("SLIPWAY_MEGATRON_CORE", "").split(os.pat
 
 
 def run_ranks(
-    module: str,
-    items: Sequence[Any],
-    work_dir: Path,
-    world_size: int,
-    *,
-    python: str | None = None,
+    module: str, items: Sequence[Any], work_dir: Path, *, python: str | None = None
 ) -> None:
-    """Run a program with a plan of records, by another interpreter than this if given."""
+    """Run a program with a plan, by another interpreter than this if given.
+
+    The `ranks` of a record are the number of processes that work on it, the first ones.
+    """
     plan, log = (work_dir / f"{module}.{kind}" for kind in ("json", "log"))
-    plan.write_text(json.dumps([dataclasses.asdict(item) for item in items]))
+    plan.write_text(json.dumps([(item.ranks, dataclasses.asdict(item)) for item in items]))
     with log.open("w") as out:
         done = subprocess.run(
-            [python or sys.executable, "-m", module, str(plan), str(world_size)],
+            [python or sys.executable, "-m", module, str(plan)],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            # Fused functions are traced and compiled otherwise, for longer than all they compute.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
             stdout=out,
             stderr=out,
             timeout=DEADLINE_S,
@@ -49,7 +49,7 @@ def run_ranks(
 
 
 def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
-    """Fork the ranks, each of which works on every item of the plan; return the exit status.
+    """Fork the ranks, each of which works on its items of the plan; return the exit status.
 
     One that fails, for which the others would wait, ends them.
     """
@@ -64,14 +64,14 @@ def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
     from megatron.core.transformer.moe import moe_utils
 
     filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
+    # Its queue would be that of a process which each rank starts, and which imports torch.
+    filesystem_async._results_queue = queue.Queue()
     # 0.16 compares it with None where it was not imported.
     vars(moe_utils).setdefault("te_general_gemm", None)
     fork = multiprocessing.get_context("fork")
-    plan, world_size = Path(sys.argv[1]), int(sys.argv[2])
-    ranks = [
-        fork.Process(target=_rank, args=(plan, rank, world_size, work))
-        for rank in range(world_size)
-    ]
+    plan = Path(sys.argv[1])
+    most = max(count for count, _ in json.loads(plan.read_text()))
+    ranks = [fork.Process(target=_rank, args=(plan, rank, work)) for rank in range(most)]
     for rank in ranks:
         rank.start()
     running = list(ranks)
@@ -83,11 +83,13 @@ def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
     return max(rank.exitcode or 0 for rank in ranks)
 
 
-def _rank(plan: Path, rank: int, world_size: int, work: Callable[[dict[str, Any]], None]) -> None:
+def _rank(plan: Path, rank: int, work: Callable[[dict[str, Any]], None]) -> None:
     from megatron.core import tensor_parallel
 
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    for number, item in enumerate(json.loads(plan.read_text())):
+    for number, (world_size, item) in enumerate(json.loads(plan.read_text())):
+        if rank >= world_size:
+            continue
         place = f"file://{plan.with_suffix(f'.{os.getppid()}.{number}')}"
         torch.distributed.init_process_group(
             "gloo", init_method=place, rank=rank, world_size=world_size

@@ -975,8 +975,15 @@ def test_a_source_whose_library_is_not_run_is_computed_by_transformers(
         assert layer.where == "layer 3"
 
 
-@pytest.mark.parametrize("name", ["gpt_tp2", "llama_tp2"])
-@pytest.mark.parametrize("output", ["fastertransformer", "huggingface"])
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("gpt_tp2", "huggingface"),
+        ("llama_tp2", "fastertransformer"),
+        pytest.param("gpt_tp2", "fastertransformer", marks=pytest.mark.long),
+        pytest.param("llama_tp2", "huggingface", marks=pytest.mark.long),
+    ],
+)
 def test_megatron_core_checkpoint_is_computed_by_its_own_library(
     name: str, output: str, shared: Path, tmp_path: Path
 ) -> None:

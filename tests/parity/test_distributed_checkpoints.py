@@ -24,10 +24,10 @@ from tests.unit.export_scripts.conversion.test_mixtures import logits, request
 # Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
 
-# The first of each model is saved by one rank; megatron-core cuts the others from it.
+# The whole of each model is saved by one rank; megatron-core cuts the others from it.
 SAVES: dict[str, dict[str, Any]] = {
-    "gpt_whole": {"prefix": "module."},
-    "gpt_tp2_pp2": {"tp_size": 2, "pp_size": 2, "with_optimizer": True},
+    "gpt_whole": {},
+    "gpt_tp2_pp2": {"tp_size": 2, "pp_size": 2, "prefix": "module.", "with_optimizer": True},
     "llama_whole": {"with_optimizer": True},
     "llama_tp2_pp2": {"tp_size": 2, "pp_size": 2, "prefix": "model."},
     "llama_singleton": {"tp_size": 4, "metadata": {"singleton_local_shards": True}},
@@ -73,13 +73,22 @@ def write_archive(name: str, folder: Path) -> Path:
 def saved(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of all checkpoints, and of the mixtures that some of them hold."""
     folder = tmp_path_factory.mktemp("saved")
-    saves: list[tuple[Path, str, dict[str, Any]]] = [
-        (archive(shared, name), name, settings) for name, settings in SAVES.items()
-    ]
+    saves = [(archive(shared, name), name, settings) for name, settings in SAVES.items()]
     for name in MIXTURES:
         whole = write_archive(name, folder)
         saves += [(whole, f"{name}_{form}", each) for form, each in MIXTURE_SAVES.items()]
-    save_all([Save(str(path), str(folder / name), **each) for path, name, each in saves], folder)
+    save_all(
+        [
+            Save(
+                str(path),
+                str(folder / name),
+                "" if name.endswith("_whole") else str(folder / f"{name.split('_')[0]}_whole"),
+                **settings,
+            )
+            for path, name, settings in saves
+        ],
+        folder,
+    )
     return folder
 
 

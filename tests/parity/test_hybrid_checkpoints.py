@@ -36,9 +36,7 @@ MIXED = {**EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 20}
 SAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "even": ("*-*-*-*-", "", {}),
     "even_tp2_pp2": ("*-*-*-*-", "even", {"tp_size": 2, "pp_size": 2}),
-    "even_files": ("*-*-*-*-", "even", {"tp_size": 2, "pp_size": 2, "classic": True}),
     "uneven": ("-**--*", "", {}),
-    "uneven_tp2": ("-**--*", "uneven", {"tp_size": 2, "pp_size": 2}),
     "uneven_files": ("-**--*", "uneven", {"tp_size": 2, "pp_size": 2, "classic": True}),
     "mamba": ("M-M*-M", "", {}),
     "mamba_tp2_pp2": ("M-M*-M", "mamba", {"tp_size": 2, "pp_size": 2}),

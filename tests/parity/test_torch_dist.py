@@ -28,7 +28,6 @@ CASES = [
 ]  # fmt: skip
 # Tensor-parallel ranks and pipeline stages.
 RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-WORLD_SIZE = 4
 # Those of other releases of megatron-core, separated by colons.
 PYTHONS = [sys.executable, *OTHERS]
 
@@ -52,7 +51,7 @@ def test_megatron_core_computes_what_transformers_does(python: str, tmp_path: Pa
         model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
         with torch.no_grad():
             expected += [model(torch.tensor([IDS])).logits[0]] * len(ranks)
-    load_all(loads, tmp_path, WORLD_SIZE, python=python)
+    load_all(loads, tmp_path, python=python)
     found = [torch.load(load.logits) for load in loads]
     errors = {
         Path(load.logits).stem: float((one - other).abs().max() / other.abs().max())
