@@ -1,4 +1,4 @@
-"""Actions on earlier runs: status, logs and cancel from the jobs' records, and compare."""
+"""Actions on earlier runs: status, logs and cancel, from the records of their jobs."""
 
 import contextlib
 import functools
@@ -17,6 +17,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import slurm_state
+from launcher_scripts.launchers.base import SUBMISSION_S
 from stages import STAGES, record
 from stages.endpoint import ENDPOINT_NAME, published_by
 from stages.job import LOCK_NAME
@@ -27,8 +28,6 @@ _POLL_S = 0.5
 _LOGS_POLL_S = 2.0  # each asks Slurm
 _PIECE = 1 << 20  # characters of a log, which may be larger than memory
 _CANCEL_S = 60.0
-# Longer than sbatch is tried.
-_SUBMISSION_S = 900.0
 _QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
 
@@ -49,8 +48,6 @@ def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
 
 def look_after(config: Config, console: Console) -> int:
     """Run `action` on the last run, or on `run_dir`; return the exit status."""
-    if config.action == "compare":
-        return _compare(config, console)
     found = _run_dirs(config)
     if not found:
         console.say(
@@ -73,17 +70,6 @@ def look_after(config: Config, console: Console) -> int:
             act = _logs if config.action == "logs" else cancel_jobs
             status = max(status, act(each, records, console))
     return status
-
-
-def _compare(config: Config, console: Console) -> int:
-    """Print the differences of evaluations, and draw them in a page of `base_results_dir`."""
-    from inference.compare import main as compare
-
-    if len(config.runs) < 2:
-        console.say("action=compare needs two runs: the folders of two reports.")
-        return EXIT_USAGE
-    page = Path(config.base_results_dir) / "comparison.html"
-    return compare([*config.runs, "--output", str(page)])
 
 
 def _run_dirs(config: Config) -> list[Path]:
@@ -171,7 +157,7 @@ def _is_abandoned(found: record.JobRecord) -> bool:
         return True
     # On another machine, or where another process has got its id since.
     age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)
-    return age.total_seconds() > _SUBMISSION_S
+    return age.total_seconds() > SUBMISSION_S
 
 
 def problem_of_live_job(found: record.JobRecord, folder: Path) -> str | None:

@@ -73,7 +73,12 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
     problems += _leave_export_out(requested, config.deploy.engine)
     exports = any("export" in (name, _needed_by(name, config)) for name in requested)
-    context = replace(context, deploys="deploy" in requested, exports=exports)
+    context = replace(
+        context,
+        deploys="deploy" in requested,
+        evaluates="evaluate" in requested,
+        exports=exports,
+    )
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
         problems.append(
             f"evaluate.server={config.evaluate.server} names a server, and stages starts another "

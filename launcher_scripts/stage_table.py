@@ -88,6 +88,10 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
         kind=config.export.run.model_type,
         publish_to=config.deploy.store,
     ),
-    "deploy": lambda config, job, _: DeployStage(job, server_config(config)),
+    "deploy": lambda config, job, context: DeployStage(
+        job,
+        server_config(config),
+        ends_with_evaluation=context.evaluates and not config.deploy.keep,
+    ),
     "evaluate": evaluation_stage,
 }

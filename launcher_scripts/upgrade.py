@@ -41,7 +41,6 @@ _OF_ALL = (
     "deploy.keep",
     "watch",
     "upgrade",
-    "runs",
     "hydra",
     "export.accuracy",
 )

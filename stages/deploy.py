@@ -30,7 +30,8 @@ class DeployStage(Stage):
     """Runs a server and publishes its address once it is ready.
 
     In a chain of jobs (`deploy.uptime`) each has its `predecessor`, the id of the job whose place
-    it takes, and `ends_at`, the Unix time at which the chain ends; the first has neither yet.
+    it takes, and `ends_at`, the Unix time at which the chain ends; the first has neither yet. With
+    `ends_with_evaluation` the pipeline's evaluation is all that it serves.
     """
 
     name = "deploy"
@@ -39,6 +40,7 @@ class DeployStage(Stage):
     config: DeployConfig
     predecessor: str = ""
     ends_at: float | None = None
+    ends_with_evaluation: bool = False
 
     def check(self) -> list[str]:
         """Return the problems of engine, ports and times."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from foundations.suggest import did_you_mean
 from launcher_scripts.configuration.compose import OWN_ROOT, ConfigRoot
-from launcher_scripts.configuration.diagnosis import hydra_text, likely_key
+from launcher_scripts.configuration.diagnosis import likely_key
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
 # Options, some with a short form, and whether each is followed by a value.
@@ -79,10 +79,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         if _NOT_UTF8.search(each)
     ]
     words = [*known.overrides, *found]
-    names = [each for each in words if "=" not in each]
-    if names and "action=compare" in words:  # the runs to compare
-        runs = ",".join(map(hydra_text, names))
-        words = [*(each for each in words if "=" in each), f"runs=[{runs}]"]
     if known.cfg not in (None, "job"):
         problems.append(f"--cfg {known.cfg}: write --cfg job, which shows the configuration.")
     extra_dir = _folder(known.config_dir)

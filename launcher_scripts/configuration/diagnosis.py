@@ -25,9 +25,10 @@ _REMOVED = {
     "evaluate.*.url": "get the file first; the message about a missing one has the command",
     "evaluate.identity.*": "certify.serve=true with certify.protocol=grpc asks the server, as "
     "certify.samples, batch_sizes, input_len, min_input_len, output_len and tolerance say",
-    "evaluate.history_dir": "action=compare takes the paths of two reports",
+    "evaluate.history_dir": "python -m inference.compare takes the paths of two reports",
     "evaluate.reference_data_type": "evaluate.reference names a report of the source",
     "evaluate.trackers": "metrics.json and report.json hold what was sent",
+    "runs": "python -m inference.compare takes the paths of reports",
 }
 
 

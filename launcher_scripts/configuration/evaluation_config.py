@@ -26,13 +26,15 @@ class Context:
     """Facts about a run that the configuration does not hold.
 
     Attributes:
-        deploys: whether the same pipeline deploys a server.
+        deploys: whether the pipeline deploys a server.
         exports: whether what it converts is exported and served.
+        evaluates: whether it evaluates.
         command: the command line.
     """
 
     deploys: bool = False
     exports: bool = False
+    evaluates: bool = False
     command: str = ""
     git_revision: str = ""
 

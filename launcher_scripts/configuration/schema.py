@@ -314,13 +314,11 @@ class Config:
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs to their end", False)
     action: str = option(
-        "what to do: run, look after jobs with status, logs or cancel, compare evaluations, judge "
-        "the rows of an upgrade, or watch a training run and evaluate each of its checkpoints",
+        "what to do: run, look after jobs with status, logs or cancel, judge the rows of an "
+        "upgrade, or watch a training run and evaluate each of its checkpoints; reports are "
+        "compared by python -m inference.compare",
         "run",
-        choices=("run", "status", "logs", "cancel", "compare", "upgrade", "watch"),
-    )
-    runs: list[str] = option(
-        "the evaluations that action=compare compares with the first: reports, or their folders", []
+        choices=("run", "status", "logs", "cancel", "upgrade", "watch"),
     )
     run_dir: str | None = option(
         "results folder that action works on; null: that of the last run", None, path=True

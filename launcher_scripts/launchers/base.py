@@ -20,6 +20,8 @@ from stages.step import JobStep
 SUBMITIT_NAME = "submitit"
 # A busy controller, or one that fails over, may not answer for some minutes.
 PATIENCE_S = 300.0
+# All jobs of a command are in the queue by then, or never will be.
+SUBMISSION_S = 900.0
 # Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
 # Variables of an enclosing job or launcher, which would bind our jobs to the wrong resources.

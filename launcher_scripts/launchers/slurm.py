@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from launcher_scripts.launchers.base import (
     AFTER_START,
     PATIENCE_S,
+    SUBMISSION_S,
     Job,
     JobHandle,
     Launcher,
@@ -43,12 +45,15 @@ from launcher_scripts.launchers.slurm_state import (
     ask_slurm,
     attempts,
     cancel,
+    jobs_below,
     queue_now,
     settle,
 )
 from stages import record
 from stages.base import Stage, Summary
+from stages.deploy import DeployStage
 from stages.job import StageJob
+from stages.job_process import log_line
 from stages.progress import DamagedFileError
 from stages.record import RECORD_NAME
 
@@ -112,12 +117,16 @@ class SlurmLauncher(Launcher):
         return SlurmHandle(job, job_id, log)
 
     def _payload(self, job: Job, after: str) -> StageJob:
-        around = None
-        if job.stage.is_chained:
+        stage, around = job.stage, run_alone
+        if stage.is_chained:
             around = partial(serve_in_chain, self, job)
+        if isinstance(stage, DeployStage) and stage.ends_with_evaluation:
+            around = partial(run_and_look, partial(end_without_evaluation, job), around)
         elif any(each.startswith(f"{AFTER_START}:") for each in after.split(",")):
-            around = partial(follow_server, job.folder.with_name("deploy") / RECORD_NAME)
-        return StageJob(job.stage, job.record_path, self.name, step_of(job), around)
+            # A server that was cancelled before it began has not noted that itself.
+            look = partial(settle, job.folder.with_name("deploy") / RECORD_NAME)
+            around = partial(run_and_look, look, around)
+        return StageJob(stage, job.record_path, self.name, step_of(job), around)
 
 
 def _queue(script: Path, *, patience_s: float) -> str:
@@ -155,25 +164,57 @@ def _queue(script: Path, *, patience_s: float) -> str:
     )
 
 
-def follow_server(server: Path, run: Callable[[], Summary], stopped: threading.Event) -> Summary:
-    """Run a stage that needs a server; note the end of the server's job in its record, `server`.
-
-    A job that was cancelled before it began has not noted that itself.
-    """
+def run_alone(run: Callable[[], Summary], stopped: threading.Event) -> Summary:
+    """Run a stage that looks after no other job."""
     del stopped
+    return run()
+
+
+def run_and_look(
+    look: Callable[[], object],
+    around: Callable[[Callable[[], Summary], threading.Event], Summary],
+    run: Callable[[], Summary],
+    stopped: threading.Event,
+) -> Summary:
+    """Run a stage by `around`, and `look` after another job every few seconds meanwhile."""
     is_over = threading.Event()
 
-    def follow() -> None:
+    def repeat() -> None:
         while not is_over.wait(_FOLLOW_S):
             with suppress(DamagedFileError, OSError):
-                settle(server)
+                look()
 
-    thread = threading.Thread(target=follow, name="server", daemon=True)
-    thread.start()
+    threading.Thread(target=repeat, name="other job", daemon=True).start()
     try:
-        return run()
+        return around(run, stopped)
     finally:
         is_over.set()
+
+
+def end_without_evaluation(job: Job) -> None:
+    """Ask a server to end whose evaluation has ended, or was never submitted.
+
+    An evaluation that has begun asks for that itself. One that is cancelled before, killed, or
+    whose node is lost cannot, and the server would run until its time limit.
+    """
+    own = record.read_record(job.record_path)
+    evaluation = settle(job.folder.with_name("evaluate") / RECORD_NAME)
+    if own is None:
+        return
+    if evaluation and evaluation.job_id and evaluation.submitted_at >= own.submitted_at:
+        if not evaluation.is_final:
+            return
+        reason = f"its job {evaluation.job_id} has {evaluation.state}"
+    else:
+        # It is submitted next, unless the command was killed or a user has deleted its record.
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(own.submitted_at)
+        queue = queue_now()
+        is_queued = "evaluate" in jobs_below(job.folder.parent, queue)
+        if age.total_seconds() < SUBMISSION_S or is_queued or not queue.has_answered:
+            return
+        reason = "it has no job"
+    log_line(f"the server ends without its evaluation: {reason}")
+    job.stage.ask_to_stop()
 
 
 @dataclass

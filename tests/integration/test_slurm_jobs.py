@@ -144,6 +144,22 @@ def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(
     assert deploy in found.error
 
 
+def test_server_ends_with_an_evaluation_that_is_cancelled_before_it_starts(
+    tmp_path: Path, slurm_cluster: SlurmCluster
+) -> None:
+    words = ("export=gpt3/sample", "stages=[export]", f"export.run.results_dir={tmp_path}")
+    assert main(words) == 0
+    assert submit(tmp_path, "deploy", "evaluate") == 0
+    deploy, evaluate = queued(slurm_cluster)
+    slurm_cluster.run("scontrol", "update", f"JobId={deploy}", "StartTime=now")
+    until((tmp_path / "deploy" / "endpoint.json").exists, "the server")
+    slurm_cluster.run("scancel", evaluate)
+    until(lambda: not queued(slurm_cluster), "the end of the server")
+    states = {each.stage: each.state for each in jobs_in(tmp_path)}
+    assert states["deploy"] == "completed"
+    assert states["evaluate"] == "cancelled"
+
+
 def test_chain_is_submitted_although_the_controller_restarts(
     tmp_path: Path,
     slurm_cluster: SlurmCluster,

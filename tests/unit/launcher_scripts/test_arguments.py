@@ -88,14 +88,6 @@ def test_name_that_is_not_utf8_is_refused() -> None:
     assert problem.startswith("'base_results_dir=/r/\\udce9' is not UTF-8")
 
 
-def test_names_next_to_compare_are_the_runs() -> None:
-    assert read_arguments(["latest~1", "action=compare", "a'b"]).overrides == (
-        "action=compare",
-        "runs=['latest~1','a\\'b']",
-    )
-    assert read_arguments(["action=status", "latest"]).overrides == ("action=status", "latest")
-
-
 def test_folder_of_further_files_has_to_exist(tmp_path: Path) -> None:
     assert read_arguments([f"--config-dir={tmp_path}"]).problems == ()
     (problem,) = read_arguments([f"--config-dir={tmp_path}/nope"]).problems

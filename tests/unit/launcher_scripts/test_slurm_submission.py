@@ -12,9 +12,12 @@ import pytest
 from launcher_scripts.actions import jobs_in
 from launcher_scripts.job_folder import prepare_submission
 from launcher_scripts.launchers import slurm_state
-from launcher_scripts.launchers.base import SubmissionError
-from launcher_scripts.launchers.slurm import SlurmHandle
-from stages.record import JobRecord, now, write_record
+from launcher_scripts.launchers.base import Job, SubmissionError
+from launcher_scripts.launchers.slurm import SlurmHandle, end_without_evaluation
+from stages.deploy import DeployStage
+from stages.deploy_config import DeployConfig
+from stages.endpoint import STOP_NAME
+from stages.record import RECORD_NAME, JobRecord, now, write_record
 from tests.integration.slurm_runs import make_run
 from tests.unit.launcher_scripts.test_slurm_checks import programs
 from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
@@ -93,3 +96,37 @@ def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path: Pat
     prepare_submission(first.jobs["write"], first.launcher, "")
     with pytest.raises(SubmissionError, match="another command"):
         prepare_submission(second.jobs["write"], second.launcher, "")
+
+
+def test_server_ends_with_an_evaluation_that_cannot_ask_for_that(
+    tmp_path: Path, slurm: Path
+) -> None:
+    """It is cancelled before it starts, or its command was killed before it submitted it."""
+    del slurm
+    stage = DeployStage(settings(tmp_path, "deploy"), DeployConfig(folder=tmp_path, model_name="m"))
+    job = Job(stage, make_run().config)
+    stop, queue = tmp_path / "deploy" / STOP_NAME, tmp_path / "queue"
+    evaluation = JobRecord("8", "evaluate", "e", "running", "bcm", submitted_at=now())
+    path = tmp_path / "evaluate" / RECORD_NAME
+
+    def asks(deployed: str, state: str | None, submitted: str = evaluation.submitted_at) -> bool:
+        write_record(
+            job.record_path, replace(evaluation, job_id="7", stage="deploy", submitted_at=deployed)
+        )
+        path.unlink(missing_ok=True)
+        if state is not None:
+            write_record(path, replace(evaluation, state=state, submitted_at=submitted))
+        stop.unlink(missing_ok=True)
+        end_without_evaluation(job)
+        return stop.exists()
+
+    now_, long_ago = evaluation.submitted_at, "2026-01-01T00:00:00+00:00"
+    script = tmp_path.resolve() / "evaluate" / "submitit" / "a.sh"
+    queue.write_text(f"8|RUNNING|None|{script}\n")
+    assert not asks(now_, "running")
+    assert not asks(long_ago, None)  # a user has deleted its record
+    assert asks(now_, "cancelled")
+    assert not asks(now_, "completed", long_ago)  # of an earlier run; the next is submitted now
+    queue.write_text("")
+    assert not asks(now_, None)
+    assert asks(long_ago, None)
