@@ -39,7 +39,7 @@ def _build(arguments: argparse.Namespace) -> None:
         raise ValueError("\n".join(problems))
     location = None
     if arguments.publish:
-        location = parse_location(arguments.publish, endpoint_url=arguments.endpoint_url)
+        location = parse_location(arguments.publish)
     for folder in build_repository(request):
         say(str(folder))
     if location is not None:
@@ -85,9 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         add(flag, action="store_true", help=text)
     add("--absolute-path", dest="portable", action="store_false",
         help="name the weights by their absolute path")  # fmt: skip
-    add("--publish", metavar="s3://BUCKET/PREFIX", help="then copy the repository to a store")
-    add("--endpoint-url", metavar="URL",
-        help="server of an S3-compatible store, http://host:port")  # fmt: skip
+    add("--publish", metavar="s3://BUCKET/PREFIX",
+        help="then copy the repository to S3, or to another store: s3://http://HOST:PORT/BUCKET/PREFIX")  # fmt: skip
     add("--parameter", action="append", default=[], metavar="KEY=VALUE",
         help="further parameter of the model; repeat for more")  # fmt: skip
     return parser

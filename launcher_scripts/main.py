@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
-        if error.filename is None or is_set(FULL_ERROR):
+        if is_set(FULL_ERROR):
             raise
-        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
+        sys.stderr.write(f"{error.filename or 'the output'}: {error.strerror or error}\n")
         return EXIT_FAILED
 
 

@@ -98,11 +98,11 @@ class DeploySection(Access):
     )
     repository: str | None = option(
         "serve this repository (or Hugging Face folder) instead of the exported one; "
-        "s3://bucket/prefix: export publishes there, and the server loads from there",
+        "s3://bucket/prefix, or s3://http://host:port/bucket/prefix of another store: export "
+        "publishes there, and the server loads from there",
         None,
         path=True,
     )
-    endpoint_url: str | None = option("address of an S3-compatible store; null: S3 itself", None)
     container: str | None = option("image of the server; null: the one of `container`", None)
     host: str = option("address to listen on; 0.0.0.0 for every interface", "127.0.0.1")
     http_port: int = option(
@@ -142,21 +142,9 @@ class DeploySection(Access):
     def store(self) -> StoreLocation | None:
         """The place in an object store that is served; None for a folder. Raises ValueError."""
         if not is_store_url(self.repository):
-            if self.endpoint_url is not None:
-                raise ValueError(
-                    "deploy.endpoint_url is the address of an object store; give deploy.repository="
-                    "s3://bucket/prefix too, or set deploy.endpoint_url=null."
-                )
             return None
-        for key in ("repository", "endpoint_url"):
-            if "@" in (getattr(self, key) or ""):
-                # Not repeated here: it may be a secret.
-                raise ValueError(
-                    f"deploy.{key} holds a user or a password; leave them out: credentials come "
-                    "from the environment, ~/.aws or the machine's role."
-                )
         try:
-            return parse_location(str(self.repository), endpoint_url=self.endpoint_url)
+            return parse_location(str(self.repository))
         except ValueError as error:
             raise ValueError(f"deploy.repository: {error}") from error
 

@@ -23,8 +23,7 @@ from foundations.files.checksum import sha256_of
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
 _WORKERS = 8
-_PLACE = re.compile(r"s3://([^/?#:]+)(/[^?#]*|)")
-_ENDPOINT = re.compile(r"https?://[^/?#]+:\d{1,5}/*")
+_PLACE = re.compile(r"s3://(?:(https?://[^/?#]+:\d{1,5})/)?([^/?#:]+)(/[^?#]*|)")
 
 
 @dataclass(frozen=True)
@@ -55,25 +54,26 @@ class PublishSummary:
     sent_bytes: int
 
 
-def parse_location(url: str, *, endpoint_url: str | None = None) -> StoreLocation:
-    """Return the place that `s3://bucket/prefix` names.
+def parse_location(url: str) -> StoreLocation:
+    """Return the place that a URL names as Triton writes it.
+
+    `s3://bucket/prefix` is a place in S3, `s3://http://host:port/bucket/prefix` in another store.
 
     Raises:
-        ValueError: the URL or the endpoint's is malformed.
+        ValueError: the URL is malformed, or holds a secret.
     """
+    if "@" in url:  # not repeated here: it may be a secret
+        raise ValueError(
+            "the address of an object store holds a user or a password; leave them out: "
+            "credentials come from the environment, ~/.aws or the machine's role."
+        )
     place = _PLACE.fullmatch(url)
     if place is None:
         raise ValueError(
-            f"{url} is not of the form s3://bucket/prefix; give a server as endpoint_url."
+            f"{url} is not of the form s3://bucket/prefix, or s3://http://host:port/bucket/prefix "
+            "for a store other than S3 itself."
         )
-    if endpoint_url is not None:
-        if not _ENDPOINT.fullmatch(endpoint_url):
-            raise ValueError(
-                f"endpoint_url={endpoint_url} is not of the form http://host:port or "
-                "https://host:port."
-            )
-        endpoint_url = endpoint_url.rstrip("/")
-    return StoreLocation(place[1], place[2].strip("/"), endpoint_url)
+    return StoreLocation(place[2], place[3].strip("/"), place[1])
 
 
 def publish_repository(

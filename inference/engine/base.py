@@ -124,7 +124,7 @@ class EngineBase(ABC):
         self._stopping = False
         self._failure: str | None = "the engine is not started"
         self._ready = threading.Event()
-        self._next_dir: str | None = None  # whose weights take the place of the present ones
+        self._next_dir: str | None = None  # folder of the weights to load next
         self._ranks: RankGroup | None = None
         self.scheduler: StepScheduler | None = None  # while ranks run
         self._last_finished = 0.0
@@ -282,7 +282,7 @@ class EngineBase(ABC):
             self._serve_as_loaded(ranks)
             while self._failure == _EXCHANGING:
                 folder = str(self._next_dir)
-                self.scheduler = None  # what it knows of the cache is not to be used again
+                self.scheduler = None  # the new ranks' cache is empty
                 ranks.exchange(folder)
                 self._settings = replace(self._settings, ft_dir=folder)
                 self._read_limits(folder)
@@ -290,7 +290,7 @@ class EngineBase(ABC):
             self._fail(self._failure or _STOPPED)
         except RankError as error:
             self._fail(str(error))
-        except Exception as error:  # any failure ends the ranks, and is their reason
+        except Exception as error:  # any failure ends the ranks
             logger.exception("the engine failed")
             deadline = monotonic() + _LOOK_S
             while (problem := ranks.problem()) is None and monotonic() < deadline:
@@ -347,7 +347,7 @@ class EngineBase(ABC):
         began = perf_counter()
         try:
             return step, ranks.run(step.plan, step.embeddings), began
-        except Exception as error:  # whatever it was is the answer to the step's requests
+        except Exception as error:  # any error becomes the answer to the step's requests
             if self._settings.layout.world_size > 1:
                 raise  # the ranks no longer agree on the next step
             self._give_up(scheduler, step, error)
@@ -362,12 +362,12 @@ class EngineBase(ABC):
             self._last_finished = perf_counter()
             scheduler.finish(step, result, seconds=self._last_finished - began)
             self.after_step()
-        except Exception as error:  # whatever it was is the answer to the step's requests
+        except Exception as error:  # any error becomes the answer to the step's requests
             self._give_up(scheduler, step, error)
 
     def _give_up(self, scheduler: StepScheduler, step: PlannedStep, error: Exception) -> None:
         logger.error("a step failed", exc_info=error)
-        error = error.with_traceback(None)  # whose frames would keep the model alive
+        error = error.with_traceback(None)  # its frames would keep the model alive
         for owner in step.owners:
             owner.fail(error)
             if owner in scheduler.requests:

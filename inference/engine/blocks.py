@@ -31,15 +31,15 @@ class BlockPool:
     def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
         self.total = blocks
         self.block_tokens = block_tokens
-        # Blocks without a user, in the order in which they are taken.
+        # Free blocks, the one to be taken next first.
         self._free = OrderedDict.fromkeys(range(blocks or 0))
         self._users = [0] * (blocks or 0)
         self._held: dict[int, list[int]] = {}
-        # The most blocks that slots need together which fork from each other.
+        # Most blocks that the slots forked from each other need together.
         self._reservations: dict[tuple[int, ...], int] = {}
         self._entries: dict[tuple[int, int], int] = {}
         self._registered: dict[bytes, int] = {}
-        self._hashes: dict[int, bytes] = {}  # block -> that of its prefix
+        self._hashes: dict[int, bytes] = {}  # block -> hash of its prefix
 
     @property
     def reserved(self) -> int:

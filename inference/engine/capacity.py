@@ -24,8 +24,8 @@ from inference.ranks.base import MOST_PROMPT_TOKENS, cache_shape
 from inference.ranks.settings import RankSettings
 from inference.system.control_groups import memory_room
 
-_CPU_SHARE = 0.25  # of the memory that is available, for keys and values
-_CUDA_SHARE = 0.8  # of the memory that the weights leave
+_CPU_SHARE = 0.25  # share of available memory for keys and values
+_CUDA_SHARE = 0.8  # the same of the memory that the weights leave
 _MOST_SLOTS = {"cpu": 64, "cuda": 512}
 _GPU_BLOCK_TOKENS = 64  # what attention reads at once
 
@@ -40,8 +40,8 @@ class Capacity:
 
     device: str  # cpu or cuda
     slots: int  # most sequences that run at once
-    max_len: int  # most tokens of one of them, with an encoder of each of its parts
-    cache_bytes: int  # of each rank
+    max_len: int  # most tokens of a sequence; with an encoder, of its input and of its output
+    cache_bytes: int  # on each rank
     blocks: int = 0
     block_tokens: int = 0
     parts: int = 1  # 2 with an encoder
@@ -128,7 +128,7 @@ def model_limits(
     It ends at `end_ids`, or where these are None at those that the folder names. Raises ValueError
     if the folder names something else than tokens.
     """
-    tokens: Any = config  # of a model that generates, with its start and end ids
+    tokens: Any = config  # a generating model's config has start and end ids
     ends = end_ids or all_end_tokens(folder, tokens.end_id)
     # A decoder with other positions states what it was trained for.
     has_table = architecture.position in ("learned", "absolute")

@@ -23,7 +23,7 @@ from inference.engine.encoding import (
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
 
-_COPIES = 3  # of an answer: those of the ranks, the answer, and the server's
+_COPIES = 3  # copies of an answer in memory: the ranks', the engine's, the server's
 _SMALL_BYTES = 64 << 20  # an answer that is not compared with the free memory
 
 

@@ -23,7 +23,7 @@ class RequestTimes:
     def note_token(self, at: float) -> None:
         """Note that a step has given the request a token."""
         if self.last_token == at:
-            return  # another row of it
+            return  # another row of the request has counted this step
         self.first_token = self.first_token or at
         self.last_token = at
         self.steps += 1

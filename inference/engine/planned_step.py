@@ -26,9 +26,9 @@ class Chunk:
     sequence: RunningSequence
     slot: int
     ids: list[int]
-    outputs: int = 1  # logits that are wanted, those of the last tokens
+    outputs: int = 1  # number of last tokens whose logits are wanted
     samples: bool = True  # whether the last of them is for choosing a token
-    first: int = 0  # of its tokens, counted from the conversation's beginning
+    first: int = 0  # index of `ids[0]` in the conversation
     is_prompt: bool = False
 
 

@@ -49,7 +49,7 @@ class StepScheduler(ABC):
     """Decides what the steps of an engine compute; belongs to the thread of its loop."""
 
     def __init__(self) -> None:
-        # Those that are not answered yet, in order of arrival.
+        # Requests without an answer, in order of arrival.
         self.requests: dict[Any, None] = {}
 
     def load(self) -> EngineLoad:

@@ -85,7 +85,7 @@ class Scheduler(StepScheduler):
         """Add a request, or fail it with the reason."""
         if request.turn is not None:
             self.drop_cancelled()  # perhaps the last turn of the same session
-            if not request.waiting:  # in place of a refused last turn
+            if not request.waiting:  # stands for a refused last turn, to end its session
                 self._sessions.forget(request.turn.session_id)
                 return
             try:
@@ -114,7 +114,7 @@ class Scheduler(StepScheduler):
         for sequence in [*request.active, *request.waiting]:
             sequence.become(SequenceStatus.ABORTED)
         self._encoder.drop(request.active)
-        if request.session is not None:  # whose state is unknown
+        if request.session is not None:  # its state is unknown
             self._sessions.end(request.session)
         request.active.clear()
         request.waiting.clear()
@@ -188,7 +188,7 @@ class Scheduler(StepScheduler):
         first, now = 0, perf_counter()
         for number, chunk in enumerate(step.chunks):
             sequence, stop = chunk.sequence, first + chunk.outputs
-            # It may have ended, or its client left, after this step was planned.
+            # The sequence may have ended after this step was planned, or its client left.
             if not sequence.is_over:
                 if chunk.is_prompt:
                     self._take_prompt(chunk, number, result, slice(first, stop))

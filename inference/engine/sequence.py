@@ -64,7 +64,7 @@ class Session:
     """One conversation; `kept` are its sequences that do not run, as their next turn finds them."""
 
     turn: SessionTurn  # the newest
-    start: GenerationRequest  # whose sizes hold for all turns
+    start: GenerationRequest  # its sizes hold for all turns
     kept: dict[int, RunningSequence] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
@@ -200,12 +200,12 @@ class RunningSequence:
     index: int
     request: SequenceRequest
     prompt: list[int]
-    has_table: bool = False  # of loaded virtual tokens
+    has_table: bool = False  # a loaded table of virtual tokens comes first
     embeddings: Array | None = None  # (rows, hidden) fp32
-    encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
+    encoder_ids: list[int] | None = None  # encoder-decoder only; `prompt` is the start id then
     prefix_task: int | None = None
     prefix_len: int = 0  # tokens of the loaded prefix, which are cached when the sequence begins
-    prompt_tokens: int = 0  # of `prompt`, without those that a preempted sequence had generated
+    prompt_tokens: int = 0  # the client's tokens in `prompt`; after a preemption it has more
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable = field(default_factory=BlockTable)
     answer: Answer = field(init=False)

@@ -31,7 +31,7 @@ class SequenceCache:
         self, slots: int, blocks: BlockPool, *, shares_prefixes: bool, rotary: Rotary | None
     ) -> None:
         self.slots, self.blocks, self.rotary = slots, blocks, rotary
-        # The lowest are taken first, which keeps busy slots side by side.
+        # The lowest slots are taken first, so that busy slots lie side by side.
         self.free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
@@ -104,7 +104,7 @@ class SequenceCache:
         blocks, owner, slots = self.blocks, sequence.owner, sequence.slots
         shared = self.share(sequence)
         if sequence.status is SequenceStatus.WAITING:
-            self.shared_tokens += shared  # and not what it computed before it was preempted
+            self.shared_tokens += shared  # a preempted sequence would count its own blocks
         encoder = encoder_slot(slots, self.slots)
         first, slot_tokens = slots[:1], sequence.prompt_len
         if owner.stays:
@@ -127,7 +127,7 @@ class SequenceCache:
         if not can_share:
             return 0
         table = sequence.table
-        if not table.prefix_hashes:  # without the prompt's last token, which is computed always
+        if not table.prefix_hashes:  # the prompt's last token is always computed
             tokens, size = sequence.prompt[:-1], self.blocks.block_tokens
             table.prefix_hashes = prefix_hashes(tokens, size, self.shift(sequence))
         return self.blocks.used(table.prefix_hashes)

@@ -20,7 +20,7 @@ from inference.decoding.rows import (
 from inference.engine.capacity import Capacity
 from inference.engine.sequence import RunningRequest, RunningSequence, Session
 
-# After so long a conversation that has only been started makes room for others that need it.
+# Seconds without a second turn after which a conversation may be dropped for another one.
 ABANDONED_S = 5.0
 
 

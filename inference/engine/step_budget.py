@@ -7,7 +7,7 @@ from inference.engine.planned_step import Chunk, EncoderWork
 from inference.engine.sequence import RunningSequence, SequenceStatus
 from inference.engine.sequence_cache import SequenceCache
 
-_LEAST = 16  # fewer would be too slow; on slow devices even these may exceed the bound
+_LEAST = 16  # fewer would be too slow, even where these exceed the bound
 _FIRST = 64  # before anything was measured
 _MOST = 1024
 # With no decode in flight, only cancellation latency and the rank timeout bound the chunk.

@@ -18,6 +18,7 @@ from stages import STAGES
 _REMOVED = {
     "cluster.probe": "leave it out",
     "deploy.client_shared_memory": "no server shares memory with clients",
+    "deploy.endpoint_url": "write deploy.repository=s3://http://host:port/bucket/prefix",
     "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",
     "export.model.sizes.*": "a dry run for a cluster does without the checkpoint",
     "evaluate.*.reference_path": "evaluate.reference names a report or a baseline, for every task",

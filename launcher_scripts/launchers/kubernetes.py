@@ -29,6 +29,8 @@ from stages.engines import TOKEN_VARIABLE
 
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
+# Keys of `deploy` that `python -m inference.server` takes as options.
+_SAME_OPTIONS = ("engine", "ready_timeout_s", "drain_s", "max_request_mb", "otlp_collector", "server")
 _PROBE_S = 10
 _HEALTH = ("ready", "live")
 _UNLOAD_S = 30
@@ -184,15 +186,10 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
         f"--model-repository={server.source if server.store is not None else repository}",
         f"--host={server.host}",
         *(f"--{name}-port={port}" for name, port in _ports(server).items()),
-        f"--engine={server.engine}",
-        f"--ready-timeout-s={server.ready_timeout_s:g}",
-        f"--drain-s={server.drain_s:g}",
-        f"--max-request-mb={server.max_request_mb}",
     ]
-    if server.otlp_collector is not None:
-        options.append(f"--otlp-collector={server.otlp_collector}")
-    if server.server != DEFAULT_SERVER:
-        options.append(f"--server={server.server}")
+    for name in _SAME_OPTIONS:
+        if (value := getattr(server, name)) not in (None, DEFAULT_SERVER):
+            options.append(f"--{name.replace('_', '-')}={value}")
     if server.openai.enabled:
         options += server.openai.arguments()
     if settings.token_secret:

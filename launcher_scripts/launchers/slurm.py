@@ -117,9 +117,8 @@ class SlurmLauncher(Launcher):
         return SlurmHandle(job, job_id, log)
 
     def _payload(self, job: Job, after: str) -> StageJob:
-        stage, around = job.stage, run_alone
-        if stage.is_chained:
-            around = partial(serve_in_chain, self, job)
+        stage = job.stage
+        around = partial(serve_in_chain, self, job) if stage.is_chained else None
         if isinstance(stage, DeployStage) and stage.ends_with_evaluation:
             around = partial(run_and_look, partial(end_without_evaluation, job), around)
         elif any(each.startswith(f"{AFTER_START}:") for each in after.split(",")):
@@ -164,19 +163,13 @@ def _queue(script: Path, *, patience_s: float) -> str:
     )
 
 
-def run_alone(run: Callable[[], Summary], stopped: threading.Event) -> Summary:
-    """Run a stage that looks after no other job."""
-    del stopped
-    return run()
-
-
 def run_and_look(
     look: Callable[[], object],
-    around: Callable[[Callable[[], Summary], threading.Event], Summary],
+    around: Callable[[Callable[[], Summary], threading.Event], Summary] | None,
     run: Callable[[], Summary],
     stopped: threading.Event,
 ) -> Summary:
-    """Run a stage by `around`, and `look` after another job every few seconds meanwhile."""
+    """Run a stage, by `around` if given; `look` after another job every few seconds meanwhile."""
     is_over = threading.Event()
 
     def repeat() -> None:
@@ -186,7 +179,7 @@ def run_and_look(
 
     threading.Thread(target=repeat, name="other job", daemon=True).start()
     try:
-        return around(run, stopped)
+        return around(run, stopped) if around else run()
     finally:
         is_over.set()
 

@@ -266,7 +266,7 @@ def test_repository_is_published_and_served_from_an_object_store(
     )
     client.create_bucket(Bucket="pipeline")
     command = words(tmp_path, "export.model.tensor_model_parallel_size=1")
-    command += ["deploy.repository=s3://pipeline/sample", f"deploy.endpoint_url={store_endpoint}"]
+    command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/sample")
     export = start(*command, "stages=[export]", environment=environment)
     text = finish(export)
     assert export.returncode == 0, text
@@ -274,9 +274,8 @@ def test_repository_is_published_and_served_from_an_object_store(
     assert "sample/fastertransformer/1/1-gpu/config.ini" in keys
     assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
     # From a new results folder into an empty place: published first, then served from there.
-    command = words(tmp_path / "new", *command[-2:], "export.model.tensor_model_parallel_size=1")
-    command.append("deploy.repository=s3://pipeline/fresh")
-    command.remove("deploy.repository=s3://pipeline/sample")
+    command = words(tmp_path / "new", "export.model.tensor_model_parallel_size=1")
+    command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/fresh")
     results = tmp_path / "new" / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
     with served(results, *command, "stages=[deploy]", environment=environment) as endpoint:
         assert endpoint["ensemble"] == "ensemble"
@@ -295,8 +294,8 @@ def test_store_that_cannot_be_reached_fails_the_export(tmp_path: Path) -> None:
         "AWS_MAX_ATTEMPTS": "1",
     }
     started = time.monotonic()
-    place = ("deploy.repository=s3://absent/x", "deploy.endpoint_url=http://127.0.0.1:1")
-    command = start(*words(tmp_path, "stages=[export]", *place), environment=environment)
+    place = "deploy.repository=s3://http://127.0.0.1:1/absent/x"
+    command = start(*words(tmp_path, "stages=[export]", place), environment=environment)
     text = finish(command)
     assert command.returncode == 1, text
     assert "s3://http://127.0.0.1:1/absent/x" in text

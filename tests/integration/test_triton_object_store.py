@@ -32,7 +32,7 @@ def location(store_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setenv(name, "only-for-tests")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     boto3.client("s3", endpoint_url=store_endpoint).create_bucket(Bucket=BUCKET)
-    return parse_location(f"s3://{BUCKET}/{tmp_path.name}/repo", endpoint_url=store_endpoint)
+    return parse_location(f"s3://{store_endpoint}/{BUCKET}/{tmp_path.name}/repo")
 
 
 def _keys(location: StoreLocation) -> list[str]:
@@ -142,6 +142,6 @@ def test_missing_bucket_and_unreachable_store_are_reported(
     location: StoreLocation, tmp_path: Path
 ) -> None:
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
-    absent = parse_location("s3://absent/repo", endpoint_url=location.endpoint_url)
+    absent = parse_location(f"s3://{location.endpoint_url}/absent/repo")
     with pytest.raises(OSError, match=r"absent/repo: .*bucket does not exist"):
         publish_repository(repository, absent)

@@ -108,7 +108,7 @@ def test_repository_from_elsewhere_brings_its_own_sizes(
 
 
 def test_place_in_a_store_stays_as_it_is_written() -> None:
-    config = configure("deploy.repository=s3://bucket/x", "deploy.endpoint_url=http://s:9000")
+    config = configure("deploy.repository=s3://http://s:9000/bucket/x")
     assert server_config(config).source == "s3://http://s:9000/bucket/x"
 
 

@@ -12,31 +12,20 @@ from foundations.errors import first_names
 
 
 @pytest.mark.parametrize(
-    ("url", "endpoint", "expected"),
-    [
-        ("s3://bucket/a/b/", None, "s3://bucket/a/b"),
-        ("s3://bucket", None, "s3://bucket"),
-        ("s3://bucket/a", "http://127.0.0.1:5005/", "s3://http://127.0.0.1:5005/bucket/a"),
-        ("s3://bucket/a", "https://store:443", "s3://https://store:443/bucket/a"),
-    ],
+    "url",
+    ["s3://bucket/a/b", "s3://bucket", "s3://http://127.0.0.1:5005/bucket/a", "s3://https://s:443/b"],
 )
-def test_places_are_named_as_triton_wants_them(
-    url: str, endpoint: str | None, expected: str
-) -> None:
-    assert parse_location(url, endpoint_url=endpoint).triton_url == expected
+def test_places_are_named_as_triton_wants_them(url: str) -> None:
+    assert parse_location(url).triton_url == url
+    assert parse_location(f"{url}/").triton_url == url
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/a", "s3://", "/data/repo", "s3://b/a?x=1"])
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/a", "s3://", "/data/repo", "s3://b/a?x=1", "s3://localhost:5005/bucket"]
+)
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"is not of the form s3://bucket/prefix"):
         parse_location(url)
-
-
-def test_servers_belong_into_the_endpoint() -> None:
-    with pytest.raises(ValueError, match="as endpoint_url"):
-        parse_location("s3://localhost:5005/bucket")
-    with pytest.raises(ValueError, match=r"endpoint_url=localhost:5005 is not of the form"):
-        parse_location("s3://bucket", endpoint_url="localhost:5005")
 
 
 def test_folder_without_models_is_refused_before_the_store_is_asked(tmp_path: Path) -> None:
