@@ -30,7 +30,7 @@ from stages.deploy_config import PYTORCH
 from stages.progress import DamagedFileError
 
 # The keys of clusters and containers that a kind of cluster uses.
-_EVERYWHERE = ("cluster.gpus_per_node.", "cluster.job_name_prefix.", "cluster.server_host.")
+_EVERYWHERE = ("cluster.gpus_per_node.", "cluster.job_name_prefix.")
 _USED = {
     "local": (*_EVERYWHERE, "cluster.setup."),
     "bcm": tuple(f"{name}." for name in KEYS if "bcprun" not in name and "kubernetes" not in name),

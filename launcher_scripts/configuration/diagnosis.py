@@ -16,7 +16,9 @@ from stages import STAGES
 
 # Keys of earlier versions, and what to use instead; CHANGELOG.md says since when.
 _REMOVED = {
+    "cluster.container_workdir": "add --container-workdir=PATH to cluster.srun_args",
     "cluster.probe": "leave it out",
+    "cluster.server_host": "deploy.host is the address that the server listens on",
     "deploy.client_shared_memory": "no server shares memory with clients",
     "deploy.endpoint_url": "write deploy.repository=s3://http://host:port/bucket/prefix",
     "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",

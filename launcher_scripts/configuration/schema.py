@@ -93,13 +93,9 @@ class ClusterSection:
     mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
     setup: list[str] = option("shell lines that run before the job", [])
     additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
-    container_workdir: str | None = option("working directory inside the container", None)
     container_python: str = option("interpreter inside the container", "python3")
     signal_delay_s: int = option(
         "seconds of warning before the time limit", 120, within=(1, 24 * 3600)
-    )
-    server_host: str = option(
-        "address that servers listen on; see deploy.host", "${server_host:${cluster_type}}"
     )
     bcprun: str = option("Base Command's multi-node runner", "bcprun")
     bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])

@@ -102,7 +102,6 @@ def _without_container(config: Config) -> Iterator[str]:
     useless = {
         python: "" if config.at(python) == KEYS[python].default else config.at(python),
         "container_mounts": [each for each in config.container_mounts if each is not None],
-        "cluster.container_workdir": cluster.container_workdir,
         "cluster.srun_args": [each for each in cluster.srun_args if each.startswith("--container")],
     }
     for key, value in useless.items():

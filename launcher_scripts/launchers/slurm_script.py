@@ -178,8 +178,6 @@ def step_of(job: Job) -> JobStep | None:
         command.append(f"--container-image={image}")
     if is_inside:
         command.append(f"--container-mounts={','.join(mounts(config))}")
-        if cluster.container_workdir is not None:
-            command.append(f"--container-workdir={cluster.container_workdir}")
     python = cluster.container_python if is_inside else sys.executable
     return JobStep((*command, *arguments), python, ranks=ranks, mpi=cluster.mpi)
 

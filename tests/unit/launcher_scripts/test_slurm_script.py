@@ -141,7 +141,6 @@ def test_container_flags_go_to_srun() -> None:
         "cluster=bcm",
         "container=nvcr.io#nvidia/x:1",
         "container_mounts=[/scratch,null,/a:/b]",
-        "cluster.container_workdir=/w",
     )
     step = step_of(job(config, "convert"))
     assert step is not None
@@ -149,7 +148,6 @@ def test_container_flags_go_to_srun() -> None:
         "srun", "--nodes=1", "--ntasks=1", "--wait=60", "--kill-on-bad-exit=1",
     )  # fmt: skip
     assert "--container-image=nvcr.io#nvidia/x:1" in step.prefix
-    assert "--container-workdir=/w" in step.prefix
     assert step.prefix[-1] == "--no-container-mount-home"
     (mounted,) = [each for each in step.prefix if each.startswith("--container-mounts=")]
     assert "/scratch:/scratch" in mounted
