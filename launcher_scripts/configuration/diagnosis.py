@@ -1,5 +1,6 @@
 """Overrides as they are typed: each is read once, or refused with the remedy."""
 
+import functools
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
@@ -35,6 +36,7 @@ _REMOVED = {
 }
 
 
+@functools.cache
 def read_override(word: str) -> Override:
     """Return an override as Hydra reads it; a text like `nvcr.io#nvidia/x:1` needs no quotes.
 

@@ -197,16 +197,17 @@ def end_without_evaluation(job: Job) -> None:
     if evaluation and evaluation.job_id and evaluation.submitted_at >= own.submitted_at:
         if not evaluation.is_final:
             return
-        reason = f"its job {evaluation.job_id} has {evaluation.state}"
+        reason = f"job {evaluation.job_id} of the evaluation has {evaluation.state}"
     else:
         # It is submitted next, unless the command was killed or a user has deleted its record.
         age = datetime.now(timezone.utc) - datetime.fromisoformat(own.submitted_at)
-        queue = queue_now()
-        is_queued = "evaluate" in jobs_below(job.folder.parent, queue)
-        if age.total_seconds() < SUBMISSION_S or is_queued or not queue.has_answered:
+        if age.total_seconds() < SUBMISSION_S:
             return
-        reason = "it has no job"
-    log_line(f"the server ends without its evaluation: {reason}")
+        queue = queue_now()
+        if not queue.has_answered or "evaluate" in jobs_below(job.folder.parent, queue):
+            return
+        reason = "the evaluation has no job"
+    log_line(f"{reason}: the server is no longer needed")
     job.stage.ask_to_stop()
 
 
