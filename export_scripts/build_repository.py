@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--absolute-path", dest="portable", action="store_false",
         help="name the weights by their absolute path")  # fmt: skip
     add("--publish", metavar="s3://BUCKET/PREFIX",
-        help="then copy the repository to S3, or to another store: s3://http://HOST:PORT/BUCKET/PREFIX")  # fmt: skip
+        help="then copy the repository to S3, or to another store: "
+        "s3://http://HOST:PORT/BUCKET/PREFIX")  # fmt: skip
     add("--parameter", action="append", default=[], metavar="KEY=VALUE",
         help="further parameter of the model; repeat for more")  # fmt: skip
     return parser

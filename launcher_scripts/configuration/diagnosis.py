@@ -17,7 +17,7 @@ from stages import STAGES
 
 # Keys of earlier versions, and what to use instead; CHANGELOG.md says since when.
 _REMOVED = {
-    "cluster.container_workdir": "add --container-workdir=PATH to cluster.srun_args",
+    "cluster.container_workdir": "add '--container-workdir=PATH' to the list cluster.srun_args",
     "cluster.probe": "leave it out",
     "cluster.server_host": "deploy.host is the address that the server listens on",
     "deploy.client_shared_memory": "no server shares memory with clients",
@@ -56,8 +56,9 @@ def read_override(word: str) -> Override:
     if not equals:
         raise ValueError(f"{word!r} is not of the form key=value{likely_key(word)}.")
     raise ValueError(
-        f"{word!r} cannot be read as key=value; lists are written 'stages=[convert,export]' and "
-        "values with spaces 'key=\"a b\"', in quotes for the shell."
+        f"{word!r} cannot be read as key=value; lists are written 'stages=[convert,export]', "
+        "values with spaces 'key=\"a b\"' and those with = or : in a list 'key=[\"a=b\"]', in "
+        "quotes for the shell."
     )
 
 

@@ -30,7 +30,14 @@ from stages.engines import TOKEN_VARIABLE
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
 # Keys of `deploy` that `python -m inference.server` takes as options.
-_SAME_OPTIONS = ("engine", "ready_timeout_s", "drain_s", "max_request_mb", "otlp_collector", "server")
+_SAME_OPTIONS = (
+    "engine",
+    "ready_timeout_s",
+    "drain_s",
+    "max_request_mb",
+    "otlp_collector",
+    "server",
+)
 _PROBE_S = 10
 _HEALTH = ("ready", "live")
 _UNLOAD_S = 30
@@ -187,9 +194,12 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
         f"--host={server.host}",
         *(f"--{name}-port={port}" for name, port in _ports(server).items()),
     ]
-    for name in _SAME_OPTIONS:
-        if (value := getattr(server, name)) not in (None, DEFAULT_SERVER):
-            options.append(f"--{name.replace('_', '-')}={value}")
+    same = {name: getattr(server, name) for name in _SAME_OPTIONS}
+    options += [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in same.items()
+        if value not in (None, DEFAULT_SERVER)
+    ]
     if server.openai.enabled:
         options += server.openai.arguments()
     if settings.token_secret:

@@ -28,7 +28,7 @@ CLUSTERS = {
     "bcm_container": (
         "cluster_type=bcm", "container=nvcr.io#nvidia/pytorch:24.01", "cluster.partition=batch",
         "container_mounts=[/scratch,null,'/my data:/data:ro']", "cluster.gpus_per_task=2",
-        "cluster.srun_args=[--no-container-mount-home,--container-workdir=/w]",
+        "cluster.srun_args=[--no-container-mount-home,'--container-workdir=/w']",
     ),
     "bcm_container_two_nodes": (
         "cluster_type=bcm", "container=nvcr.io#nvidia/pytorch:24.01", "cluster.gpus_per_node=2",

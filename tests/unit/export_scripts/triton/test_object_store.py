@@ -13,7 +13,12 @@ from foundations.errors import first_names
 
 @pytest.mark.parametrize(
     "url",
-    ["s3://bucket/a/b", "s3://bucket", "s3://http://127.0.0.1:5005/bucket/a", "s3://https://s:443/b"],
+    [
+        "s3://bucket/a/b",
+        "s3://bucket",
+        "s3://http://127.0.0.1:5005/bucket/a",
+        "s3://https://s:443/b",
+    ],
 )
 def test_places_are_named_as_triton_wants_them(url: str) -> None:
     assert parse_location(url).triton_url == url
