@@ -40,6 +40,7 @@ from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
+_CANCELLING = "cancelling the jobs that were submitted"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
 
@@ -147,9 +148,11 @@ class Run:
             for name in self.jobs:
                 if name not in self.handles:
                     self.submit(name)
-        except SubmissionError as error:
-            self.stop_all()
-            return self._refused(error)
+        except BaseException as error:  # also Ctrl-C, and a full disk
+            self.stop_all(_CANCELLING)
+            if isinstance(error, SubmissionError):
+                return self._refused(error)
+            raise
         return EXIT_OK
 
     def _hint(self) -> str:

@@ -128,8 +128,7 @@ class Watch:
         """
         if self.config.is_dry_run:
             self._look()
-            self.console.say(self.state.table(self.console))
-            return EXIT_OK
+            return self._report()
         folder = self.state.folder
         busy = f"watch.output_dir={folder} is in use: another action=watch runs there"
         try:
@@ -169,12 +168,21 @@ class Watch:
                         replace_file(folder / PAGE_NAME, self.state.page(has_ended=has_ended))
                         drawn = known
                 if has_ended:
-                    self.console.say(self.state.table(self.console))
-                    failed = any(each.state == FAILED for each in self.state.watched.values())
-                    return EXIT_FAILED if failed else EXIT_OK
+                    return self._report()
                 time.sleep(_ADVANCE_S if self._runs else self.options.poll_s)
         finally:
             self._stop_all()
+
+    def _report(self) -> int:
+        """Show every checkpoint; return 1 where one has failed, or none was ever found."""
+        if not self.state.watched:
+            self.console.say(
+                f"no checkpoint was found in {self.state.run}; correct export.run.training_dir"
+            )
+            return EXIT_FAILED
+        self.console.say(self.state.table(self.console))
+        failed = any(each.state == FAILED for each in self.state.watched.values())
+        return EXIT_FAILED if failed else EXIT_OK
 
     def _next(self) -> Watched | None:
         """Return the checkpoint to start now, by `watch.order`; None where none should start."""

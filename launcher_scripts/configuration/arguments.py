@@ -69,8 +69,10 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     # Next to an unknown option, argparse returns the overrides too, and its value.
     unknown = [each for each in rest if each.startswith("-")] or rest
     found = [each for each in rest if "=" in each and each not in unknown]
+    names = [name for _, name, _ in _OPTIONS]
     problems = [
-        f"unknown argument {each}{likely_key(each)}; run with --help for the list."
+        f"unknown argument {each}{did_you_mean(each, names) or likely_key(each)}; run with --help "
+        "for the list."
         for each in unknown
     ]
     problems += [

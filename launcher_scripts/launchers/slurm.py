@@ -110,10 +110,15 @@ class SlurmLauncher(Launcher):
         payload.set_timeout(job.stage.job.resources.time_limit_min, _MOST_TIMEOUTS)
         pickle = script.with_suffix(".pkl")
         payload.dump(pickle)
-        job_id = _queue(script, patience_s=patience_s)
-        pickle.rename(JobPaths(place, job_id).submitted_pickle)
-        log = log_path(job, job_id)
-        record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
+        try:
+            job_id = _queue(script, patience_s=patience_s)
+            pickle.rename(JobPaths(place, job_id).submitted_pickle)
+            log = log_path(job, job_id)
+            record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
+        except (KeyboardInterrupt, OSError):  # Slurm may have taken the job
+            for each in _queued(script):
+                cancel(each)
+            raise
         return SlurmHandle(job, job_id, log)
 
     def _payload(self, job: Job, after: str) -> StageJob:
@@ -148,7 +153,7 @@ def _queue(script: Path, *, patience_s: float) -> str:
         if said and number == 0:
             return said[1]
         # Slurm may have taken it more than once, when an answer was lost.
-        found = [i for i, job in queue_now().jobs.items() if job.script == str(script)]
+        found = _queued(script)
         job_id = said[1] if said else min(found, key=int, default="")
         for other in found:
             if other != job_id:
@@ -161,6 +166,11 @@ def _queue(script: Path, *, patience_s: float) -> str:
         f"Slurm has not answered for {patience_s:g} s ({answer.error}); should the job be in its "
         "queue all the same, action=status finds it"
     )
+
+
+def _queued(script: Path) -> list[str]:
+    """Return the jobs in Slurm's queue that run a batch script."""
+    return [job_id for job_id, job in queue_now().jobs.items() if job.script == str(script)]
 
 
 def run_and_look(

@@ -70,6 +70,8 @@ def test_option_without_its_value_is_a_problem_and_not_an_exit() -> None:
 def test_unknown_option_is_a_problem_and_not_an_exit() -> None:
     (problem,) = read_arguments(["--dry-run"]).problems
     assert problem.startswith("unknown argument --dry-run (did you mean dry_run=<value>?)")
+    (problem,) = read_arguments(["--confg-name=x"]).problems
+    assert problem.startswith("unknown argument --confg-name=x (did you mean --config-name?)")
 
 
 def test_only_the_option_is_unknown_among_overrides() -> None:

@@ -67,6 +67,13 @@ def test_of_jobs_that_were_taken_twice_one_stays(tmp_path: Path, slurm: Path) ->
     assert (tmp_path / "cancelled").read_text().split() == ["8"]
 
 
+def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path: Path, slurm: Path) -> None:
+    programs(slurm, sbatch='take "$1"; kill -INT $PPID; sleep 1; echo Submitted batch job 7')
+    with pytest.raises(KeyboardInterrupt):
+        submit(tmp_path)
+    assert (tmp_path / "cancelled").read_text().split() == ["7"]
+
+
 @pytest.mark.parametrize(("text", "said"), [(REFUSED, "Invalid qos"), (LOST, "Socket timed out")])
 def test_refusal_is_final_and_silence_ends(
     tmp_path: Path, slurm: Path, text: str, said: str

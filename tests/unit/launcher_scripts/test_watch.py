@@ -86,8 +86,10 @@ def test_checkpoints_are_converted_in_order_and_only_once(
 def test_a_run_that_does_not_exist_yet_is_named_and_a_place_for_results_that_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words(tmp_path, "watch.idle_s=0.1")) == 0
-    assert f"watching {tmp_path}/a run's, which does not exist yet; " in capsys.readouterr().out
+    assert main(words(tmp_path, "watch.idle_s=0.1")) == 1
+    shown = capsys.readouterr().out
+    assert f"watching {tmp_path}/a run's, which does not exist yet; " in shown
+    assert f"no checkpoint was found in {tmp_path}/a run's" in shown
     (tmp_path / "file").touch()
     assert main(words(tmp_path, f"watch.output_dir={tmp_path}/file")) == 2
     assert f"watch.output_dir={tmp_path}/file: {tmp_path}/file is not a" in capsys.readouterr().err
