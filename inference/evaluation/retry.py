@@ -2,14 +2,31 @@
 
 import itertools
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from inference.evaluation.task import PutOffError, Tally
 
 _Answer = TypeVar("_Answer")
 _MOST_WAIT_S = 30.0  # between two attempts, unless the server asks for more
+_interrupted = threading.Event()
+
+
+@contextmanager
+def no_retries_after_interrupt() -> Iterator[None]:
+    """Have threads that wait to ask again give up once an interrupt ends the block.
+
+    Whoever ends the block waits for its threads, and their server may have ended, too.
+    """
+    _interrupted.clear()
+    try:
+        yield
+    except KeyboardInterrupt:
+        _interrupted.set()
+        raise
 
 
 def patiently(
@@ -32,8 +49,7 @@ def patiently(
             if wait_s is None:  # spread, so that those put off together do not come back together
                 wait_s = random.uniform(0.5, 1) * min(2.0**attempt, _MOST_WAIT_S)
             is_over = time.monotonic() + wait_s > deadline
-            if is_over or (error.is_lost and not lost_too):
+            if is_over or (error.is_lost and not lost_too) or _interrupted.wait(wait_s):
                 raise
         tally.count("retried")
-        time.sleep(wait_s)
     raise AssertionError("counting has no end")

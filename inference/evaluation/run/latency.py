@@ -21,7 +21,7 @@ import numpy as np
 
 from inference.evaluation.options import EvaluationOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
-from inference.evaluation.retry import patiently
+from inference.evaluation.retry import no_retries_after_interrupt, patiently
 from inference.evaluation.run.task_run import ProgressCallback, no_progress
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import (
@@ -174,7 +174,10 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
                 return
             answered.append(ask(ticket))
 
-    with ThreadPoolExecutor(load.concurrency, thread_name_prefix="latency") as pool:
+    with (
+        no_retries_after_interrupt(),
+        ThreadPoolExecutor(load.concurrency, thread_name_prefix="latency") as pool,
+    ):
         workers = [pool.submit(work) for _ in range(load.concurrency)]
     seconds = time.perf_counter() - start
     for each in workers:

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from inference.evaluation.options import Bounds
 from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.paired_tests import check_drop
 from inference.evaluation.record import ReferenceComparison, TaskReport
+from inference.evaluation.retry import no_retries_after_interrupt
 from inference.evaluation.run.baseline import Baseline
 from inference.evaluation.run.preparation import Prepared
 from inference.evaluation.run.timing import RequestTimer
@@ -168,7 +170,9 @@ def _ask_all(
     waiting = iter(samples)
     asked: dict[Future[Prediction], int] = {}
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="evaluate")
-    try:
+    with ExitStack() as stack:
+        stack.callback(threads.shutdown, cancel_futures=True)
+        stack.enter_context(no_retries_after_interrupt())
         while len(failures) < _MAX_FAILURES:
             for sample in islice(waiting, 2 * concurrency - len(asked)):
                 asked[threads.submit(ask, sample)] = sample.index
@@ -193,8 +197,6 @@ def _ask_all(
                     progress(task + "".join(shares), done, len(samples))
                 if len(failures) == _MAX_FAILURES:
                     break
-    finally:
-        threads.shutdown(cancel_futures=True)
     if failures:
         raise EvaluationError(_failure_message(task, len(samples), len(answered), failures))
     return [answered[sample.index] for sample in samples]

@@ -30,6 +30,7 @@ from inference.evaluation.openai_client import (
     listed_model,
 )
 from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.retry import no_retries_after_interrupt
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import (
     Dataset,
@@ -221,7 +222,10 @@ class HarnessTask(Task):
 
         options, harness = self.options, self.options.harness
         try:
-            with ThreadPoolExecutor(options.concurrency, "harness") as threads:
+            with (
+                ThreadPoolExecutor(options.concurrency, "harness") as threads,
+                no_retries_after_interrupt(),
+            ):
                 results = simple_evaluate(
                     model=self._model(threads),
                     tasks=[self.own_name],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import run_task
-from inference.evaluation.task import EvaluationError
+from inference.evaluation.task import EvaluationError, PutOffError
 from inference.evaluation.tasks.lambada import Lambada
 
 
@@ -84,3 +87,19 @@ def test_an_error_in_the_task_is_not_taken_for_a_failed_request(passages, model)
     model.complete_text = broken
     with pytest.raises(ZeroDivisionError):
         run(passages, model)
+
+
+def test_an_interrupt_ends_the_requests_that_wait_to_be_sent_again(passages, model, monkeypatch):
+    def lost(*_, **__):
+        raise PutOffError("connection refused", after_s=30.0, is_lost=True)
+
+    def interrupt():
+        time.sleep(0.5)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(model, "_request", lost)
+    threading.Thread(target=interrupt, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(passages, model)
+    assert time.monotonic() - began < 10
