@@ -90,9 +90,9 @@ def has_library() -> bool:
 
 def has_native(weight: torch.dtype, inputs: int) -> bool:
     """Return whether `NativeGemm` serves weights of a type, and faster than others here."""
-    if weight not in _GROUP or inputs > _MOST_INPUTS or not has_library():
+    if weight not in _GROUP or not has_library():
         return False
-    return weight == torch.int8 or not multiplies_bf16()
+    return inputs <= _MOST_INPUTS if weight == torch.int8 else not multiplies_bf16()
 
 
 def multiplies_bf16() -> bool:

@@ -8,6 +8,7 @@ import torch
 from export_scripts.numeric.dtypes import torch_dtype
 from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
+from inference.parallel.native_cpu import has_native
 from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,12 @@ def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
 def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dtype | None:
     """Return the type a rank keeps its matrices in where it computes in another, else None.
 
-    Weights `stored` in fp16 stay so for fp32 computation: nothing is lost, and half the bytes are
-    read.
+    Those in 16 bits stay so for fp32 computation where a product widens them as it reads them:
+    nothing is lost, and half the bytes are read.
     """
-    in_half = data_type == "fp16" or (data_type, stored) == ("fp32", "fp16")
-    return torch.float16 if device.type == "cpu" and in_half and has_fp16_weights() else None
+    kept = stored if data_type == "fp32" else data_type
+    if device.type == "cpu" and kept == "fp16" and has_fp16_weights():
+        return torch.float16
+    if device.type == "cpu" and kept == "bf16" and has_native(torch.bfloat16, 1):
+        return torch.bfloat16
+    return None

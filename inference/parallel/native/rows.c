@@ -55,9 +55,6 @@ typedef struct {
     int is_bf16;
 } Attention;
 
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef float Floats __attribute__((vector_size(64)));
-
 INLINE float from_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof(value));
@@ -172,6 +169,7 @@ INLINE void attend_head(const Attention *a, int64_t number, float *room, int is_
 }
 
 /* What a kernel needs of a kind of processor: `int8_sums`, n rows' sums with a block, and
+   LANES: numbers of 32 bits in a register;
    TILE: the most rows whose sums its registers hold, 2 or 8;
    MOST, ZERO: the largest whole number of a row, and what is added to it. */
 #ifdef __x86_64__
@@ -179,6 +177,7 @@ INLINE void attend_head(const Attention *a, int64_t number, float *room, int is_
 
 #define NAME(x) avx512_##x
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
+#define LANES 16
 #define TILE 8
 #define MOST 127
 #define ZERO 128
@@ -206,6 +205,7 @@ INLINE TARGET void avx512_int8_sums(
 
 #define NAME(x) avx2_##x
 #define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
 #define TILE 2
 #define MOST 63 /* sums of two products are kept in 16 bits, which hold those of 7 bits by 8 */
 #define ZERO 64
@@ -254,6 +254,7 @@ static int has_level(int level) {
 
 #define NAME(x) dotprod_##x
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#define LANES 4
 #define TILE 2
 #define MOST 127
 #define ZERO 0

@@ -12,6 +12,7 @@ import torch
 
 from export_scripts.ft.config_ini import read_config
 from inference.parallel.gemm_cpu import has_fp16_weights
+from inference.parallel.native_cpu import has_native
 from inference.ranks.checks import check_ranks
 from inference.ranks.device import matrix_dtype, rank_device
 from inference.ranks.settings import Placement, RankSettings
@@ -55,15 +56,18 @@ def test_a_gpu_needs_the_triton_of_its_kernels(
         check_ranks(architecture, placement)
 
 
+BF16 = torch.bfloat16 if has_native(torch.bfloat16, 1) else None
+
+
 @pytest.mark.skipif(not has_fp16_weights(), reason="this torch lacks FBGEMM")
 @pytest.mark.parametrize(
     ("data_type", "stored", "device", "kept"),
     [
         ("fp32", "fp16", "cpu", torch.float16),
         ("fp32", "fp32", "cpu", None),
-        ("fp32", "bf16", "cpu", None),  # fp16 does not hold all its values
         ("fp16", "fp32", "cpu", torch.float16),
-        ("bf16", "fp16", "cpu", None),
+        ("fp32", "bf16", "cpu", BF16),  # fp16 does not hold all its values
+        ("bf16", "fp16", "cpu", BF16),
         ("fp32", "fp16", "cuda", None),
     ],
 )
