@@ -169,10 +169,17 @@ def _upgrade(
     console: Console,
 ) -> int:
     """Evaluate the rows of an upgrade, and judge them against the first."""
-    from launcher_scripts.upgrade import command_lines_of_rows, problems_of_upgrade, run_and_decide
+    from launcher_scripts.upgrade import (
+        command_lines_of_rows,
+        problems_of_upgrade,
+        run_and_decide,
+        wait_for_rows,
+    )
 
     if problems := [*problems, *problems_of_upgrade(config)]:
         return _report(problems)
+    if config.wait and not config.is_dry_run:
+        wait_for_rows(config, console)
     wanted = command_lines_of_rows(config, arguments.overrides)
     start = functools.partial(run_and_decide, config)
     return _run_rows(arguments, wanted, words, console, start)

@@ -396,10 +396,10 @@ def _shown_outputs(stage: Stage) -> str:
 
 def _findings(name: str, result: Summary) -> list[str]:
     lines = [f"{name}: {remark}" for remark in result.get("remarks", ())]
-    compared = result.get("references", {})
-    for metric, value in result.get("metrics", {}).items():
-        reference = f" ({compared[metric]})" if metric in compared else ""
-        lines.append(f"{metric}: {value + 0.0:.4g}{reference}")  # never -0
+    lines += [
+        f"{metric}: {value + 0.0:.4g}"  # never -0
+        for metric, value in result.get("metrics", {}).items()
+    ]
     lines += [f"{task}: {text}" for task, text in result.get("times", {}).items()]
     if "report" in result:
         lines.append(f"report: {result['report']}")

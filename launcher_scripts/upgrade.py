@@ -6,6 +6,7 @@ against the first together. A row that has finished is not run again.
 """
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.checks import check_gate
+from launcher_scripts.actions import jobs_in, problem_of_live_job
 from launcher_scripts.configuration.diagnosis import hydra_text
 from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -46,6 +48,7 @@ _OF_ALL = (
 )
 # Names in upgrade.output_dir that are not a row's.
 _TAKEN = ("junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
+_POLL_S = 2.0  # each asks Slurm
 _GATED = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
@@ -127,6 +130,23 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
         given = [f"{key}={_value(value)}" for key, value in own.items()]
         found[name] = [*words, *given, f"export.run.results_dir={results}"]
     return found
+
+
+def wait_for_rows(config: Config, console: Console) -> None:
+    """Wait until the jobs of rows that an earlier command has left have ended."""
+    folders = [Path(config.upgrade.output_dir, name) for name in config.upgrade.rows]
+    said: set[str] = set()
+    while alive := [
+        f"{folder.name}: the job {each.job_id} of {each.stage}"
+        for folder in filter(Path.is_dir, folders)
+        for each in jobs_in(folder, passes_damage=True)
+        if problem_of_live_job(each, folder / each.stage)
+    ]:
+        for text in alive:
+            if text not in said:
+                console.say(f"{text} goes on; this command waits for its end")
+        said.update(alive)
+        time.sleep(_POLL_S)
 
 
 def _value(value: Any) -> str:

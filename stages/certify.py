@@ -17,6 +17,9 @@ from stages.evaluate import is_address
 from stages.progress import Progress
 from stages.serving import serving
 
+# Options that name what the source is read with.
+_OF_SOURCE = ("lora", "model_config", "vocab_path", "merges_path")
+
 
 @dataclass(eq=False)
 class CertifyStage(Stage):
@@ -46,8 +49,7 @@ class CertifyStage(Stage):
         options = self.options
         needed = [("folder", self.folder), ("source", find_checkpoint(self.source))]
         needed = [] if self.follows else needed
-        given = ((name, getattr(options, name)) for name in ("training", "key"))
-        needed += [(name, Path(path)) for name, path in given if path is not None]
+        needed += self._given_files("training", "key", *_OF_SOURCE)
         problems = [
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         ]
@@ -94,9 +96,15 @@ class CertifyStage(Stage):
         }
 
     def inputs(self) -> list[Path]:
-        """Return both sides, and the file of the training step."""
-        training = self.options.training
-        return [find_checkpoint(self.source), self.folder, *([Path(training)] if training else [])]
+        """Return both sides, and the files that options name."""
+        files = self._given_files("training", *_OF_SOURCE)
+        return [find_checkpoint(self.source), self.folder, *(path for _, path in files)]
+
+    def _given_files(self, *names: str) -> list[tuple[str, Path]]:
+        """Return the files and folders that options name, each after its option."""
+        found = ((name, getattr(self.options, name)) for name in names)
+        several = ((name, each if isinstance(each, list) else [each]) for name, each in found)
+        return [(name, Path(path)) for name, paths in several for path in paths if path is not None]
 
     def run(self, progress: Progress) -> Summary:
         """Compare, and write the certificate.

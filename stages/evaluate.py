@@ -22,7 +22,7 @@ from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
-from inference.evaluation.run.checks import check_evaluation, detectable_drops, unreachable_data
+from inference.evaluation.run.checks import check_evaluation, unreachable_data
 from inference.evaluation.task import EvaluationError
 from stages.base import Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy, problems_of_exchange
@@ -114,10 +114,6 @@ class EvaluateStage(Stage):
         """Return the data sets that are missing."""
         return unreachable_data(self.options)
 
-    def forecasts(self) -> list[str]:
-        """Return the smallest drops that the gate would catch."""
-        return detectable_drops(self.options)
-
     @property
     def _output_dir(self) -> Path:
         return Path(self.options.output_dir)
@@ -187,12 +183,6 @@ class EvaluateStage(Stage):
             raise NotEvaluatedError(str(error)) from error
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
-            "references": {
-                metric.name: part_text("reference", task.comparisons[metric.name], metric.unit)
-                for task in report.tasks
-                for metric in task.metrics
-                if metric.name in task.comparisons
-            },
             "times": {task.name: part_text("times", task.requests) for task in report.tasks},
             "remarks": [str(each) for each in report.gate.verdicts if each.drop is not None],
             "report": str(self._output_dir / _REPORT_PAGE),

@@ -85,21 +85,9 @@ class FakeModel:
                 each_frame()
         return answers
 
-    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
-        stop, bad = words.get("stop", ""), words.get("bad", "")
+    def complete_text(self, prompt: str, *, output_len: int) -> Completion:
         answer = self._continue(prompt, output_len)
-        if stop and stop in self.decode(answer):
-            end = self.decode(answer).index(stop) + len(stop)
-            answer = self.encode(self.decode(answer)[:end])
-        if bad:
-            answer = self.ids(["x" if self.decode([t]) == bad else "y" for t in answer])
         return Completion(self.decode(answer), len(answer))
-
-    def complete_in_steps(
-        self, prompt: str, *, output_len: int
-    ) -> tuple[tuple[int, ...], Completion]:
-        answer = self.complete_ids(self.encode(prompt), output_len=output_len)
-        return answer, Completion(self.decode(answer), len(answer))
 
     def input_names(self) -> Collection[str]:
         return self.inputs

@@ -55,8 +55,9 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, action=argparse.BooleanOptionalAction, help=words)
         else:
             numbers = (each for each in (int, float) if each in key.kinds)
-            kind = _numbers if key.is_list else next(numbers, str)
-            add(flag, type=kind, metavar="X", help=words)
+            kind = _numbers if key.name == "batch_sizes" else next(numbers, str)
+            add(flag, type=kind, action="append" if key.name == "lora" else "store", metavar="X",
+                help=words)  # fmt: skip
     return parser
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.conversion.plan import plan_conversion
-from export_scripts.conversion.request import ConversionRequest
 from foundations import __version__
 from foundations.files.checksum import sha256_of
 from foundations.files.journal import Journal
@@ -24,7 +23,7 @@ from inference.certify.layers import (
     load_source,
     stored_types,
 )
-from inference.certify.options import CertifySection, endpoint_problems
+from inference.certify.options import CertifySection, endpoint_problems, source_request
 from inference.certify.pair import Pair, open_pair
 from inference.certify.served import compare_endpoint, compare_served, read_training_rows
 from inference.certify.settings import compare_generation, compare_settings
@@ -69,9 +68,7 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
     if options.source is not None and options.folder is not None:
         output = Path(options.output_dir)
         with tempfile.TemporaryDirectory(dir=output, prefix=".scratch-") as scratch:
-            pair = open_pair(
-                Path(options.source), Path(options.folder), given=given, scratch_dir=Path(scratch)
-            )
+            pair = open_pair(Path(options.folder), options, given, scratch_dir=Path(scratch))
             texts, tokens = compare_texts(pair)
             kept = Journal(output / STATE_NAME, _identity(pair, given))
             records = (record_in(TensorRecord, line) for line in kept.lines())
@@ -101,25 +98,20 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
         }
         left_out = tuple(name for name, is_asked in asked.items() if not is_asked)
     elif options.source is not None:
-        parts.append(_served_alone(Path(options.source), options, given))
+        parts.append(_served_alone(options, given))
     if rows is not None:
         parts.append(compare_served("training", rows, str(options.training), options))
     return Certificate(sides, tuple(parts), left_out, options, given)
 
 
-def _served_alone(source: Path, options: CertifySection, given: Given) -> Part:
+def _served_alone(options: CertifySection, given: Given) -> Part:
     """Compare a server with a source of which no folder is at hand."""
-    request = ConversionRequest(
-        source,
-        source.parent,
-        tp_size=1,
-        weight_data_type="fp32",
-        allow=("*",),
-        allow_setting=("*",),
-        given=tuple(given),
-    )
     with tempfile.TemporaryDirectory() as scratch:
-        loaded = load_source(plan_conversion(request), source, Path(scratch))
+        request = source_request(
+            options, given, output_dir=Path(scratch), tp_size=1, weight_data_type="fp32"
+        )
+        plan = plan_conversion(request, scratch_dir=Path(scratch))
+        loaded = load_source(plan, plan.facts.reader.path, Path(scratch))
         return compare_endpoint(loaded, options, ())
 
 

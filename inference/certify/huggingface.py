@@ -3,7 +3,7 @@
 # Shapes: B one row, N tokens, E hidden, V vocabulary
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,17 @@ class NoLibraryError(ValueError):
     """transformers is not installed: layers cannot be computed, weights can be compared."""
 
 
-def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
+def load_huggingface(
+    path: Path, architecture: Architecture | None, adapters: Sequence[Path] = ()
+) -> Source:
     """Load a checkpoint folder in fp32; the architecture is None for a decoder of no known family.
+
+    Adapters are merged by PEFT.
 
     Raises:
         NoLibraryError: transformers is not installed.
-        ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
+        ValueError: It cannot load the folder or an adapter, or would fill in weights that the
+            folder lacks.
     """
     library = import_transformers()
     kind, options = library.AutoModelForCausalLM, {}
@@ -65,9 +70,17 @@ def load_huggingface(path: Path, architecture: Architecture | None) -> Source:
             f"{path} lacks {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}, which "
             "transformers fills with random values; there is nothing to compare with"
         )
-    config = model.config.get_text_config()
+    config, title = model.config.get_text_config(), type(model).__name__
+    for adapter in adapters:
+        try:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        except Exception as error:  # files can hold anything
+            raise ValueError(f"PEFT cannot merge {adapter}: {error}") from error
+        title = f"{type(model).__name__} with PEFT {peft.__version__}"
     return Source(
-        f"transformers {library.__version__}, {type(model).__name__}",
+        f"transformers {library.__version__}, {title}",
         config.vocab_size,
         getattr(config, "max_position_embeddings", None),
         partial(_compute, model.eval(), has_encoder),

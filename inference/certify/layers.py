@@ -14,6 +14,7 @@ from export_scripts.checkpoints.quantized import quantization
 from export_scripts.conversion.convert import convert
 from export_scripts.conversion.ft_source import is_ft_folder
 from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.families.gpt.megatron import is_core
 from export_scripts.families.layout.architecture import Architecture
 from export_scripts.ft.reader import FTReader
@@ -86,7 +87,16 @@ def _compared_folder(
             found = run_shards(reader, inputs, states=expected.get(EMBEDDING))
         else:
             architecture = None if folder.config is None else folder.config.architecture()
-            loaded = _load_folder(pair.plan, folder.path, architecture, scratch / "folder")
+            request = None
+            if pair.plan is not None:
+                request = dataclasses.replace(
+                    pair.plan.request,
+                    checkpoint_path=folder.path,
+                    checkpoint_name=None,
+                    lora_checkpoints=(),
+                    model_config=None,
+                )
+            loaded = _load_folder(request, folder.path, architecture, scratch / "folder")
             other, found = loaded.title, loaded.run(inputs)
     except Exception as error:  # a library can fail in any way
         return not_computed(NAME, f"{error}" or repr(error), "folder")
@@ -174,32 +184,40 @@ def load_source(plan: ConversionPlan | None, path: Path, scratch_dir: Path) -> S
         return load_huggingface(path, None)
     kind, architecture = plan.facts.reader.format, plan.config.architecture()
     if kind == "huggingface":
-        return _load_folder(plan, path, architecture, scratch_dir)
+        return _load_folder(plan.request, path, architecture, scratch_dir)
     has_core = find_spec("megatron") is not None and find_spec("megatron.core") is not None
     if has_core and not is_ft_folder(path) and is_core(plan.facts):
         return load_megatron(plan)
-    return _load_written(plan, path, architecture, scratch_dir, f"a folder made of this {kind}")
+    return _load_written(plan.request, architecture, scratch_dir, f"a folder made of this {kind}")
 
 
 def _load_folder(
-    plan: ConversionPlan | None, path: Path, architecture: Architecture | None, scratch_dir: Path
+    request: ConversionRequest | None,
+    path: Path,
+    architecture: Architecture | None,
+    scratch_dir: Path,
 ) -> Source:
-    """Load a Hugging Face folder; quantised weights need packages, which may not be there."""
+    """Load a Hugging Face folder; quantised weights need packages, which may not be there.
+
+    Adapters are merged by PEFT where it reads them, and otherwise by the conversion.
+    """
+    adapters = () if request is None else request.lora_checkpoints
     try:
-        return load_huggingface(path, architecture)
+        return load_huggingface(path, architecture, adapters)
     except ValueError:
-        if plan is None or quantization(index_huggingface(path)[0]) is None:
+        is_quantised = quantization(index_huggingface(path)[0]) is not None
+        if request is None or not (adapters or is_quantised):
             raise
-    return _load_written(plan, path, architecture, scratch_dir, "its widened weights")
+    what = "its widened weights" if is_quantised else "a folder made of it with its adapters"
+    return _load_written(request, architecture, scratch_dir, what)
 
 
 def _load_written(
-    plan: ConversionPlan, path: Path, architecture: Architecture | None, folder: Path, what: str
+    request: ConversionRequest, architecture: Architecture | None, folder: Path, what: str
 ) -> Source:
     """Write a checkpoint as a Hugging Face folder in fp32, and load that."""
     request = dataclasses.replace(
-        plan.request,
-        checkpoint_path=path,
+        request,
         output_dir=folder,
         tp_size=1,
         output_format="huggingface",

@@ -2,10 +2,12 @@
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+from export_scripts.conversion.request import ConversionRequest
 from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, TOKENS, Within, option
 from inference.evaluation.options import OPENAI
 from inference.front.access import Credentials
@@ -27,6 +29,15 @@ class CertifySection:
     folder: str | None = option(
         "the folder to certify, whoever made it; null: what convert makes", None, path=True
     )
+    lora: list[str] = option(
+        "LoRA adapters (PEFT, NeMo, Megatron Bridge) that the folder has merged, in order",
+        [],
+        path=True,
+    )
+    checkpoint_name: str | None = option("one of several checkpoints in the source", None)
+    model_config: str | None = option("config.json of a source without one", None, path=True)
+    vocab_path: str | None = option("vocabulary in place of the source's", None, path=True)
+    merges_path: str | None = option("merges in place of the source's", None, path=True)
     output_dir: str = option("where the certificate goes", path=True)
     layers: bool = option("compute both sides and compare every layer", True)
     tolerance: float | None = option(
@@ -67,6 +78,27 @@ class CertifySection:
     def credentials(self) -> Credentials:
         """TLS and the token of requests."""
         return Credentials.of(self.ca, self.token_file)
+
+
+def source_request(
+    options: CertifySection, given: Sequence[tuple[str, str]], **others: Any
+) -> ConversionRequest:
+    """Return a conversion that reads the source as it was read for the folder.
+
+    `given` are config.ini values that the source does not state; `others` say what is made.
+    """
+    found = {name: getattr(options, name) for name in ("model_config", "vocab_path", "merges_path")}
+    files: Any = {name: None if path is None else Path(path) for name, path in found.items()}
+    return ConversionRequest(
+        checkpoint_path=Path(str(options.source)),
+        checkpoint_name=options.checkpoint_name,
+        lora_checkpoints=tuple(map(Path, options.lora)),
+        **files,
+        allow=("*",),  # the conversion has logged what it left out
+        allow_setting=("*",),
+        given=tuple(given),
+        **others,
+    )
 
 
 def endpoint_problems(options: CertifySection, prefix: str) -> Iterator[str]:

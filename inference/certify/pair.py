@@ -42,14 +42,16 @@ from export_scripts.conversion.huggingface import (
     has_tied_head,
     written_views,
 )
+from export_scripts.conversion.lora import with_adapters
 from export_scripts.conversion.plan import ConversionPlan, find_mapping, plan_conversion
-from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.request import OPTION_NAMES
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.text_models import has_images
 from foundations.errors import CheckpointMismatchError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
+from inference.certify.options import CertifySection, source_request
 
 # From the tokenizer of a NeMo or Megatron source, whose files may be missing: the folder's values
 # are used.
@@ -265,7 +267,7 @@ def _scales(source: Path, folder: Path) -> Iterator[Remark]:
 
 
 def open_pair(
-    source: Path, folder: Path, *, given: Sequence[tuple[str, str]], scratch_dir: Path
+    folder: Path, options: CertifySection, given: Sequence[tuple[str, str]], *, scratch_dir: Path
 ) -> Pair:
     """Open both sides; gzip archives are unpacked in `scratch_dir` while the pair is in use.
 
@@ -276,17 +278,17 @@ def open_pair(
             folder's family; every reason is listed.
         ValueError: a path is not a checkpoint.
     """
-    own, original = open_folder(folder), snapshot_folder(source)
+    own, original = open_folder(folder), snapshot_folder(Path(str(options.source)))
     findings = [*own.findings]
     if own.quantised is not None:
         findings += _scales(original, own.path)
-    if is_huggingface(original):
+    if is_huggingface(original) and original not in map(Path, options.lora):
         findings += _uncompared(original, index_huggingface(original)[0], _ADAPTERS)
     own = dataclasses.replace(own, findings=tuple(findings))
     are_both_huggingface = is_huggingface(original) and not own.is_shards
     if own.mapping is not None:
         try:
-            return _planned(source, own, given, scratch_dir)
+            return _planned(own, options, given, scratch_dir)
         except CheckpointMismatchError:
             if not are_both_huggingface:
                 raise
@@ -295,22 +297,20 @@ def open_pair(
             f"{folder} is a model of no known family ({own.reader.config.get('model_type')}), "
             "which is compared with Hugging Face folders of the same names alone"
         )
-    return _by_name(source, own)
+    return _by_name(own, options, scratch_dir)
 
 
 def _planned(
-    source: Path, folder: Folder, given: Sequence[tuple[str, str]], scratch_dir: Path
+    folder: Folder, options: CertifySection, given: Sequence[tuple[str, str]], scratch_dir: Path
 ) -> Pair:
     assert folder.mapping is not None
-    request = ConversionRequest(
-        checkpoint_path=source,
+    request = source_request(
+        options,
+        (*_stated_tokens(Path(str(options.source)), folder), *given),
         output_dir=scratch_dir,
         tp_size=folder.facts.tp_size,
         weight_data_type=folder.data_type if folder.data_type != "fp64" else "fp32",
-        allow=("*",),  # the conversion has logged what it left out
-        allow_setting=("*",),
         model_type=folder.mapping.family.name,
-        given=(*_stated_tokens(source, folder), *given),
         output_format="huggingface",
         names={**OPTION_NAMES, "model_type": f"the family of {folder.path}"},
     )
@@ -400,8 +400,9 @@ def _untied(plan: ConversionPlan) -> Iterator[Remark]:
                 yield Remark(DIFFERS, "ties", key, f"{detail}them a library takes is its choice")
 
 
-def _by_name(source: Path, folder: Folder) -> Pair:
-    reader = with_plain_weights(open_checkpoint(source), lambda _: True)
+def _by_name(folder: Folder, options: CertifySection, scratch_dir: Path) -> Pair:
+    reader = with_plain_weights(open_checkpoint(Path(str(options.source))), lambda _: True)
+    reader = with_adapters(reader, [*map(Path, options.lora)], scratch_dir, lambda _: True)
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
     tied = all(side.config.get(TIE) is True for side in (folder.reader, reader))
     tied = tied and any(key.endswith(TIED_TABLES) for key in folder.reader.tensors)

@@ -31,6 +31,7 @@ _ANSWERS = ("response_ids", "responses")
 _LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "generation_logprobs",
               "rollout_log_probs")  # fmt: skip
 _MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask")
+_LENGTHS = ("response_length", "response_lengths")  # of an answer
 _PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
 _ROWS = ("samples", "rollout_data")  # of a .pt file
 _SAME = 1e-6
@@ -39,10 +40,10 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """Tokens, and the natural log probability of each after those before it; NaN: not known."""
+    """Tokens, and the natural log probability of each after those before it; None: not known."""
 
     ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    log_probs: tuple[float | None, ...]
 
 
 def compare_endpoint(source: Source, options: CertifySection, types: Iterable[str]) -> Part:
@@ -81,15 +82,17 @@ def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: Certi
         (number, place)
         for number, row in enumerate(rows)
         for place in range(1, len(row.ids))
-        if not math.isnan(row.log_probs[place])
+        if row.log_probs[place] is not None
     ]
     if not places:
         return not_computed(name, "no token has a log probability")
     table = []
+    numbers = [*dict.fromkeys(number for number, _ in places)]
     try:
         model = str(listed_model(client, options.model)["id"])
         for size in options.batch_sizes:
-            found = _asked(client, model, rows, size)
+            answers = _asked(client, model, [rows[number] for number in numbers], size)
+            found = dict(zip(numbers, answers, strict=True))
             table.append({"batch_size": size, **_difference(rows, found, places, tolerance)})
     except EvaluationError as error:
         return not_computed(name, str(error), url)
@@ -105,7 +108,9 @@ def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: Certi
     )
     largest = max(row["largest"] for row in table)
     sizes = ", ".join(map(str, options.batch_sizes))
-    tokens_of = f"{len(places)} tokens of {len(rows)} rows"
+    tokens_of = f"{len(places)} tokens of {len(numbers)} rows"
+    if without := len(rows) - len(numbers):
+        tokens_of += f" ({without} more have none)"
     compared = f"{tokens_of}, {of} and {url} ({model}), batch sizes {sizes}"
     bound = f"log probabilities within {largest:.2g} (mean {table[0]['mean']:.2g})"
     return Part(name, compared, findings, (bound,) if largest > _SAME else (), table)
@@ -144,15 +149,13 @@ def _asked(
 
 def _difference(
     rows: Sequence[ScoredRow],
-    found: Sequence[Sequence[float]],
+    found: Mapping[int, Sequence[float]],
     places: Sequence[tuple[int, int]],
     tolerance: float,
 ) -> dict[str, Any]:
     """Return the distribution of the differences, and the first token beyond the tolerance."""
-    wanted, served = (
-        np.array([each[number][place] for number, place in places])
-        for each in ([row.log_probs for row in rows], found)
-    )
+    wanted = np.array([rows[number].log_probs[place] for number, place in places], np.float64)
+    served = np.array([found[number][place] for number, place in places])
     errors = np.abs(served - wanted)
     bad = np.flatnonzero(~(errors <= tolerance))
     first = None
@@ -177,7 +180,7 @@ def _difference(
 def _scored(ids: tuple[int, ...], logits: torch.Tensor) -> ScoredRow:
     """Return a row with the log probabilities of logits (N, V)."""
     chosen = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return ScoredRow(ids, (math.nan, *chosen.tolist()))
+    return ScoredRow(ids, (None, *chosen.tolist()))
 
 
 def read_training_rows(path: Path) -> list[ScoredRow]:
@@ -236,16 +239,23 @@ def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
     )
     if ids is None and answer is not None:
         ids = [*(() if prompt is None else prompt), *answer]
-    if ids is None or log_probs is None:
+    if ids is None or row.keys().isdisjoint(_LOG_PROBS):
         wanted = f"{', '.join(_TOKENS)} with one of {', '.join(_LOG_PROBS)}"
         raise ValueError(f"{where} has {', '.join(row)}; expected one of {wanted}")
+    answer_len = next((int(row[name]) for name in _LENGTHS if row.get(name) is not None), None)
+    count = answer_len if log_probs is None else len(log_probs)
+    if answer_len is not None and count not in (answer_len, len(ids)):
+        raise ValueError(
+            f"{where} has {count} log probabilities of {answer_len} tokens of an answer: a part of "
+            "a row, as of a rank of context parallelism, is not compared"
+        )
     known, used, real = (
-        _of_last(() if each is None else each, len(ids), filler)
-        for each, filler in ((log_probs, math.nan), (mask, True), (padding, True))
+        _of_last(() if each is None else each, len(ids), filler, where)
+        for each, filler in ((log_probs, None), (mask, True), (padding, True))
     )
     length = int(row.get("input_lengths", len(ids)))  # NeMo-RL pads its rows behind them
     tokens = [
-        (int(token), float(value) if use else math.nan)
+        (int(token), float(value) if use and value is not None else None)
         for token, value, use, is_real in itertools.islice(
             zip(ids, known, used, real, strict=True), length
         )
@@ -254,7 +264,12 @@ def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
     return ScoredRow(tuple(token for token, _ in tokens), tuple(value for _, value in tokens))
 
 
-def _of_last(values: Iterable[Any], count: int, filler: Any) -> list[Any]:
-    """Return a value for each of `count` tokens; fewer values are those of the last ones."""
-    known = [*values][:count]
-    return [filler] * (count - len(known)) + known
+def _of_last(values: Sequence[Any], count: int, filler: Any, where: str) -> list[Any]:
+    """Return a value for each of `count` tokens; fewer values are those of the last ones.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if len(values) > count:
+        raise ValueError(f"{where} has {count} tokens, and {len(values)} values of them")
+    return [filler] * (count - len(values)) + [*values]

@@ -14,6 +14,7 @@ import numpy as np
 
 from export_scripts.checkpoints.base import FLOATING_TYPES, Piece
 from export_scripts.checkpoints.huggingface import TIED_TABLES
+from export_scripts.conversion.lora import Sum
 from export_scripts.conversion.sharding import file_chunks
 from export_scripts.conversion.tensor_plan import WrittenTensor, rank_window, whole_window
 from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, taken
@@ -39,6 +40,7 @@ _STATES: Mapping[str, tuple[Status, str]] = {
     "rounded": (UP_TO, "rounding to {}"),
     "one step": (UP_TO, "one unit in the last place of {}"),
     "dequantised": (UP_TO, "the rounding of quantised weights"),
+    "merged": (UP_TO, "the rounding of merged adapters"),
     "padded": (UP_TO, "padding rows of zeros"),
     "cut": (UP_TO, "padding rows left out"),
     **dict.fromkeys(("changed", "missing", "extra"), (DIFFERS, "")),
@@ -73,11 +75,12 @@ class _Rounding:
     """Errors that the stored type explains: the sum of three bounds.
 
     Attributes:
-        method: of the quantisation, for people; empty for plain values.
+        method: of the quantisation or of the merge, for people; empty for plain values.
         relative: share of the value.
         least: absolute.
         of_largest: share of the largest value of its row (`by_row`) or of those near it.
         is_calibrated: whether errors move from one value to another.
+        state: of a tensor with such errors.
     """
 
     method: str = ""
@@ -86,6 +89,7 @@ class _Rounding:
     of_largest: float = 0.0
     by_row: bool = False
     is_calibrated: bool = False
+    state: str = "dequantised"
 
     def explains(self, source: Array, value: Array, error: Array, width: int) -> Array:
         """Return which of some flat values are near enough to the source's."""
@@ -189,9 +193,14 @@ class _Unit:
         if settings is not None and len(self.stored.stored) > 1:
             method = str(settings.get("format") or settings.get("quant_method"))
             return _quantised(stored_type(self.stored), method)
+        step = _STEPS[self.stored.dtype]
+        if any(isinstance(getattr(each, "compute", None), Sum) for each in self.sources):
+            # Some programs round the update, and then the sum.
+            size = max(_SUMS, step.relative / 2)
+            return replace(step, method="a merged adapter", of_largest=size, state="merged")
         if any(isinstance(each.source, (Adjusted, Compute)) for each in self.written.items):
-            return replace(_STEPS[self.stored.dtype], of_largest=_SUMS)
-        return None if types == {self.stored.dtype} else _STEPS[self.stored.dtype]
+            return replace(step, of_largest=_SUMS)
+        return None if types == {self.stored.dtype} else step
 
 
 def _quantised(kind: str, method: str) -> _Rounding:
@@ -284,7 +293,9 @@ class _Differences:
             return "changed", f"more than the rounding of {method} explains" if method else ""
         if not self.count:
             return ("rounded" if self.error else "equal"), ""
-        return ("dequantised", f"within the rounding of {method}") if method else ("one step", "")
+        if not method:
+            return "one step", ""
+        return self.rounding.state, f"within the rounding of {method}"
 
     def places(self, tokens: int | None) -> Iterator[str]:
         """Yield where the tensor differs, and by how much."""

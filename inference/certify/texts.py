@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenizers
+
 from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATES_FOLDER
@@ -86,6 +88,17 @@ def _load(folder: Path) -> _Encoder:
     )
 
 
+def _load_alone(folder: Path) -> _Encoder:
+    """Load tokenizer.json as it is; what libraries add to it is left out."""
+    own = tokenizers.Tokenizer.from_file(str(folder / _WHOLE))
+    return _Encoder(
+        f"tokenizers {tokenizers.__version__}",
+        lambda text, special: own.encode(text, add_special_tokens=special).ids,
+        lambda ids, special: own.decode(ids, skip_special_tokens=not special),
+        own.get_vocab_size(),
+    )
+
+
 def _load_by_transformers(folder: Path) -> _Encoder:
     transformers = import_transformers()
     try:
@@ -144,7 +157,11 @@ def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
         lost = Remark(DIFFERS, "missing", "folder", str(error))
         return Part(_TOKENIZER, "", (lost,)), mine.tokens
     probes = (*PROBES, *_around_added_tokens(source))
-    findings = [*_differences(mine, theirs, probes), *_wordings(source, folder)]
+    findings = [*_differences(mine, theirs, probes)]
+    if not findings and all((each / _WHOLE).is_file() for each in (source, folder)):
+        # transformers passes over some of its settings, such as the length at which texts are cut.
+        findings += _differences(_load_alone(source), _load_alone(folder), probes)
+    findings += _wordings(source, folder)
     up_to = [each.where for each in findings if each.status == UP_TO]
     return Part(
         _TOKENIZER,

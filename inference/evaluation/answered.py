@@ -32,7 +32,7 @@ _NEARLY = 1e-3  # as far as the load moves a log probability
 # Options that no answer depends on; the address of the pipeline's own server is new each time.
 _NOT_ASKED = (
     "name", "time_limit", "ca", "token_file", "output_dir", "concurrency", "request_timeout_s",
-    "retry_s", "reference", "gate", "advisory", "baseline", "baseline_path",
+    "retry_s", "gate", "advisory", "baseline", "baseline_path",
     "cpus_per_task", "mem_gb", "latency", "harness", "tasks", "url",
     "openai_url", "left_out",
 )  # fmt: skip

@@ -5,7 +5,7 @@ all hold; anything else means that the evaluation itself could not be done.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,9 @@ from typing import Any
 from inference.evaluation.bounds import CHANGE, PairedBound, sentences_of
 from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.paired_tests import (
-    ASSUMED_CHANGE,
-    MOST_LOST,
-    MOST_NATS_LOST,
-    POWER,
     Pairs,
     check_drop,
     holm,
-    samples_to_hold,
     smallest_drop,
     unseen_share,
 )
@@ -301,44 +296,3 @@ def _decided(verdict: Verdict, adjusted: Iterator[float]) -> Verdict:
     if verdict.status != INSUFFICIENT:
         verdict = replace(verdict, needed=None, unseen=None)
     return verdict
-
-
-def detectable(baseline: Mapping[str, Metric], bounds: Bounds) -> list[str]:
-    """Return, for each tested sentence, the smallest drop that 80 % of runs would catch.
-
-    As long as there is no run, healthy ones are assumed to change 2 % of the answers. Where even a
-    run without any change could not hold, the line says how many samples could.
-    """
-    tested = [
-        (name, bound)
-        for name, each in bounds.items()
-        for bound in sentences_of(each)
-        if bound.word != CHANGE
-    ]
-    return [_forecast(baseline[name], bound, tested=len(tested)) for name, bound in tested]
-
-
-def _forecast(metric: Metric, bound: PairedBound, *, tested: int) -> str:
-    margin, level = bound.margin(metric), 1 - bound.confidence
-    # A mean's standard error gives the deviation of one sample; a perplexity's is relative.
-    one = 1.0 if metric.is_share else metric.stderr * math.sqrt(metric.count)
-    one /= metric.value if metric.scale == "exp" else 1.0
-    smallest = smallest_drop(
-        metric.count,
-        math.sqrt(ASSUMED_CHANGE) * one,
-        margin,
-        alpha=level / tested,
-        binary=metric.is_share,
-    )
-    caught = "no drop" if smallest is None else amount_text(smallest, metric.unit)
-    needed = samples_to_hold(
-        margin, MOST_LOST if metric.unit == "fraction" else MOST_NATS_LOST, alpha=level
-    )
-    line = (
-        f"{metric.name}: {bound.text}{', advisory' * bound.is_advisory}: {100 * POWER:.0f} % of "
-        f"runs over {metric.count:,} samples catch {caught}, if {100 * ASSUMED_CHANGE:.0f} % of "
-        "the answers change without a cause"
-    )
-    if metric.count < needed < math.inf and not metric.is_share:
-        line += f"; {needed:,.0f} samples without a change would hold it"
-    return line

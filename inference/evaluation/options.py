@@ -44,18 +44,7 @@ class PromptOptions:
     from_model: bool = option(
         "use the table of the task's name, or of task_id, that config.ini lists", True
     )
-    length: int = option(
-        "virtual tokens ahead of every prompt; 0: as many as the table has",
-        0,
-        within=(0, TOKENS),
-    )
-    start_id: int = option(
-        "id of the first; 0: prompt_learning_start_id of config.ini", 0, within=(0, INT32)
-    )
-    task_id: int | None = option("prompt table that the server has loaded", None, within=(0, INT32))
-    table_path: str | None = option(
-        "prompt table to send with every request, little-endian fp32", None, path=True
-    )
+    task_id: int | None = option("number of the table", None, within=(0, INT32))
     append_ids: list[Annotated[int, Within(0, INT32)]] = option("token ids after every prompt", [])
 
 
@@ -222,9 +211,6 @@ class EvaluateSection:
         "loses; 0: never",
         120.0,
         within=(0, SECONDS),
-    )
-    reference: str | None = option(
-        "what the report compares with: a past report.json, or a baseline", None, path=True
     )
     gate: dict[str, Any] = option(
         "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     Counts = int | npt.NDArray[np.int64]
 
 POWER = 0.8  # share of runs in which the smallest detectable drop is caught
-# Assumed of two healthy runs before the second was made: this share of answers differs, and
-# other scores correlate with 1 minus half of it.
-ASSUMED_CHANGE = 0.02
 # The most that one sample can lose: of a score between 0 and 1, all; of a log probability, nats for
 # each token of an average sample. A token that is guessed among 22,000 costs 10.
 MOST_LOST, MOST_NATS_LOST = 1.0, 10.0
@@ -134,13 +131,6 @@ def check_drop(pairs: Pairs, margin: float, *, confidence: float, bounded: bool 
     if margin < test.drop:
         needed = _by_error(test, margin, alpha)
     return replace(test, needed=max(test.count + 1, math.ceil(needed)) if needed < 1e9 else None)
-
-
-def samples_to_hold(margin: float, most: float, *, alpha: float) -> float:
-    """Return how many samples without any change hold a margin, one of which loses `most`."""
-    if margin <= 0:
-        return math.inf
-    return math.log(alpha * _STAKES[0]) / math.log1p(-margin / most) if margin < most else 1.0
 
 
 def unseen_share(count: int, *, alpha: float) -> float:

@@ -119,7 +119,7 @@ class RequestStatistics:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric against a reference.
+    """One metric against another run's, the reference.
 
     Attributes:
         difference: value minus reference over the samples of both, in the metric's unit.
@@ -142,20 +142,12 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class ReferenceComparison:
-    """A task's metrics against a reference; `source` says whose figures those are."""
-
-    source: str
-    metrics: tuple[Comparison, ...]
-
-
-@dataclass(frozen=True)
 class TaskReport:
     """The results of one task.
 
     Attributes:
         through: by which models and protocol it asked.
-        note: what a reader must know about the figures, such as a reference that does not fit.
+        note: what a reader must know about the figures.
     """
 
     name: str
@@ -166,13 +158,6 @@ class TaskReport:
     requests: RequestStatistics
     through: str = ""
     note: str = ""
-    reference: ReferenceComparison | None = None
-
-    @property
-    def comparisons(self) -> dict[str, Comparison]:
-        """The comparison with the reference of each metric that has one."""
-        found = () if self.reference is None else self.reference.metrics
-        return {each.metric: each for each in found}
 
 
 @dataclass(frozen=True)

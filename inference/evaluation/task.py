@@ -7,7 +7,6 @@ sees a metric. Standard library only, so that options can be checked on a login 
 import abc
 import hashlib
 import json
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -77,8 +76,7 @@ class Prediction:
     Attributes:
         id: of the sample's content, by which runs are compared.
         values: per-sample quantities by name.
-        reference: the reference's values of the same names, where there are any.
-        baseline: the baseline's, of those that the gate compares.
+        baseline: the baseline's values of the same names, where there are any.
         seconds: time the sample's requests took together.
         group: the part of the data set that the sample belongs to.
     """
@@ -90,7 +88,6 @@ class Prediction:
     answer: str
     values: Values
     seconds: float
-    reference: Values = field(default_factory=dict)
     baseline: Values = field(default_factory=dict)
     id: str = ""
     group: str = ""
@@ -136,14 +133,6 @@ class Metric:
     scale: str = ""
     weight: str = ""
     group: str = ""
-
-    @property
-    def is_share(self) -> bool:
-        """Return whether it is a share of samples, each of which scores 0 or 1."""
-        variance = self.value * (1 - self.value) * self.count / max(1, self.count - 1)
-        return self.unit == "fraction" and math.isclose(
-            self.stderr**2 * self.count, variance, rel_tol=1e-6, abs_tol=1e-12
-        )
 
 
 @dataclass(frozen=True)
@@ -268,20 +257,11 @@ class TextGenerator(Protocol):
         """Return the text of generated tokens, up to the end token."""
         return self.decode(ids)
 
-    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
-        """Return the text of `output_len` greedy tokens after `prompt`, without the prompt.
-
-        `words` of an ensemble are CSV records: `stop`, at which it ends, and `bad`, which it lacks.
-        """
-        if words:
-            raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
+    def complete_text(self, prompt: str, *, output_len: int) -> Completion:
+        """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
         ids = self.encode(prompt)
         answer = self.complete_ids(ids, output_len=output_len)
         return Completion(added_text(self.decode, ids, answer), len(answer))
-
-    def complete_in_steps(self, prompt: str, *, output_len: int) -> tuple[TokenIds, Completion]:
-        """Return the tokens and the text after `prompt`, made without the ensemble."""
-        raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
 
     def complete_ids(
         self, input_ids: Ids, *, output_len: int, tensors: RequestTensors | None = None
@@ -337,14 +317,12 @@ class Task(abc.ABC):
         metric_names: the metrics that the options ask for, without those of groups.
         version: grows whenever the same answers would give another figure.
         grouped: whether there is one more metric for each group of the data.
-        only_served: whether it asks for what the source's library cannot do; it has no reference.
     """
 
     name: str
     metric_names: tuple[str, ...]
     version = 1
     grouped = False
-    only_served = False
 
     @property
     def reused(self) -> int:

@@ -15,6 +15,10 @@ from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS,
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
+_COMPARED = (
+    "stages=[certify] compares with the source; evaluate.baseline=compare with the report or the "
+    "baseline that evaluate.baseline_path names"
+)
 # Keys of earlier versions, and what to use instead; CHANGELOG.md says since when.
 _REMOVED = {
     "cluster.container_workdir": "add '--container-workdir=PATH' to the list cluster.srun_args",
@@ -23,14 +27,16 @@ _REMOVED = {
     "deploy.client_shared_memory": "no server shares memory with clients",
     "deploy.endpoint_url": "write deploy.repository=s3://http://host:port/bucket/prefix",
     "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",
+    "export.accuracy.reference": _COMPARED,
     "export.model.sizes.*": "a dry run for a cluster does without the checkpoint",
-    "evaluate.*.reference_path": "evaluate.reference names a report or a baseline, for every task",
+    "evaluate.*.reference_path": _COMPARED,
     "evaluate.*.sha256": "get the file first; the message about a missing one has the command",
     "evaluate.*.url": "get the file first; the message about a missing one has the command",
     "evaluate.identity.*": "certify.serve=true with certify.protocol=grpc asks the server, as "
     "certify.samples, batch_sizes, input_len, min_input_len, output_len and tolerance say",
     "evaluate.history_dir": "python -m inference.compare takes the paths of two reports",
-    "evaluate.reference_data_type": "evaluate.reference names a report of the source",
+    "evaluate.reference": _COMPARED,
+    "evaluate.reference_data_type": _COMPARED,
     "evaluate.trackers": "metrics.json and report.json hold what was sent",
     "runs": "python -m inference.compare takes the paths of reports",
 }

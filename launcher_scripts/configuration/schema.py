@@ -200,7 +200,6 @@ class AccuracySection:
 
     enabled: bool = option("run evaluate after export", False)
     test_data: str | None = option("passages to evaluate with, JSON Lines", None, path=True)
-    reference: str | None = option("report or baseline to compare with", None, path=True)
 
 
 @dataclass

@@ -20,7 +20,6 @@ import sacrebleu
 from inference.evaluation.options import (
     EvaluationOptions,
     LatencyOptions,
-    PromptOptions,
     TextTaskOptions,
 )
 from inference.evaluation.record import Report, RunFacts, read_predictions
@@ -33,8 +32,6 @@ from tests.integration.text_models import (
     PAIRS,
     PREFIX,
     TABLE_NAME,
-    VIRTUAL,
-    VOCABULARY,
     Source,
     add_model,
     gpt_source,
@@ -145,32 +142,17 @@ BOOLQ_PROMPTS = [row["passage"] + row["question"] for row in BOOLQ]
 BOOLQ_ANSWERS = [row["answer"] for row in BOOLQ]
 
 
-def prompt_options(server: ModelServer, model: str, *, sends_table: bool) -> PromptOptions:
-    (table,) = (Path(server.model_repository) / model / "1").glob(f"*-gpu/{TABLE_NAME}")
-    return PromptOptions(
-        length=VIRTUAL,
-        start_id=len(VOCABULARY),
-        task_id=None if sends_table else 0,
-        table_path=str(table) if sends_table else None,
-    )
-
-
-@pytest.mark.parametrize("sends_table", [False, True])
 @pytest.mark.parametrize("served", ["t5", "gpt"])
 def test_boolq_of_a_tuned_model_equals_the_library_s(
-    served: str,
-    sends_table: bool,
-    server: ModelServer,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    served: str, server: ModelServer, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """By the id of a table that the server has loaded, and with the table in each request."""
     source: Source = request.getfixturevalue(served)
     model = "fastertransformer" if served == "t5" else "gpt"
-    prompt = prompt_options(server, model, sends_table=sends_table)
+    (table,) = (Path(server.model_repository) / model / "1").glob(f"*-gpu/{TABLE_NAME}")
     asked = ask(
         replace(
-            options(tmp_path, server, "boolq", BOOLQ, output_len=1, prompt=prompt),
+            options(tmp_path, server, "boolq", BOOLQ, output_len=1),
+            weights_dir=table.parent,
             model_name=model,
             ensemble_name="ensemble" if served == "t5" else None,
             tokenizer_dir=None if served == "t5" else source.folder,
@@ -238,12 +220,3 @@ def test_the_latency_of_an_encoder_decoder_is_measured(server: ModelServer, tmp_
     assert not point.streamed
     assert point.requests == 2
     assert 0 < point.generated <= 2 * 2 * 3
-
-
-def test_the_ensemble_passes_its_smoke_test(server: ModelServer, tmp_path: Path) -> None:
-    asked = ask(replace(options(tmp_path, server, "translation", ()), tasks=["end_to_end"]))
-    assert asked.values == {
-        "end_to_end_agreement": 1.0,
-        "end_to_end_stop_words": 1.0,
-        "end_to_end_bad_words": 1.0,
-    }

@@ -34,15 +34,13 @@ def test_rows_outlive_a_killed_command_and_are_judged_by_the_next(
     until((page / "int8" / "evaluate" / "job.json").exists, "the rows in the queue")
     command.kill()
     command.communicate()
-    for _ in range(2):  # the rest of the jobs, and the verdict
-        until(lambda: not slurm_cluster.run("squeue", "-h"), "the end of the rows", limit_s=300)
-        if not (page / "upgrade.json").exists():
-            again = start(*words)
-            text = finish(again)
+    again = start(*words, "wait=true")
+    text = finish(again, timeout_s=300)
+    assert "goes on; this command waits for its end" in text
+    assert not slurm_cluster.run("squeue", "-h")
     verdict = json.loads((page / "upgrade.json").read_text())
     assert verdict["exit_status"] == again.returncode in (0, 3, 5), text
     assert [*verdict["runs"]] == ["int8"]
-    assert "submitted" not in text
     files = [page / row / "results" / "evaluate" / "predictions.jsonl" for row in ("now", "int8")]
     now, other = ([json.loads(line)["index"] for line in f.read_text().splitlines()] for f in files)
     assert (now, len({*now})) == (other, _SAMPLES)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from export_scripts.conversion.convert import ConversionRequest, convert
@@ -313,6 +315,7 @@ def in_fp16(copy: Copy) -> None:
 
 UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 # name -> model, fault, part, the place that is named, what is said of it
@@ -476,6 +479,18 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a padding token": (
         "llama", setting("tokenizer_config.json", pad_token="<|endoftext|>"),
         "tokenizer", "pad_token", "None in the source",
+    ),
+    "a length at which texts are cut": (
+        "llama",
+        tokenizer(truncation={
+            "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0,
+        }),
+        "tokenizer", "I\u0307", "ids",
+    ),
+    "a template of few turns": (
+        "llama",
+        template(TEMPLATE.replace("in messages %}", "in messages[-6:] %}")),
+        "chats", "many turns", "Question 16",
     ),
     "tools": ("llama", template(TEMPLATE + "{{ tools }}"), "chats", "tools", "weather"),
     "results of tools left out": (
@@ -728,6 +743,33 @@ def test_an_adapter_that_libraries_add_to_the_source_is_not_passed_over(
     save_file({"lora_A.weight": torch.ones(2, 2)}, copy.path / "adapter_model.safetensors")
     (found,) = part(made(copy.path, sources("llama")), "tensors").of("not computed")
     assert found.where == "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_was_merged_is_certified_with_its_source(
+    dtype: torch.dtype, sources: Sources, tmp_path: Path
+) -> None:
+    source, adapter, folder = sources("llama"), tmp_path / "adapter", tmp_path / "folder"
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(adapter)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    whole: Any = peft.PeftModel.from_pretrained(plain, adapter).merge_and_unload()
+    whole.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, folder)
+    assert made(source, folder).status == "differs"
+    found = made(source, folder, layers=True, lora=[str(adapter)])
+    assert found.status == ("equal" if dtype == torch.float32 else "equal up to"), found.verdict
+    assert "PEFT" in part(found, "layers").compared
+    copy = Copy(folder)
+    copy.tensors[QUERY] = load_file(source / "model.safetensors")[QUERY].to(dtype)
+    copy.save()
+    found = made(source, folder, lora=[str(adapter)])
+    (remark,) = part(found, "tensors").of("differs")
+    assert (remark.where, remark.kind) == (QUERY, "changed")
+    assert "a merged adapter" in remark.detail
 
 
 def test_a_token_that_one_release_states_is_a_bound(copy: Copy, sources: Sources) -> None:

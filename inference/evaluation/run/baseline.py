@@ -1,7 +1,4 @@
-"""Stored figures: the metrics and scores of a run that others are compared with.
-
-As a baseline, later runs must not fall behind them; as a reference, the report shows them.
-"""
+"""A baseline: the metrics and scores of a run that later ones must not fall behind."""
 
 import json
 import math
@@ -58,25 +55,6 @@ class Baseline:
     def source(self) -> str:
         """The run that its figures come from, in words; empty where there is none."""
         return f"run {self.run_id} of {self.started_at}" if self.started_at else self.run_id
-
-    def mismatch(self, task: str, version: int, samples: Sequence[Sample]) -> str:
-        """Return why it says nothing of any of these samples; empty where it does."""
-        stored = self.scores.get(task)
-        if stored is None:
-            reason = f"it has no scores of {task}"
-        elif stored.version != version:
-            reason = f"it was scored by version {stored.version} of {task}, this run by {version}"
-        elif stored.rows.keys().isdisjoint(sample_ids(samples)):
-            reason = "it was measured on other samples"
-        else:
-            return ""
-        return f"Not compared with the reference ({self.source}): {reason}."
-
-    def figures(self, task: str, dataset: Dataset) -> dict[str, float]:
-        """Return the values of its metrics where they are of the same choice of samples."""
-        if self.samples.get(task) != _samples(dataset):
-            return {}
-        return {name: metric.value for name, metric in self.metrics.items()}
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
         """Raise ValueError if it was measured on other samples, or scored by other rules."""

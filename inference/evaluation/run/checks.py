@@ -8,7 +8,6 @@ from typing import Any
 
 from foundations.suggest import did_you_mean
 from inference.evaluation.bounds import check_bounds, parse_bounds
-from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     Bounds,
     EvaluationOptions,
@@ -18,6 +17,12 @@ from inference.evaluation.run.baseline import read_baseline
 from inference.evaluation.tasks import TASKS, known_tasks, make_task
 from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
+
+# Tasks of earlier versions, and what to use instead.
+_REMOVED = {
+    "identity": "stages=[certify] certify.serve=true certify.protocol=grpc asks the server",
+    "end_to_end": "lambada asks the ensemble, and NVIDIA's end_to_end_test runs against any server",
+}
 
 
 def check_gate(gate: Mapping[str, Any], options: EvaluationOptions) -> list[str]:
@@ -41,13 +46,13 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
         f"tasks: {', '.join(sorted(TASKS))}, and {PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
-        if make_task(name, options) is None and name != "identity"
+        if make_task(name, options) is None and name not in _REMOVED
     ]
-    if "identity" in options.tasks:
-        problems.append(
-            "evaluate.tasks names identity, which the certificate replaced: leave it out, and run "
-            "stages=[certify] with certify.serve=true and certify.protocol=grpc."
-        )
+    problems += [
+        f"evaluate.tasks names {name}, which is no task any more: leave it out; {instead}."
+        for name, instead in _REMOVED.items()
+        if name in options.tasks
+    ]
     if not (options.tasks or options.latency.enabled):
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
@@ -63,12 +68,11 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     bounds, _ = parse_bounds(options.gate)
     problems += check_gate(options.gate, options)
     problems += _check_baseline(options, bounds)
-    problems += _check_reference(options)
-    is_compared = options.reference is not None or any(each.is_relative for each in bounds.values())
+    is_compared = any(each.is_relative for each in bounds.values())
     if is_compared and find_spec("scipy") is None:
         problems.append(
-            "comparing with a reference or a baseline needs the package scipy: pip install scipy, "
-            "or set evaluate.reference=null, and evaluate.gate without sentences."
+            "comparing with a baseline needs the package scipy: pip install scipy, or leave "
+            "sentences out of evaluate.gate."
         )
     return problems
 
@@ -105,15 +109,6 @@ def _shape_problem(text: str) -> str:
     return ""
 
 
-def _check_reference(options: EvaluationOptions) -> list[str]:
-    if options.reference is None or Path(options.reference).is_file():
-        return []
-    return [
-        f"evaluate.reference={options.reference} is not a file; use null, or the path of a past "
-        "report.json or of a baseline."
-    ]
-
-
 def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:
     if options.baseline == "none":
         return [
@@ -148,11 +143,3 @@ def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:
 def unreachable_data(options: EvaluationOptions) -> list[str]:
     """Return a problem for each data set that is missing."""
     return [problem for task in known_tasks(options) if (problem := task.data_problem())]
-
-
-def detectable_drops(options: EvaluationOptions) -> list[str]:
-    """Return what the gate of correct options could see: a line for each paired bound."""
-    if options.baseline != "compare" or options.baseline_path is None:
-        return []
-    bounds, _ = parse_bounds(options.gate)
-    return detectable(read_baseline(Path(options.baseline_path)).metrics, bounds)

@@ -155,8 +155,7 @@ def _latency(
 
 
 def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> TaskRun:
-    """Return a run with the way it was asked, and its reference and baseline next to its own."""
-    reference = run.prepared.reference
+    """Return a run with the way it was asked, and the baseline's values next to its own."""
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
     through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
@@ -168,17 +167,9 @@ def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> 
     report = replace(
         run.report,
         through=through,
-        note="; ".join(filter(None, (run.prepared.note, *options.left_out, run.report.note))),
-        reference=None if reference is None else run.against(reference),
+        note="; ".join(filter(None, (*options.left_out, run.report.note))),
     )
-    predictions = tuple(
-        replace(
-            each,
-            reference={} if reference is None else reference.values(each),
-            baseline=baseline.values(each),
-        )
-        for each in run.predictions
-    )
+    predictions = tuple(replace(each, baseline=baseline.values(each)) for each in run.predictions)
     return replace(run, report=report, predictions=predictions)
 
 

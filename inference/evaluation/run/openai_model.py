@@ -143,9 +143,8 @@ class OpenAIModel(TextGenerator):
         """Return the text of token ids."""
         return self.tokenizer.decode(ids)
 
-    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
+    def complete_text(self, prompt: str, *, output_len: int) -> Completion:
         """Return the greedy continuation as text."""
-        assert not words, "checked by what tasks need"
         ids = self.encode(prompt)
         answer = self.client.complete(self.body(self._prompt(ids, prompt), output_len))
         counted = usage_count(answer, "prompt_tokens")

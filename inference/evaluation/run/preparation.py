@@ -1,4 +1,4 @@
-"""Before the first request: abilities of the server, data, references and the baseline."""
+"""Before the first request: abilities of the server, data and the baseline."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -48,28 +48,16 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task with its data and the figures to compare with.
-
-    Attributes:
-        note: why a reference that was named is not compared with.
-    """
+    """A task with its data."""
 
     task: Task
     dataset: Dataset
     samples: Sequence[Sample]
-    reference: Baseline | None
-    note: str = ""
 
 
 def prepare_task(task: Task) -> Prepared:
-    """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
-    dataset, samples = task.prepare()
-    path, note = task.options.reference, ""
-    reference = None if path is None or task.only_served else read_baseline(Path(path))
-    if reference is not None and (note := reference.mismatch(task.name, task.version, samples)):
-        logger.warning(note)
-        reference = None
-    return Prepared(task, dataset, samples, reference, note)
+    """Read the data of a task. Raises ValueError if it cannot be used."""
+    return Prepared(task, *task.prepare())
 
 
 def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list[str]:

@@ -31,7 +31,6 @@ from inference.evaluation.task import (
     Tally,
     TextGenerator,
     TokenIds,
-    added_text,
 )
 from inference.evaluation.tasks.served_folder import read_served
 from inference.server.client import Outputs, Tensors, TritonClient
@@ -142,7 +141,7 @@ class ServedModel(TextGenerator):
         """Return the text of generated tokens, up to the end token."""
         return self.decode([*takewhile(lambda token: token not in self.end_ids, ids)])
 
-    def complete_text(self, prompt: str, *, output_len: int, **words: str) -> Completion:
+    def complete_text(self, prompt: str, *, output_len: int) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
         if self.ensemble_name is None and self.is_encoder_decoder:
             raise RequestFailedError(
@@ -150,12 +149,12 @@ class ServedModel(TextGenerator):
                 "as it was trained; export it with export.triton_deployment.ensemble=true."
             )
         if self.ensemble_name is None:
-            return super().complete_text(prompt, output_len=output_len, **words)
+            return super().complete_text(prompt, output_len=output_len)
         inputs = {
             "INPUT_0": as_tensor([prompt], "BYTES"),
             "INPUT_1": as_tensor([output_len], "UINT32"),
-            "INPUT_2": as_tensor([words.get("bad", "")], "BYTES"),
-            "INPUT_3": as_tensor([words.get("stop", "")], "BYTES"),
+            "INPUT_2": as_tensor([""], "BYTES"),  # banned words
+            "INPUT_3": as_tensor([""], "BYTES"),  # stop words
             **GREEDY,
         }
         outputs = ask(self.client, self.ensemble_name, inputs, "OUTPUT_0", "sequence_length")
@@ -166,14 +165,6 @@ class ServedModel(TextGenerator):
             text=self._answer(as_texts(outputs["OUTPUT_0"])[0][0], prompt),
             generated=length - prompt_len,
         )
-
-    def complete_in_steps(self, prompt: str, *, output_len: int) -> tuple[TokenIds, Completion]:
-        """Return tokens and text by way of preprocessing, model and postprocessing."""
-        served = ServedTokenizer(self.client)
-        input_ids = served.encode(prompt)
-        answer = self.complete_ids(input_ids, output_len=output_len)
-        before = () if self.is_encoder_decoder else input_ids
-        return answer, Completion(added_text(served.decode, before, answer), len(answer))
 
     def _answer(self, text: str, prompt: str) -> str:
         """Return `text` without the prompt, which ensembles repeat by default.
@@ -233,8 +224,6 @@ class ServedModel(TextGenerator):
         Raises:
             RequestFailedError: it does not take them all.
         """
-        if self.is_encoder_decoder:  # T5 has one kind of virtual tokens
-            tensors = {k: value for k, value in tensors.items() if k != "request_prompt_type"}
         if unknown := [name for name in tensors if name not in self._types]:
             raise RequestFailedError(f"{self.model_name} takes no input {', '.join(unknown)}.")
         return {

@@ -19,11 +19,10 @@ from typing import Any
 from inference.evaluation.answered import SAMPLES_AGAIN, Answers, answer_journal
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bounds
-from inference.evaluation.paired import compare_metric, pairs_of
+from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import check_drop
-from inference.evaluation.record import ReferenceComparison, TaskReport
+from inference.evaluation.record import TaskReport
 from inference.evaluation.retry import no_retries_after_interrupt
-from inference.evaluation.run.baseline import Baseline
 from inference.evaluation.run.preparation import Prepared
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
@@ -67,34 +66,6 @@ class TaskRun:
     predictions: tuple[Prediction, ...]
     moved: dict[str, float] = field(default_factory=dict)
 
-    def against(self, reference: Baseline) -> ReferenceComparison:
-        """Compare every metric with a reference, sample by sample where it has samples.
-
-        The reference's metrics that sample values alone give are summed up anew, by the task's own
-        rule, where it has all samples of this run; its other figures are comparable only where it
-        asked the same.
-        """
-        found = [(each, reference.values(each)) for each in self.predictions]
-        known = [
-            metric.name
-            for metric in self.report.metrics
-            if metric.scale
-            and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
-        ]
-        values = reference.figures(self.report.name, self.report.dataset)
-        if known:
-            theirs = [replace(each, values={**each.values, **row}) for each, row in found]
-            again = self.prepared.task.metrics(theirs)
-            values |= {metric.name: metric.value for metric in again if metric.name in known}
-        return ReferenceComparison(
-            source=reference.source,
-            metrics=tuple(
-                compare_metric(metric, values[metric.name], found)
-                for metric in self.report.metrics
-                if metric.name in values
-            ),
-        )
-
 
 def run_task(
     prepared: Prepared,
@@ -116,7 +87,7 @@ def run_task(
     task.start()
     timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
     answers = None
-    if is_kept and not task.only_served:
+    if is_kept and task.tally is None:
         journal = answer_journal(task, prepared.dataset, samples)
         answers = Answers(journal, ("values", "answer"), again=SAMPLES_AGAIN)
 

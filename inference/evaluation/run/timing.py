@@ -21,7 +21,6 @@ _MOST_LOG_PROB = 1e-2  # of a text, as a difference of two sums that rounding ex
 # The requests of a TextGenerator, and the tokens of an answer to each.
 _REQUESTS: Mapping[str, Callable[[Any], int]] = {
     "complete_text": lambda completion: completion.generated,
-    "complete_in_steps": lambda answer: len(answer[0]),
     "complete_ids": len,
     "complete_rows": lambda answers: sum(map(len, answers)),
     "context_log_prob": lambda _: 0,

@@ -9,14 +9,12 @@ from functools import partial
 
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Task
-from inference.evaluation.tasks.end_to_end import EndToEnd
 from inference.evaluation.tasks.harness import PREFIX, HarnessTask
 from inference.evaluation.tasks.lambada import Lambada
 from inference.evaluation.tasks.text_task import TEXT_TASKS, TextTask
 
 TASKS: dict[str, Callable[[EvaluationOptions], Task]] = {
     "lambada": Lambada,
-    "end_to_end": EndToEnd,
     **{name: partial(TextTask, kind) for name, kind in TEXT_TASKS.items()},
 }
 

@@ -78,7 +78,6 @@ class HarnessTask(Task):
     """
 
     grouped = True
-    only_served = True
 
     def __init__(self, name: str, options: EvaluationOptions) -> None:
         super().__init__(options)

@@ -1,7 +1,6 @@
 """The served folder of shards, or the checkpoint it will be made of, as an evaluation sees it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from export_scripts.families.layout.architecture import (
@@ -62,35 +61,26 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
     return shape.input_len
 
 
-def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOptions:
-    """Return the virtual tokens of a task: as given, or those of the model's table for it.
+def virtual_tokens(
+    task: str, given: PromptOptions, folder: Path | None
+) -> tuple[range, int | None]:
+    """Return the ids of a task's virtual tokens, and the number of its table in config.ini.
 
-    A table that is sent has as many as rows. The model's table is the one that `given.task_id`
-    names, or the one of the task's name.
+    It is the table that `given.task_id` names, or the one of the task's name; without one there
+    are no such tokens.
 
     Raises:
-        ValueError: The folder has no table of that id, or is not there to say how wide rows are.
+        ValueError: The folder has no table of that number.
     """
-    config = read_served(folder)
-    start_id = 0 if config is None else config.prompt_learning_start_id or 0
-    if given.table_path is not None and config is not None:
-        row_bytes = 4 * config.architecture().hidden  # fp32
-        length = given.length or Path(given.table_path).stat().st_size // row_bytes
-        return replace(given, length=length, start_id=given.start_id or start_id)
-    if given.table_path is not None and not given.length:
-        raise ValueError(
-            f"evaluate.{task}.prompt.table_path={given.table_path} needs length and start_id: "
-            "config.ini of the served folder, which has the width of its rows, is not here."
-        )
-    if given.length or not given.from_model:
-        return given
+    config = read_served(folder) if given.from_model else None
     for number, each in enumerate(config.tasks if config else ()):
         is_asked = given.task_id is None and each.task_name.lower() == task
         if is_asked or given.task_id == number:
-            return replace(given, length=each.prompt_length, start_id=start_id, task_id=number)
+            first = (config.prompt_learning_start_id if config else None) or 0
+            return range(first, first + each.prompt_length), number
     if given.task_id is not None:
         raise ValueError(
             f"evaluate.{task}.prompt.task_id={given.task_id}: {folder} lists no such prompt table; "
-            f"give evaluate.{task}.prompt.length and start_id, or task_id=null."
+            "leave it out, and evaluate.<task>.prompt.from_model=false, too."
         )
-    return given
+    return range(0), None

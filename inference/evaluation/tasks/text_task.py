@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
+from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
@@ -31,10 +31,9 @@ from inference.evaluation.task import (
     TextGenerator,
 )
 from inference.evaluation.tasks.datasets import Row, drawn_from_file, missing_files
-from inference.evaluation.tasks.served_folder import prompt_of
+from inference.evaluation.tasks.served_folder import virtual_tokens
 from inference.evaluation.tasks.text_tasks import CORPUS, FORMS, SCORES
 
-_P_TUNING = 3  # request_prompt_type of the contract
 _LETTER = r"[^\W_]"
 
 
@@ -112,15 +111,14 @@ class TextTask(Task):
         """The ability that its way of asking needs, for every metric."""
         if self.own.method == "log_likelihood":
             return dict.fromkeys(self.metric_names, LOG_PROBS)
-        if self.prompt.length or self.prompt.append_ids:
+        if self._virtual[0] or self.own.prompt.append_ids:
             return dict.fromkeys(self.metric_names, TENSORS)
         return {}
 
     def problems(self) -> list[str]:
         """Return what is wrong with the task's options, and files or packages it lacks."""
         kind, own, key = self.kind, self.own, f"evaluate.{self.name}"
-        files = ("data_path", "target_path", "prompt.table_path")
-        problems = missing_files(self.name, own, *files)
+        problems = missing_files(self.name, own, "data_path", "target_path")
         if own.data_path is None:
             problems.append(
                 f"{key}.data_path is needed for the task {self.name}. To get the data: "
@@ -144,30 +142,18 @@ class TextTask(Task):
                 f"the task {kind.name} needs the package {kind.package}: pip install "
                 f"{kind.package.replace('_', '-')}."
             )
-        return problems + self._prompt_problems()
-
-    def _prompt_problems(self) -> list[str]:
-        """Return what would be ignored of the virtual tokens, or cannot be sent."""
-        key, given = f"evaluate.{self.name}.prompt", self.own.prompt
-        if given.table_path is not None and not Path(given.table_path).is_file():
-            return []  # reported with the other files
+        if own.method == "log_likelihood" and (own.prompt.append_ids or own.prompt.task_id):
+            problems.append(f"{key}.prompt cannot be used with method=log_likelihood.")
         try:
-            prompt = self.prompt
+            _ = self._virtual
         except ValueError as error:
-            return [str(error)]
-        is_given = given.length or given.append_ids or given.table_path
-        if self.own.method == "log_likelihood" and is_given:
-            return [f"{key} cannot be used with method=log_likelihood."]
-        if prompt.length == 0 and given.start_id:
-            return [f"{key}.start_id={given.start_id} has no meaning without virtual tokens."]
-        if given.length > 0 and (given.task_id is None) == (given.table_path is None):
-            return [f"{key} needs either task_id or table_path."]
-        return []
+            problems.append(str(error))
+        return problems
 
     @cached_property
-    def prompt(self) -> PromptOptions:
-        """The virtual tokens of each request."""
-        return prompt_of(self.name, self.own.prompt, self.options.weights_dir)
+    def _virtual(self) -> tuple[range, int | None]:
+        """The ids of the virtual tokens before each prompt, and the number of their table."""
+        return virtual_tokens(self.name, self.own.prompt, self.options.weights_dir)
 
     def prepare(self) -> Drawn:
         """Read the data and make the prompts.
@@ -242,34 +228,10 @@ class TextTask(Task):
             }
             return max(scores, key=lambda answer: scores[answer])
         output_len = self.own.output_len or self.kind.output_len
-        prompt = self.prompt
-        if prompt.length == 0 and not prompt.append_ids:
+        (virtual, number), after = self._virtual, self.own.prompt.append_ids
+        if not virtual and not after:
             return model.complete_text(sample.text, output_len=output_len).text
-        virtual = range(prompt.start_id, prompt.start_id + prompt.length)
-        ids = (*virtual, *model.encode(sample.text), *prompt.append_ids)
-        tensors: dict[str, Any] = {}
-        if prompt.table_path is not None:
-            tensors = {
-                "request_prompt_embedding": read_table(Path(prompt.table_path), rows=prompt.length),
-                "request_prompt_lengths": prompt.length,
-                "request_prompt_type": _P_TUNING,
-            }
-        elif prompt.length:
-            tensors = {"prompt_learning_task_name_ids": prompt.task_id or 0}
+        ids = (*virtual, *model.encode(sample.text), *after)
+        tensors = {"prompt_learning_task_name_ids": number} if virtual else {}
         answer = model.complete_ids(ids, output_len=output_len, tensors=tensors)
         return model.decode_answer(answer)
-
-
-def read_table(path: Path, *, rows: int) -> list[list[float]]:
-    """Return a prompt table of `rows` virtual tokens, stored as little-endian fp32.
-
-    Raises:
-        ValueError: the file does not hold so many rows.
-    """
-    import numpy as np
-
-    content = path.read_bytes()
-    if not content or not rows or len(content) % (rows * 4):
-        raise ValueError(f"{path} holds {len(content)} bytes, which are not {rows} rows of fp32.")
-    table: list[list[float]] = np.frombuffer(content, "<f4").reshape(rows, -1).tolist()
-    return table

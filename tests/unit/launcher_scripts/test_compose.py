@@ -92,7 +92,7 @@ def test_misspelt_key_is_answered_with_the_likely_one() -> None:
 
 
 def test_removed_key_is_answered_with_what_replaced_it() -> None:
-    assert "evaluate.reference names" in problem("evaluate.lambada.reference_path=/r.json")
+    assert "evaluate.baseline=compare" in problem("evaluate.lambada.reference_path=/r.json")
     assert "did you mean" not in problem("evaluate.lambada.url=x")
 
 
@@ -200,7 +200,7 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("cluster.gpus_per_node=0", "expected a whole number from 1 to 64 or null"),
         ("deploy.drain_s=nan", "expected a number from 0 to 2592000"),
         ("deploy.drain_s=inf", "expected a number from 0 to 2592000"),
-        ("evaluate.boolq.prompt.length=-1", "expected a whole number from 0 to 1048576"),
+        ("evaluate.boolq.prompt.task_id=-1", "expected a whole number from 0 to 2147483647"),
     ],
 )
 def test_strange_overrides_are_answered_with_the_remedy(word: str, reported: str) -> None:

@@ -194,18 +194,10 @@
   };
   const shapeText = (point) => (point.output_len ? `${point.input_len} + ${point.output_len}` : `${point.input_len}`);
   const loadText = ({ batch_size: rows, concurrency }) => `${rows > 1 ? `batch ${rows}, ` : ""}${concurrency} in flight`;
-  const referenceOf = (task, metric) => task.reference?.metrics.find((each) => each.metric === metric.name);
   const card = (name, ...parts) => make("div", { class: "card" }, make("h3", {}, name), ...parts);
   const figure = (name, parts) => card(name, make("figure", { role: "img", "aria-label": name }, ...parts));
   const pair = (cards) => make("div", { class: "pair" }, ...cards);
 
-  const small = (task, metric) => {
-    const found = referenceOf(task, metric);
-    if (!found) return [];
-    const kind = found.agreeing === null ? "" : found.disagreeing ? "bad" : "good";
-    const words = kind === "good" ? "equals the reference on all samples" : `reference ${valueText(found.reference, metric.unit)}`;
-    return [make("div", { class: `small ${kind}` }, words)];
-  };
   const cards = (tasks) =>
     make(
       "div",
@@ -218,7 +210,6 @@
             make("div", { class: "title" }, `${task.name} \u00b7 ${title(metric.name).toLowerCase()}`),
             make("div", { class: "big" }, valueText(metric.value, metric.unit)),
             make("div", { class: "small" }, `95%: ${intervalText(metric)}`),
-            ...small(task, metric),
           ),
         ),
       ),
@@ -227,7 +218,6 @@
   const accuracies = (task, { baseline, bounds, baseline_source: source }) => {
     const metrics = task.metrics.filter((each) => each.unit === "fraction" && each.value !== null);
     const others = [
-      ["reference", `reference: ${task.reference?.source}`, (metric) => referenceOf(task, metric)?.reference],
       ["baseline", `baseline: ${source}`, (metric) => baseline[metric.name]?.value],
       ["bound", "lower bound of the gate", (metric) => bounds[metric.name]?.min],
     ];
@@ -402,19 +392,19 @@
     const fractions = metricsOf(report).filter((metric) => metric.unit === "fraction");
     const metrics = [...new Set(fractions.map((metric) => metric.sample_value))];
     const titles = metrics.map((name) => title(fractions.find((metric) => metric.sample_value === name).name).toLowerCase());
-    const rows = samples.map(({ index, text, target, answer, values, reference, seconds }) => ({
+    const rows = samples.map(({ index, text, target, answer, values, baseline, seconds }) => ({
       index,
       text,
       target,
       answer: answer.trim(),
       marks: metrics.map((name) => values[name] ?? null),
-      reference: metrics.map((name) => reference[name] ?? null),
+      baseline: metrics.map((name) => baseline[name] ?? null),
       ms: Math.round(seconds * 1000),
     }));
     const PAGE = 20;
     const SIGNS = { 0: "\u2717", 1: "\u2713" };
     const COLOURS = { 0: "bad", 1: "good" };
-    const differs = (row) => row.marks.some((mark, i) => row.reference[i] !== null && row.reference[i] !== mark);
+    const differs = (row) => row.marks.some((mark, i) => row.baseline[i] !== null && row.baseline[i] !== mark);
     const filters = {
       all: ["all samples", () => true],
       ...Object.fromEntries(
@@ -423,8 +413,8 @@
           [`wrong${i}`, [`${titles[i]} wrong`, (row) => row.marks[i] === 0]],
         ]),
       ),
-      ...(rows.some((row) => row.reference.some((each) => each !== null))
-        ? { differs: ["differs from the reference", differs] }
+      ...(rows.some((row) => row.baseline.some((each) => each !== null))
+        ? { differs: ["differs from the baseline", differs] }
         : {}),
     };
     const search = make("input", { id: "search", type: "search", placeholder: "Search the samples", "aria-label": "Search the samples" });
@@ -460,7 +450,7 @@
       );
       if (differs(row)) {
         tr.classList.add("differs");
-        tr.title = "differs from the reference";
+        tr.title = "differs from the baseline";
       }
       tr.addEventListener("click", ({ target }) => {
         if (target !== number && String(getSelection())) return; // somebody copies a text

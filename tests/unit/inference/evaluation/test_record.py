@@ -13,9 +13,7 @@ from foundations.files.json_content import record_in
 from inference.evaluation.gate import Measured, apply_gate
 from inference.evaluation.options import Bound
 from inference.evaluation.record import (
-    Comparison,
     LatencyPoint,
-    ReferenceComparison,
     StageTiming,
     read_predictions,
     read_report,
@@ -31,14 +29,12 @@ from inference.evaluation.report.files import (
 
 @pytest.fixture
 def full(report, make_metric):
-    task = report.tasks[0]
-    reference = ReferenceComparison("a paper", (Comparison("lambada_last_word", 0.5, 0.4, 0.1),))
     bounds = {"lambada_last_word": Bound(min=0.6)}
+    latency = report.tasks[0].requests.latency
     return replace(
         report,
-        tasks=(replace(task, reference=reference),),
         run=replace(report.run, stages=(StageTiming("convert", "completed", 2.0),)),
-        latency=(LatencyPoint(1, 32, 8, 1, 4, 32, task.requests.latency, 100.0, 9.0, 1.0),),
+        latency=(LatencyPoint(1, 32, 8, 1, 4, 32, latency, 100.0, 9.0, 1.0),),
         bounds=bounds,
         gate=apply_gate(map(Measured, report.metrics), bounds),
         baseline={"lambada_last_word": make_metric(value=0.55)},

@@ -92,17 +92,12 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
         ("squad", {"target_path": Path(__file__)}, "evaluate.squad.target_path has no meaning"),
         (
             "boolq",
-            {"prompt": PromptOptions(table_path=__file__)},
-            "evaluate.boolq.prompt.table_path=",
+            {"prompt": PromptOptions(task_id=3)},
+            "evaluate.boolq.prompt.task_id=3: None lists no such prompt table",
         ),
         (
             "boolq",
-            {"prompt": PromptOptions(length=3)},
-            "evaluate.boolq.prompt needs either task_id",
-        ),
-        (
-            "boolq",
-            {"prompt": PromptOptions(length=3, task_id=0), "method": "log_likelihood"},
+            {"prompt": PromptOptions(append_ids=[3]), "method": "log_likelihood"},
             "evaluate.boolq.prompt cannot be used with",
         ),
     ],
@@ -127,13 +122,6 @@ def test_metrics_of_text_tasks_can_be_bounded():
     options = {"squad": TextTaskOptions(data_path=__file__)}
     gate = {"squad_f1": {"min": 0.5}}
     assert problems(tasks=("squad",), gate=gate, **options) == []
-
-
-def test_a_reference_is_a_file(tmp_path):
-    (tmp_path / "report.json").write_text("{}")
-    assert problems(reference=str(tmp_path / "report.json")) == []
-    (reported,) = problems(reference="source")
-    assert reported.startswith("evaluate.reference=source is not a file")
 
 
 def shapes(*texts: str) -> LatencyOptions:
@@ -233,5 +221,6 @@ def test_options_are_checked_without_heavy_imports():
 def test_comparisons_need_the_package_of_their_statistics(monkeypatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     assert problems(gate={"lambada_last_word": {"min": 0.1}}) == []
-    (reported,) = problems(reference=__file__)
-    assert "needs the package scipy" in reported
+    gate = {"lambada_last_word": {"paired": "no change"}}
+    reported = problems(gate=gate, baseline="compare", baseline_path=__file__)
+    assert "needs the package scipy" in reported[-1]

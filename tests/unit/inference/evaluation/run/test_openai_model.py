@@ -226,13 +226,12 @@ def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_
 def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(
     server: Server, tmp_path: Path
 ) -> None:
-    asked = options(server, tmp_path, tasks=["lambada", "end_to_end"])
+    asked = options(server, tmp_path)
     report = evaluate(asked, RunFacts(name="x"))
     (task,) = report.tasks
     assert [metric.name for metric in task.metrics] == ["lambada_last_word"]
     assert "reads as that word" in task.metrics[0].method
     assert "lambada_perplexity is left out: the server returns no log prob" in task.note
-    assert "end_to_end_agreement is left out: the protocol has no tensors" in task.note
     server.abilities = FULL
     report = evaluate(asked, RunFacts(name="x"))
     assert [metric.name for metric in report.tasks[0].metrics] == [*asked.lambada.metrics]
@@ -243,8 +242,9 @@ def test_a_bound_on_what_is_left_out_ends_the_evaluation(server: Server, tmp_pat
     asked = options(server, tmp_path, gate={"lambada_perplexity": {"max": 9}})
     with pytest.raises(EvaluationError, match=r"gate.lambada_perplexity bounds what the server"):
         evaluate(asked, RunFacts(name="x"))
+    asked = replace(asked, gate={}, lambada=replace(asked.lambada, metrics=["lambada_perplexity"]))
     with pytest.raises(EvaluationError, match=r"nothing that evaluate.tasks asks for"):
-        evaluate(options(server, tmp_path, tasks=["end_to_end"]), RunFacts(name="x"))
+        evaluate(asked, RunFacts(name="x"))
 
 
 def test_latency_has_the_times_of_first_and_further_tokens(server: Server, tmp_path: Path) -> None:

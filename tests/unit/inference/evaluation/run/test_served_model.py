@@ -204,15 +204,6 @@ def test_further_tensors_are_sent_for_every_row():
     assert inputs["request_prompt_type"].tolist() == [[3], [3]]
 
 
-def test_the_kind_of_a_prompt_is_not_sent_to_an_encoder_decoder(t5_client):
-    """It has one kind only, and no input to choose by."""
-    tensors = {"request_prompt_lengths": 1, "request_prompt_type": 3}
-    ServedModel(t5_client, Letters()).complete_ids([100, 7], output_len=4, tensors=tensors)
-    ((_, inputs),) = t5_client.sent
-    assert inputs["request_prompt_lengths"].tolist() == [[1]]
-    assert "request_prompt_type" not in inputs
-
-
 def test_a_tensor_that_the_model_does_not_take_is_reported():
     with pytest.raises(RequestFailedError, match="takes no input ia3_tasks"):
         ServedModel(FakeClient(), Letters()).complete_ids(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.task import Prediction, Sample
 from inference.evaluation.tasks import TASKS
 from inference.evaluation.tasks.datasets import squad_rows, translation_rows
-from inference.evaluation.tasks.served_folder import prompt_of
-from inference.evaluation.tasks.text_task import TEXT_TASKS, TextTask, TextTaskKind, read_table
+from inference.evaluation.tasks.served_folder import virtual_tokens
+from inference.evaluation.tasks.text_task import TEXT_TASKS, TextTask, TextTaskKind
 from inference.evaluation.tasks.text_tasks import (
     corpus_bleu,
     equal,
@@ -54,15 +53,18 @@ BOOLQ = (
 
 
 def make(
-    kind: TextTaskKind | str, own: TextTaskOptions | None = None, data_dir: Path = Path()
+    kind: TextTaskKind | str,
+    own: TextTaskOptions | None = None,
+    data_dir: Path = Path(),
+    weights_dir: Path | None = None,
 ) -> TextTask:
     kind = TEXT_TASKS[kind] if isinstance(kind, str) else kind
     options: dict[str, Any] = {kind.name: own or TextTaskOptions()}
-    return TextTask(kind, EvaluationOptions(data_dir=data_dir, **options))
+    return TextTask(kind, EvaluationOptions(data_dir=data_dir, weights_dir=weights_dir, **options))
 
 
-def run(name: str, model, **options) -> TaskRun:
-    task = make(name, TextTaskOptions(**options))
+def run(name: str, model, *, weights_dir: Path | None = None, **options) -> TaskRun:
+    task = make(name, TextTaskOptions(**options), weights_dir=weights_dir)
     return run_task(prepare_task(task), model, concurrency=2)
 
 
@@ -96,9 +98,11 @@ def test_boolq_by_likelihood_takes_the_more_probable_answer(tmp_path, fake_model
 def test_virtual_tokens_stand_ahead_of_the_prompt(tmp_path, fake_model):
     model = fake_model({"Ice floats. does ice sink": ("fal", "se")})
     model.complete_ids = Mock(wraps=model.complete_ids)
-    prompt = PromptOptions(length=2, start_id=VIRTUAL_ID, task_id=1, append_ids=[VIRTUAL_ID + 7])
+    tasks = tuple(PromptTask(task_name=name, prompt_length=2) for name in ("a", "b"))
+    folder = write_gpt(tmp_path, tasks=tasks, prompt_learning_start_id=VIRTUAL_ID)
+    prompt = PromptOptions(task_id=1, append_ids=[VIRTUAL_ID + 7])
     path = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
-    found = run("boolq", model, data_path=path, prompt=prompt)
+    found = run("boolq", model, weights_dir=folder, data_path=path, prompt=prompt)
     (ids,) = model.complete_ids.call_args_list[0].args
     assert ids[:2] == (VIRTUAL_ID, VIRTUAL_ID + 1)
     assert ids[-1] == VIRTUAL_ID + 7
@@ -109,10 +113,9 @@ def test_virtual_tokens_stand_ahead_of_the_prompt(tmp_path, fake_model):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (PromptOptions(), (7, 53, 1)),  # the table of the task's name
-        (PromptOptions(task_id=0), (4, 53, 0)),
-        (PromptOptions(length=3, start_id=9, task_id=0), (3, 9, 0)),
-        (PromptOptions(from_model=False), (0, 0, None)),
+        (PromptOptions(), (range(53, 60), 1)),  # the table of the task's name
+        (PromptOptions(task_id=0), (range(53, 57), 0)),
+        (PromptOptions(from_model=False), (range(0), None)),
     ],
 )
 def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, given, expected):
@@ -121,15 +124,7 @@ def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, give
         PromptTask(task_name="BoolQ", prompt_length=7),
     )
     folder = write_gpt(tmp_path, tasks=tasks, prompt_learning_start_id=53)
-    data = lines(tmp_path / "boolq.jsonl", *BOOLQ)
-    options = EvaluationOptions(
-        output_dir=tmp_path,
-        data_dir=tmp_path,
-        weights_dir=folder,
-        boolq=TextTaskOptions(data_path=str(data), prompt=given),
-    )
-    found = TextTask(TEXT_TASKS["boolq"], options).prompt
-    assert (found.length, found.start_id, found.task_id) == expected
+    assert virtual_tokens("boolq", given, folder) == expected
 
 
 def test_a_table_that_the_model_lacks_is_refused(tmp_path):
@@ -149,30 +144,6 @@ def test_data_that_is_missing_is_described(tmp_path, name):
     (problem,) = TASKS[name](options).problems()
     assert problem.startswith(f"evaluate.{name}.data_path is needed for the task {name}. To get ")
     assert any(each in problem for each in (".jsonl", "sacrebleu -t", "dev-v1.1.json"))
-
-
-def test_a_prompt_table_is_sent_with_the_request(tmp_path, fake_model):
-    table = tmp_path / "model.prompt_table.boolq.weight.bin"
-    table.write_bytes(struct.pack("<6f", 1, 2, 3, 4, 5, 6))
-    prompt = PromptOptions(length=2, start_id=VIRTUAL_ID, table_path=table)
-    model = fake_model()
-    run("boolq", model, data_path=lines(tmp_path / "boolq.jsonl", BOOLQ[0]), prompt=prompt)
-    assert model.tensors == [
-        {
-            "request_prompt_embedding": [[1, 2, 3], [4, 5, 6]],
-            "request_prompt_lengths": 2,
-            "request_prompt_type": 3,
-        }
-    ]
-
-
-def test_a_prompt_table_of_another_length_is_refused(tmp_path):
-    path = tmp_path / "table.bin"
-    path.write_bytes(struct.pack("<5f", *range(5)))
-    with pytest.raises(ValueError, match="holds 20 bytes, which are not 2 rows"):
-        read_table(path, rows=2)
-    with pytest.raises(ValueError, match="holds 20 bytes, which are not 0 rows"):
-        read_table(path, rows=0)  # less than a row of the model's width
 
 
 def test_xnli_is_summed_up_by_language_too(tmp_path, fake_model):
@@ -401,52 +372,3 @@ def test_ids_after_a_prompt_need_no_virtual_tokens(tmp_path, fake_model):
     assert ids == (*model.encode("Ice floats. does ice sink"), VIRTUAL_ID + 7)
     assert model.tensors == [{}]
     assert values(found) == {"boolq_accuracy": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "method", "reported"),
-    [
-        (PromptOptions(start_id=7), "generation", "start_id=7 has no meaning without virtual"),
-        (PromptOptions(append_ids=[3]), "log_likelihood", "cannot be used with method=log_like"),
-        (PromptOptions(length=2, start_id=7), "generation", "needs either task_id or table_path"),
-    ],
-)
-def test_options_of_virtual_tokens_that_would_be_ignored_are_refused(
-    tmp_path, prompt, method, reported
-):
-    data = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
-    boolq = TextTaskOptions(data_path=str(data), prompt=prompt, method=method)
-    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
-    (problem,) = TASKS["boolq"](options).problems()
-    assert reported in problem
-
-
-def test_a_table_says_how_many_virtual_tokens_it_has(tmp_path):
-    folder = tmp_path / "1-gpu"
-    folder.mkdir()
-    shape = {**GPT_CONFIG, "prompt_learning_start_id": "50"}
-    (folder / "config.ini").write_text(
-        "[gpt]\n" + "".join(f"{name} = {value}\n" for name, value in shape.items())
-    )
-    table = tmp_path / "table.bin"
-    table.write_bytes(bytes(4 * 8 * 3))  # three rows of eight values
-    found = prompt_of("boolq", PromptOptions(table_path=table), folder)
-    assert (found.length, found.start_id) == (3, 50)
-    with pytest.raises(ValueError, match=r"needs length and start_id: config\.ini of the served"):
-        prompt_of("boolq", PromptOptions(table_path=table), None)
-
-
-GPT_CONFIG = {
-    "weight_data_type": "fp32",
-    "tensor_para_size": "1",
-    "model_name": "gpt",
-    "head_num": "2",
-    "size_per_head": "4",
-    "inter_size": "16",
-    "num_layer": "1",
-    "vocab_size": "50",
-    "start_id": "0",
-    "end_id": "0",
-    "max_pos_seq_len": "16",
-    "has_adapters": "False",
-}

@@ -1,4 +1,4 @@
-"""Comparing with recorded figures and with past runs."""
+"""A baseline as it is written, read, and applied to later runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from inference.evaluation.options import Bound, EvaluationOptions, LambadaOption
 from inference.evaluation.run.baseline import Baseline, TaskScores, read_baseline, write_baseline
 from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import TaskRun, run_task
-from inference.evaluation.task import Sample
 from inference.evaluation.tasks.lambada import Lambada
-from tests.conftest import present
 
 
 def run(passages: Path, model, **changes) -> TaskRun:
@@ -22,84 +20,14 @@ def run(passages: Path, model, **changes) -> TaskRun:
     return run_task(prepare_task(task), model, concurrency=2)
 
 
-def reference_of(found: TaskRun, **columns: list[float]) -> Baseline:
-    """Return figures of the run's own samples, in their order, as another run has them."""
-    columns = columns or {
-        "lambada_last_word": [1, 0, 1, 0],
-        "lambada_last_token": [1, 1, 0, 0],
-        "lambada_word_log_prob": [-1.0, -1.5, -1.0, -1.25],
-    }
-    ids = [each.id for each in found.predictions]
-    rows = dict(zip(ids, zip(*columns.values(), strict=True), strict=True))
-    return Baseline(
-        1,
-        "another implementation",
-        started_at="",
-        samples={"lambada": (found.report.dataset.sha256, None, None)},
-        metrics={metric.name: replace(metric, value=0.5) for metric in found.report.metrics},
-        scores={"lambada": TaskScores(1, tuple(columns), rows)},
-    )
-
-
-def test_samples_are_compared_one_by_one(passages, model):
-    found = run(passages, model)
-    words, tokens, perplexity, _ = found.against(reference_of(found)).metrics
-    assert (words.agreeing, words.disagreeing) == (3, 1)
-    assert words.difference == pytest.approx(-0.25)
-    assert present(words.low) < -0.25 < present(words.high)
-    assert words.p_value == 1.0
-    assert (tokens.agreeing, tokens.disagreeing) == (4, 0)
-    assert present(tokens.low) < tokens.difference == 0 < present(tokens.high)
-    assert perplexity.largest_difference == pytest.approx(0.25)
-    assert perplexity.agreeing is None
-
-
-def test_quantities_that_a_reference_lacks_are_compared_by_their_figures(passages, model):
-    found = run(passages, model)
-    words = found.against(reference_of(found, other=[0.0] * 4)).metrics[0]
-    assert (words.reference, words.agreeing, words.low) == (0.5, None, None)
-
-
-def test_a_limited_run_is_compared_on_its_own_samples(passages, model):
-    whole = run(passages, model)
-    limited = run(passages, model, limit=2, seed=1)
-    indices = [each.index for each in limited.predictions]
-    words = limited.against(reference_of(whole)).metrics[0]
-    assert words.reference == sum([1, 0, 1, 0][index] for index in indices) / 2
-
-
-def test_whole_figures_say_nothing_of_a_limited_run(passages, model):
-    reference = reference_of(run(passages, model), other=[0.0] * 4)
-    assert run(passages, model, limit=2, seed=1).against(reference).metrics == ()
-
-
-def test_predictions_carry_the_reference_s_values(passages, model):
-    found = run(passages, model)
-    assert reference_of(found).values(found.predictions[0])["lambada_word_log_prob"] == -1.0
-
-
-def test_a_reference_that_does_not_fit_says_why(passages, model):
-    found = run(passages, model)
-    reference, samples = reference_of(found), found.prepared.samples
-    assert reference.mismatch("lambada", 1, samples) == ""
-    for asked, reported in (
-        (("boolq", 1, samples), "no scores of boolq"),
-        (("lambada", 2, samples), "by version 1 of lambada, this run by 2"),
-        (("lambada", 1, [Sample(0, "another", "text")]), "other samples"),
-    ):
-        problem = reference.mismatch(*asked)
-        assert problem.startswith("Not compared with the reference (another implementation)")
-        assert reported in problem
-
-
 @pytest.mark.parametrize(
     "content",
     ["nothing", "[]", "{}", '{"schema_version": 1, "source": "x", "metrics": {"m": 1}}'],
 )
-def test_invalid_references_are_refused(tmp_path, content):
-    path = tmp_path / "reference.json"
+def test_invalid_baselines_are_refused(tmp_path, content):
+    path = tmp_path / "baseline.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"reference\.json .*record it again"):
+    with pytest.raises(ValueError, match=r"baseline\.json .*record it again"):
         read_baseline(path)
 
 
