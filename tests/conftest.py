@@ -23,6 +23,9 @@ _KEPT = ROOT / "tests" / "reference"
 SHARED = Path(os.environ.get("SLIPWAY_SHARED", _LARGER if _LARGER.is_dir() else _KEPT))
 SAMPLE_MODEL = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
+# megatron-core compiles what it fuses, for longer than all that tiny models compute.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The same examples in every run, on a machine of any speed.
 hypothesis.settings.register_profile(

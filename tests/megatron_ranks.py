@@ -39,8 +39,7 @@ def run_ranks(
         done = subprocess.run(
             [python or sys.executable, "-m", module, str(plan)],
             cwd=ROOT,
-            # Fused functions are traced and compiled otherwise, for longer than all they compute.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=out,
             stderr=out,
             timeout=DEADLINE_S,

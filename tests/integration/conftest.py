@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,12 @@ import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.server.client import TritonClient
 from inference.server.kinds import SLIPWAY, TRITONSERVER
+from inference.server.server import ModelServer
 from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
+from tests.integration.slurm_cluster import SlurmCluster, missing_programs
 from tests.waiting import until
 
 SampleRepository = Callable[..., Path]
@@ -105,3 +109,34 @@ def store_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.terminate()
         server.wait()
         log.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: ModelServer) -> Iterator[TritonClient]:
+    """Yields a client of the server of a module."""
+    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    if missing := missing_programs():
+        pytest.skip(
+            f"Slurm is not installed ({', '.join(missing)}); on Debian and Ubuntu: "
+            "apt-get install slurm-wlm libpmix-dev openmpi-bin"
+        )
+    # Unix sockets below it limit the length of its name.
+    folder = Path(tempfile.mkdtemp(prefix="slt", dir="/tmp"))
+    made = SlurmCluster(folder)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def reachable(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm_cluster.environment[name])

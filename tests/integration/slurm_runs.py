@@ -1,14 +1,9 @@
-"""Runs of toy stages on the throw-away Slurm, and the cluster as a fixture."""
+"""Runs of toy stages on the throw-away Slurm."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.schema import Config
@@ -19,7 +14,7 @@ from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
 from stages.base import Stage
 from stages.record import JobRecord, read_record
-from tests.integration.slurm_cluster import SlurmCluster, missing_programs
+from tests.integration.slurm_cluster import SlurmCluster
 from tests.waiting import until
 
 CLUSTER = (
@@ -29,30 +24,6 @@ CLUSTER = (
     "cluster.mem=null",
     "cluster.gpus_per_node=null",
 )
-
-
-@pytest.fixture(scope="module")
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    if missing := missing_programs():
-        pytest.skip(
-            f"Slurm is not installed ({', '.join(missing)}); on Debian and Ubuntu: "
-            "apt-get install slurm-wlm libpmix-dev openmpi-bin"
-        )
-    # Unix sockets below it limit the length of its name.
-    folder = Path(tempfile.mkdtemp(prefix="slt", dir="/tmp"))
-    made = SlurmCluster(folder)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def reachable(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, slurm_cluster.environment[name])
 
 
 def configure(*words: str) -> Config:

@@ -36,7 +36,7 @@ VICTIMS = {
         ("inference.ranks.worker", "--rank"),
     ),
 }
-LONG = 150  # tokens of a stream that is under way for some time
+LONG = 80  # tokens of a stream that is under way for some time
 TAKEOVER_S = 300.0  # limit on a slow machine, on which two servers compute at once
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
 

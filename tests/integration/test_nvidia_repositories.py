@@ -82,12 +82,6 @@ def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ModelServer) -> Iterator[TritonClient]:
-    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
-        yield connected
-
-
 def _column(*values: int) -> np.ndarray[Any, Any]:
     return np.array([[value] for value in values], np.uint32)
 

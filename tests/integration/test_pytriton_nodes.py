@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import slurm_cluster
 from tests.integration.test_pytriton import (
     END_S,
     LENGTHS,
@@ -22,7 +21,7 @@ from tests.integration.test_pytriton import (
 from tests.waiting import lives, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton]
-__all__ = ["expected", "slurm_cluster"]  # fixtures
+__all__ = ["expected"]  # a fixture
 
 
 def test_two_nodes_answer_as_one_process_and_end_together(

@@ -18,6 +18,7 @@ from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.waiting import until
 
+PAUSE_S = 0.1  # of a client, which leaves the processors to the server that starts
 BODY = json.dumps({"INPUT_0": "It was", "INPUT_1": 24, "min_length": 24})
 
 
@@ -65,7 +66,7 @@ def load(replicas: list[Replica], seen: list[str]) -> Iterator[None]:
     turns, over = itertools.count(), threading.Event()
 
     def client() -> None:
-        while not over.is_set():
+        while not over.wait(PAUSE_S):
             seen.append(balanced(replicas, next(turns)))
 
     threads = [threading.Thread(target=client) for _ in range(3)]

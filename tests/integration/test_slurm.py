@@ -1,7 +1,5 @@
 """Jobs on a real Slurm of two nodes: chains, failures, cancelling, requeueing, the pipeline."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import json
@@ -18,10 +16,8 @@ from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
     make_run,
-    reachable,  # noqa: F401
     record,
     restart_now,
-    slurm_cluster,  # noqa: F401
     wait_for_end,
 )
 from tests.unit.launcher_scripts.toy_stages import (

@@ -1,7 +1,5 @@
 """No job on Slurm is forgotten: repeated commands, lost records, copies, a lost controller."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import os
@@ -25,9 +23,7 @@ from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
     make_run,
-    reachable,  # noqa: F401
     restart_now,
-    slurm_cluster,  # noqa: F401
 )
 from tests.unit.launcher_scripts.toy_stages import SleepStage, WriteStage, settings
 from tests.waiting import until

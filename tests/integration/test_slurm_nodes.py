@@ -1,7 +1,5 @@
 """Several ranks, containers, nodes that die and jobs that are preempted, on a real Slurm."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import hashlib
@@ -28,10 +26,8 @@ from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     configure,
     make_run,
-    reachable,  # noqa: F401
     record,
     restart_now,
-    slurm_cluster,  # noqa: F401
     wait_for_end,
 )
 from tests.unit.launcher_scripts.toy_stages import (

@@ -88,12 +88,6 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ModelServer) -> Iterator[TritonClient]:
-    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
-        yield connected
-
-
 def _recorded(shared: Path, name: str) -> Any:
     return json.loads((shared / "golden" / MODELS[name][0] / "greedy.json").read_text())
 

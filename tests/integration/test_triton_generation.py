@@ -41,12 +41,6 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ModelServer) -> Iterator[TritonClient]:
-    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
-        yield connected
-
-
 def _request(*prompts: list[int], new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
     return tensors_of(prompts, new_tokens, **options)
 

@@ -49,12 +49,6 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ModelServer) -> Iterator[TritonClient]:
-    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
-        yield connected
-
-
 def _request(*prompts: Sequence[int], new_tokens: int = 8, **options: Any) -> dict[str, Any]:
     """Return the tensors of a turn, every shape with a leading axis of size 1."""
     return {name: each[None] for name, each in tensors_of(prompts, new_tokens, **options).items()}

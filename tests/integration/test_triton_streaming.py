@@ -46,12 +46,6 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ModelServer) -> Iterator[TritonClient]:
-    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
-        yield connected
-
-
 def _request(prompt: list[int], new_tokens: int, **options: Any) -> dict[str, Any]:
     return tensors_of([prompt], new_tokens, **options)
 

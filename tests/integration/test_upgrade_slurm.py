@@ -1,7 +1,5 @@
 """An upgrade whose rows are jobs of a real Slurm, and whose command is killed."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ import pytest
 
 from tests.integration.command import FREE_PORTS, ROOT, finish, start
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER, reachable, slurm_cluster  # noqa: F401
+from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.usefixtures("reachable")]

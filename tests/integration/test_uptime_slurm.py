@@ -1,7 +1,5 @@
 """A server that outlives the time limit of its jobs, on a real Slurm."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import contextlib
@@ -35,7 +33,7 @@ from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
 from tests.integration.conftest import SampleRepository
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER, configure, reachable, slurm_cluster  # noqa: F401
+from tests.integration.slurm_runs import CLUSTER, configure
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]

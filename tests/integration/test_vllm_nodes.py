@@ -1,7 +1,5 @@
 """vLLM over two nodes of a real Slurm, with a stand-in for its command."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import json
@@ -13,7 +11,7 @@ import pytest
 
 from tests.integration.command import finish, processes_of, start
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER, reachable, slurm_cluster  # noqa: F401
+from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]

@@ -1,7 +1,5 @@
 """`action=watch` during a training run, with its pipelines on a real Slurm."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER, reachable, slurm_cluster  # noqa: F401
+from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]

@@ -55,6 +55,19 @@ class FakeServer:
         self.drain_s = drain_s
 
 
+MINE = ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, start: Callable[[], FakeServer]) -> None:
+    """Let a service serve with what `start` returns."""
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        yield start(), MINE
+
+    monkeypatch.setattr(service, "serving", serving)
+
+
 def new_service(folder: Path, config: DeployConfig) -> service.Service:
     return service.Service(config, folder, Progress(), until=time.monotonic() + 600)
 
@@ -69,12 +82,11 @@ def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(
 
     server = Loading(tmp_path / "log")
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+    def start() -> FakeServer:
         (tmp_path / RELOAD_NAME).touch()
-        yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+        return server
 
-    monkeypatch.setattr(service, "serving", serving)
+    serve(monkeypatch, start)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert server.drain_s == 17.0
@@ -92,14 +104,13 @@ def test_failures_before_sound_service_are_forgotten(
             time.sleep(0.01)
             return "it has failed"
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+    def start() -> FakeServer:
         servers.append(Failing(tmp_path / "log"))
         if len(servers) == 8:
             (tmp_path / STOP_NAME).touch()
-        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+        return servers[-1]
 
-    monkeypatch.setattr(service, "serving", serving)
+    serve(monkeypatch, start)
     monkeypatch.setattr(service, "_STEADY_S", steady_s)
     config = DeployConfig(folder=tmp_path, model_name="m", max_restarts=2, restart_backoff_s=0.01)
     kept = new_service(tmp_path, config)
@@ -116,7 +127,6 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
 ) -> None:
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     endpoint = tmp_path / ENDPOINT_NAME
-    mine = ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
     server = FakeServer(tmp_path / "log")
     until = time.time() + 1.5
 
@@ -124,15 +134,12 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
         (tmp_path / STOP_NAME).touch()  # it is for the successor
         return min(time.time(), until)
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
-        server.last_used = used  # type: ignore[method-assign]
-        yield server, mine
+    server.last_used = used  # type: ignore[method-assign]
 
     def publish(endpoint: ServerEndpoint, path: Path) -> None:
         write_json(path, asdict(endpoint) | {"job_id": "8"})
 
-    monkeypatch.setattr(service, "serving", serving)
+    serve(monkeypatch, lambda: server)
     monkeypatch.setattr(ServerEndpoint, "publish", publish)
     config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=9e9)
     assert new_service(tmp_path, config).run() == "handed over"
@@ -154,12 +161,11 @@ def test_server_stays_where_a_damaged_repository_stops_a_reload(
 
     server = Loading(tmp_path / "log")
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+    def start() -> FakeServer:
         (tmp_path / RELOAD_NAME).touch()
-        yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+        return server
 
-    monkeypatch.setattr(service, "serving", serving)
+    serve(monkeypatch, start)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert server.drain_s == 17.0
@@ -192,7 +198,7 @@ def test_weights_of_a_named_repository_go_into_the_server_or_into_a_new_one(
             (tmp_path / STOP_NAME).touch()
         yield (
             Exchanging(tmp_path / "log"),
-            ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now"),
+            MINE,
         )
 
     def endpoint_of(config: DeployConfig, *_: Any) -> ServerEndpoint:
@@ -213,12 +219,10 @@ def test_server_that_loaded_anew_stays_where_a_full_disk_takes_no_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, publications = FakeServer(tmp_path / "log"), itertools.count(1)
-    mine = ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+    def start() -> FakeServer:
         (tmp_path / RELOAD_NAME).touch()
-        yield server, mine
+        return server
 
     def publish(endpoint: ServerEndpoint, path: Path) -> None:
         if next(publications) > 1:
@@ -226,8 +230,8 @@ def test_server_that_loaded_anew_stays_where_a_full_disk_takes_no_address(
             raise OSError(28, "No space left on device")
         write_json(path, asdict(endpoint))
 
-    monkeypatch.setattr(service, "serving", serving)
-    monkeypatch.setattr(service, "endpoint_of", lambda *_: mine)
+    serve(monkeypatch, start)
+    monkeypatch.setattr(service, "endpoint_of", lambda *_: MINE)
     monkeypatch.setattr(ServerEndpoint, "publish", publish)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
@@ -251,18 +255,17 @@ def test_restarted_server_serves_on_a_full_disk_and_publishes_once_there_is_room
                 (tmp_path / STOP_NAME).touch()
             return "it has failed" if self.number == 1 else None
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+    def start() -> FakeServer:
         if (number := next(starts)) == 2:
             raise full
-        yield Server(number), ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+        return Server(number)
 
     def publish(endpoint: ServerEndpoint, path: Path) -> None:
         if 1 < next(publications) < 4:
             raise full
         write_json(path, asdict(endpoint))
 
-    monkeypatch.setattr(service, "serving", serving)
+    serve(monkeypatch, start)
     monkeypatch.setattr(service, "_PUBLISH_AGAIN_S", 0.01)
     monkeypatch.setattr(ServerEndpoint, "publish", publish)
     config = DeployConfig(folder=tmp_path, model_name="m", restart_backoff_s=0.01)
@@ -302,10 +305,7 @@ def test_what_is_no_request_and_no_address_ends_no_server(
             (tmp_path / STOP_NAME).unlink()
             (tmp_path / STOP_NAME).touch()
 
-    @contextmanager
-    def serving(*_: Any, **__: Any) -> Iterator[Any]:
-        server.failure = failure  # type: ignore[method-assign]
-        yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+    server.failure = failure  # type: ignore[method-assign]
 
     def publish(endpoint: ServerEndpoint, path: Path) -> None:
         del endpoint
@@ -313,7 +313,7 @@ def test_what_is_no_request_and_no_address_ends_no_server(
 
     os.mkfifo(tmp_path / STOP_NAME)
     (tmp_path / RELOAD_NAME).mkdir()
-    monkeypatch.setattr(service, "serving", serving)
+    serve(monkeypatch, lambda: server)
     monkeypatch.setattr(ServerEndpoint, "publish", publish)
     config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=uptime_s)
     assert new_service(tmp_path, config).run() == "no longer needed"

@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,48 +164,41 @@ def test_damage_of_the_source_is_found_again_after_an_interruption(tmp_path: Pat
         convert(wanted)
 
 
-def test_a_file_damaged_while_interrupted_is_written_again(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    wanted = request(source, tmp_path)
-    interrupt(wanted, after=0.6)
-    staging = WorkPaths(ft_directory(tmp_path, 3)).staging
-    victim = next(path for path in staging.iterdir() if path.suffix == ".bin")
+def a_weight(paths: WorkPaths) -> Path:
+    return next(path for path in paths.staging.iterdir() if path.suffix == ".bin")
+
+
+def cut_a_file(paths: WorkPaths) -> None:
+    victim = a_weight(paths)
     victim.write_bytes(victim.read_bytes()[:-1])
-    assert contents(convert(wanted).ft_dir) == expected
 
 
-def test_after_a_reboot_files_are_trusted_only_by_checksum(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    wanted = request(source, tmp_path)
-    interrupt(wanted, after=0.6)
-    paths = WorkPaths(ft_directory(tmp_path, 3))
+def lose_a_file_in_a_reboot(paths: WorkPaths) -> None:
     first, *rest = paths.journal.read_text().splitlines()
     changed = [json.dumps(json.loads(line) | {"boot": "other"}) for line in rest]
     paths.journal.write_text("\n".join([first, *changed, ""]))
-    victim = next(path for path in paths.staging.iterdir() if path.suffix == ".bin")
+    victim = a_weight(paths)
     victim.write_bytes(bytes(victim.stat().st_size))
-    assert contents(convert(wanted).ft_dir) == expected
 
 
-def test_a_journal_line_cut_off_by_a_kill_is_ignored(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    wanted = request(source, tmp_path)
-    interrupt(wanted, after=0.6)
-    journal = WorkPaths(ft_directory(tmp_path, 3)).journal
-    journal.write_bytes(journal.read_bytes()[:-30])
-    assert contents(convert(wanted).ft_dir) == expected
+def cut_the_journal(paths: WorkPaths) -> None:
+    paths.journal.write_bytes(paths.journal.read_bytes()[:-30])
 
 
-def test_bytes_that_a_crash_left_in_a_journal_are_ignored(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    wanted = request(source, tmp_path)
-    interrupt(wanted, after=0.6)
-    with WorkPaths(ft_directory(tmp_path, 3)).journal.open("ab") as journal:
+def spoil_the_journal(paths: WorkPaths) -> None:
+    with paths.journal.open("ab") as journal:
         journal.write(b"\xff\x00\xc3\n")
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_a_file, lose_a_file_in_a_reboot, cut_the_journal, spoil_the_journal]
+)
+def test_what_was_damaged_while_interrupted_is_written_again(
+    damage: Callable[[WorkPaths], None], source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.6)
+    damage(WorkPaths(ft_directory(tmp_path, 3)))
     assert contents(convert(wanted).ft_dir) == expected
 
 

@@ -232,19 +232,6 @@ def test_one_sample_shows_nothing():
     assert found.high == pytest.approx(0.988, abs=1e-3)
 
 
-def old_rule(pairs: Pairs) -> bool:
-    """Breach by two standard errors of two independent runs."""
-    count = len(pairs.new)
-    new, old = sum(pairs.new) / count, sum(pairs.old) / count
-    errors = [rate * (1 - rate) / (count - 1) for rate in (new, old)]
-    return new < old - 2 * math.sqrt(sum(errors))
-
-
-def fixed_rule(pairs: Pairs) -> bool:
-    """Breach by a fixed tolerance of 8 points, as vLLM's evaluations of GSM8K have it."""
-    return (sum(pairs.new) - sum(pairs.old)) / len(pairs.new) < -0.08
-
-
 def ours(pairs: Pairs, margin: float) -> bool:
     return check_drop(pairs, margin, confidence=0.95).p_breached <= 0.05
 
@@ -292,10 +279,6 @@ def test_false_alarms_and_power_are_as_stated(count, margin, soak):
     broken = runs(count, ASSUMED_CHANGE, drop, number, seed=2)
     caught = share(broken, lambda pairs: ours(pairs, margin))
     assert caught >= 0.8 - 3 * math.sqrt(0.8 * 0.2 / number)
-    # The rules that were there before catch less of the same drop, wherever it is below theirs.
-    assert share(broken, old_rule) < caught
-    if drop < 0.06:
-        assert share(broken, fixed_rule) < 0.05
 
 
 @pytest.mark.soak

@@ -442,13 +442,13 @@ class EndlessTexts(CodecFiles):
         ("{{ ('a' * 99999999) * 99999999 }}", "more than 1 s|memory"),
     ],
 )  # fmt: skip
-def test_six_chats_without_an_end_put_nobody_to_sleep(source: str, said: str) -> None:
+def test_more_endless_chats_than_processes_put_nobody_to_sleep(source: str, said: str) -> None:
     texts, workers = EndlessTexts(source=source), Workers(work_s=1.0)
 
     async def check(client: aiohttp.ClientSession) -> None:
         await workers.start(texts.load)
         chat = {"model": "letters", "messages": TALK}
-        asked = [asyncio.ensure_future(refused(client, 400, chat, CHAT)) for _ in range(6)]
+        asked = [asyncio.ensure_future(refused(client, 400, chat, CHAT)) for _ in range(3)]
         answered, longest_s = 0, 0.0
         while not all(each.done() for each in asked):
             began = time.monotonic()
