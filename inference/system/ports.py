@@ -15,6 +15,8 @@ FREE_PORTS = dict.fromkeys(TRITON_PORTS, 0)  # chosen at the start
 _HIGHEST = 65535
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
 _LISTEN = "0A"  # state column of /proc/net/tcp
+# The code with which `checkout_program` starts a module.
+_CHECKOUT_PROGRAM = re.compile(r"-P .*; from (\S+) import main; sys.exit\(main\(\)\)")
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -117,6 +119,7 @@ def _holder_text(port: int) -> str:
         with contextlib.suppress(OSError):  # another user's process, or one that just ended
             if any(str(each.readlink()) in sockets for each in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ").split()
-                command = b" ".join(words).decode(errors="replace")[:100]
+                command = b" ".join(words).decode(errors="replace")
+                command = _CHECKOUT_PROGRAM.sub(r"-m \1", command)[:100]
                 return f" by process {process.name} ({command})"
     return ""
