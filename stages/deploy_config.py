@@ -25,6 +25,7 @@ from foundations.values import (
     shown,
 )
 from inference.front.access import Access, OpenAIOptions, access_of
+from inference.server.installation import find_triton
 from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, MODEL_FIELD, PORT_FIELD
 from inference.system.ports import DEFAULT_PORTS, ports_problems
@@ -409,6 +410,11 @@ def check_deploy(config: DeployConfig) -> list[str]:
     problems += config.access.problems()
     if config.is_other_engine:
         return [*problems, *_other_engine_problems(config)]
+    if config.serves_here and config.hosts == TRITONSERVER:
+        try:
+            find_triton()
+        except FileNotFoundError as error:
+            problems.append(f"deploy needs a tritonserver: {error}")
     is_made_here = config.store is not None or not config.is_from_elsewhere
     if not is_made_here and not any(config.folder.glob("*/config.pbtxt")):
         problems.append(

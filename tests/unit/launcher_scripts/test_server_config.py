@@ -150,3 +150,14 @@ def test_uptime_without_a_chain_of_jobs_is_refused(words: tuple[str, ...], reaso
         wanted, words = wanted[2:], ()
     with pytest.raises(ValueError, match=reason):
         server_config(configure(*wanted, *words))
+
+
+def test_a_tritonserver_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_SERVER", str(tmp_path))
+    for word in ("deploy.server=tritonserver", "deploy.repository=s3://bucket/x"):
+        (problem,) = build_stage("deploy", configure(word, *FREE_PORTS), Context(), []).check()
+        assert problem.startswith(f"deploy needs a tritonserver: TRITON_SERVER={tmp_path} is")
+    dry = configure("deploy.server=tritonserver", "dry_run=true", *FREE_PORTS)
+    assert build_stage("deploy", dry, Context(), []).check() == []
