@@ -11,13 +11,13 @@ from pathlib import Path
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader
-from export_scripts.checkpoints.huggingface import CONFIG_NAME as HUGGINGFACE_CONFIG
 from export_scripts.checkpoints.huggingface import (
     is_huggingface,
     open_configuration,
     snapshot_folder,
 )
 from export_scripts.checkpoints.quantized import quantization, with_plain_weights
+from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME as HUGGINGFACE_CONFIG
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import find_mapping, plan_conversion
 from export_scripts.conversion.request import ConversionRequest

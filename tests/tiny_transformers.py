@@ -150,6 +150,25 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Ministral3ForCausalLM",
         {**_LLAMA, "sliding_window": 9, "pad_token_id": None, **_MINISTRAL3},
     ),
+    "exaone3": ("LlamaForCausalLM", {**_LLAMA, "model_type": "exaone", "pad_token_id": None}),
+    "internlm3": ("LlamaForCausalLM", {**_LLAMA, "model_type": "internlm3"}),
+    "iquestcoder": ("LlamaForCausalLM", {**_LLAMA, "model_type": "iquestcoder"}),
+    "cwm": (
+        "CwmForCausalLM",
+        {**_LLAMA, "num_hidden_layers": 5, "sliding_window": 5, "pad_token_id": None},
+    ),
+    "helium": ("HeliumForCausalLM", {**_UNSIZED, "head_dim": 6, "pad_token_id": None}),
+    "hyperclovax": (
+        "HyperCLOVAXForCausalLM",
+        {**_LLAMA, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+         "logits_scaling": 0.13},
+    ),
+    "vaultgemma": ("VaultGemmaForCausalLM", {**_GEMMA, "query_pre_attn_scalar": 11}),
+    "jais2": ("Jais2ForCausalLM", _LLAMA),
+    "mpt": (
+        "MptForCausalLM",
+        {**_DECODER, "d_model": 24, "n_heads": 6, "n_layers": 2, "max_seq_len": 40},
+    ),
     "t5": ("T5ForConditionalGeneration", _T5),
     "mt5": (
         "MT5ForConditionalGeneration",
@@ -193,6 +212,16 @@ OTHER_MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
              "original_max_position_embeddings": 16,
          }},
     ),
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        {**_LLAMA, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True,
+         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
+         "logits_scaling": 13.0},
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {**_UNSIZED, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
     "nemotron_h": (
         "NemotronHForCausalLM",
         {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 56, "num_attention_heads": 4,
@@ -233,6 +262,19 @@ SHARED_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {**_SIGMOID, "n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
     ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        {**_SIGMOID, "n_group": 4, "topk_group": 2, "attention_bias": True, "sliding_window": 5,
+         "max_window_layers": 2},
+    ),
+    "solar_open": ("SolarOpenForCausalLM", {**_SIGMOID, "n_group": 4, "topk_group": 2}),
+    "sarvam_moe": ("Glm4MoeForCausalLM", {**_SIGMOID, "model_type": "sarvam_moe"}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        {**_LATENT, "n_group": 4, "topk_group": 2,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", {**_LATENT, "model_type": "sarvam_mla"}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**_LATENT, "n_group": 4, "topk_group": 2}),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
@@ -396,6 +438,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "apertus-plain": {"attention_bias": True, **rope("default"), **_TIED},
     "ministral3-no-window": {"sliding_window": None, **_TIED},
     "falcon-7b": {"multi_query": True, "tie_word_embeddings": False},
+    "exaone3-llama3": {
+        **_TIED, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **_LENGTH),
+    },
+    "internlm3-biases": {**_BIASES, "head_dim": 6, **rope("dynamic", factor=6.0)},
+    "cwm-base": {**rope("default", rope_theta=500.0), "mlp_bias": True},
+    "helium-biases": {**_BIASES, **_TIED},
+    "hyperclovax-plain": {**_TIED, "use_post_norm": False, "attention_multiplier": 0.3},
+    "vaultgemma-no-caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "jais2-no-biases": {"attention_bias": False, "mlp_bias": False, **_TIED},
+    "mpt-untied": {**_UNTIED, "n_heads": 4, "attn_config": {"softmax_scale": 0.3}},
     **ROTARY,
 }  # fmt: skip
 
@@ -408,7 +460,9 @@ def model_of(name: str, **changes: Any) -> Any:
     settings = {**settings, **(VARIANTS[name] if name != base else {}), **changes}
     kind = getattr(transformers, class_name)
     torch.manual_seed(1)
-    model = kind(kind.config_class(**settings)).eval()
+    model_type = settings.pop("model_type", None)  # of a configuration that another class has
+    make = transformers.CONFIG_MAPPING[model_type] if model_type else kind.config_class
+    model = kind(make(**settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)

@@ -25,7 +25,11 @@ _METADATA = (
     f"{_MODULE}.Metadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
 )
-_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+# Where a chunk is: of torch's writer, and of OLMo-core's.
+_STORAGE_INFO = (
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "olmo_core.distributed.checkpoint.filesystem._StorageInfo",
+)
 
 
 class _OddIndexError(ValueError):
@@ -208,7 +212,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
 def _entries(tree: Any) -> Iterator[tuple[_Key, _Entry]]:
     for index, value in _table(_state(tree, *_METADATA), "storage_data").items():
         place = _state(index, f"{_MODULE}.MetadataIndex")
-        state = _state(value, _STORAGE_INFO)
+        state = _state(value, *_STORAGE_INFO)
         name, begin = place["fqn"], place.get("offset")
         file = state["relative_path"]
         offset, size = _numbers((state["offset"], state["length"]))

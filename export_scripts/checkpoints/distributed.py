@@ -30,13 +30,14 @@ _COMMON_OBJECTS = (_ARGUMENTS, "checkpoint_version")
 BACKEND = "torch_dist"
 CORE_TABLE = "embedding.word_embeddings.weight"  # of all its models
 
-# Names that are not the model's. The optimizer repeats the names after its own prefix.
+# Names that are not the model's. The optimizer repeats the names after its own prefix; random
+# states and metrics are Composer's.
 _TRAINING = re.compile(
-    r"^(?:app\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
-    r"|\._extra_state$"
+    r"^(?:(?:app|state)\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
+    r"|^(?:state\.)?(?:rng|train_metrics|eval_metrics)\.|\._extra_state$"
 )
 # Prefixes of a model's tensors: of the state they are saved in, and of what wraps the model.
-_WRAPPERS = re.compile(r"^(?:(?:app|model_state|state_dict|model|module)\.)+")
+_WRAPPERS = re.compile(r"^(?:(?:app|state|model_state|state_dict|model|module)\.)+")
 
 # Layers of equal shapes are stacked into one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")

@@ -17,6 +17,9 @@ from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.rank_files import is_rank_file
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from export_scripts.checkpoints.sharded_huggingface import (
+    CONFIG_NAME,
+    in_huggingface_names,
+    is_configuration,
     is_sharded,
     settings_folder,
     sharded_folders,
@@ -25,8 +28,6 @@ from export_scripts.checkpoints.sharded_huggingface import (
 from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Fields, Table
-
-CONFIG_NAME = "config.json"
 
 _MOST_NAME = 100  # characters of a file's name in messages
 
@@ -41,10 +42,14 @@ TIED_TABLES = (
 _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
+    ("model.bin", "model.bin.index.json", "model*.bin"),  # of torchtune
 )
 
 # Ends of the names of files that hold a whole model, as accelerate and Lightning save them.
 _LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+# Keys of the model in a trainer's state, from the outside: of Composer, and of many others.
+_MODEL_KEYS = ("state", "model_state_dict", "model")
 
 # Unsupported forms of weights -> the remedy.
 _RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
@@ -56,13 +61,15 @@ _FOREIGN = {
     "*.gguf": f"weights of llama.cpp: {_RESAVE}, or fetch the original",
     "*.onnx": "an exported graph: fetch the model it was made from",
     "consolidated*": "the publisher's own layout: fetch the model's Hugging Face form",
+    "lit_model.pth": "LitGPT's own form: `litgpt convert_from_litgpt FOLDER OUT`, and name "
+    "OUT/model.pth with the model's config.json",
     "adapter_model.*": f"an adapter without its model: {_MERGE}",
 }
 
 
 def is_huggingface(path: Path) -> bool:
     """Return whether a folder holds a Hugging Face model."""
-    return path.is_dir() and (path / CONFIG_NAME).is_file()
+    return path.is_dir() and is_configuration(path / CONFIG_NAME)
 
 
 def foreign_weights(path: Path) -> str:
@@ -141,7 +148,7 @@ def index_huggingface(
     """
     configuration = open_configuration(settings or path)
     if not path.is_file() and not _has_weights(path) and sharded_folders(path):
-        return with_sharded_weights(configuration, path), []
+        return in_huggingface_names(with_sharded_weights(configuration, path)), []
     files, index, facts, problems = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -166,7 +173,8 @@ def index_huggingface(
         tensors={key: tensor.pieces for key, tensor in tensors.items()},
         files=(*configuration.files, *files),
     )
-    return reader, listed(problems) or listed(_misplaced(path, index, tensors))
+    problems = listed(problems) or listed(_misplaced(path, index, tensors))
+    return reader if problems else in_huggingface_names(reader), problems
 
 
 def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReader:
@@ -284,4 +292,8 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     if path.suffix == ".safetensors":
         return _with_aliases(*read_safetensors(path))
-    return flatten(read_torch_file(path))
+    tree = read_torch_file(path)
+    for name in _MODEL_KEYS:  # of a trainer's state
+        inner = tree.get(name) if isinstance(tree, Mapping) else None
+        tree = inner if isinstance(inner, Mapping) else tree
+    return flatten(tree)

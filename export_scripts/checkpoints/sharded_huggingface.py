@@ -1,13 +1,15 @@
 """torch's distributed checkpoints of Hugging Face models, with a config.json near by.
 
-accelerate and transformers' Trainer (FSDP), AutoModel, NeMo-RL, verl and torchtitan save them, each
-in a folder of its own form. Layout: pytorch, torch/distributed/checkpoint (dcp, and hf_storage.py
-for shards of safetensors); pytorch/torchtitan, torchtitan/models/*/state_dict_adapter.py.
+accelerate and transformers' Trainer (FSDP), AutoModel, NeMo-RL, verl, torchtitan, torchtune,
+Composer and OLMo-core save them, each in a folder of its own form, some in names of their own
+(trainer_names.yaml). Layout: pytorch, torch/distributed/checkpoint (dcp, and hf_storage.py for
+shards of safetensors).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Mapping
@@ -21,8 +23,10 @@ from export_scripts.checkpoints.base import (
     Piece,
     Pieces,
     StoredTensor,
+    json_file,
     json_table,
     read_name,
+    yaml_table,
 )
 from export_scripts.checkpoints.chunks import (
     ChunkedTensor,
@@ -65,7 +69,7 @@ _NAMES = (INDEX_NAME, _PARTS, _SHARDS, ZERO_STATES, *_OF_RANKS)
 _DEPTH = 3
 # Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
 _SETTINGS = (".", ".hf_metadata", "huggingface", "..", "../huggingface")
-_CONFIG_NAME = "config.json"
+CONFIG_NAME = "config.json"
 # Files and links that name the last checkpoint of a run, and its folder: of DeepSpeed, AutoModel,
 # verl, slime and ms-swift.
 _LATEST = (
@@ -125,8 +129,18 @@ def _states_settings(folder: Path, *, is_given: bool) -> bool:
 def settings_folder(path: Path) -> Path | None:
     """Return the folder of a distributed checkpoint's config.json, if there is one."""
     places = [path, *(each / name for each in sharded_folders(path) for name in _SETTINGS)]
-    found = (place.resolve() for place in places if (place / _CONFIG_NAME).is_file())
+    found = (place.resolve() for place in places if is_configuration(place / CONFIG_NAME))
     return next(found, None)
+
+
+def is_configuration(file: Path) -> bool:
+    """Return whether a file is a config.json of transformers, not of another program."""
+    if not file.is_file():
+        return False
+    try:
+        return not {"model_type", "architectures"}.isdisjoint(json_file(file))
+    except CheckpointMismatchError:
+        return True  # its reader says what is wrong with it
 
 
 def with_sharded_weights(configuration: CheckpointReader, path: Path) -> CheckpointReader:
@@ -153,9 +167,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     stored = {each.path for (piece,) in tensors.values() for each in piece.stored}
     index = {each for name in (INDEX_NAME, ZERO_STATES) for each in folder.glob(name)}
     form: Fields = {"tensors": tensors}
-    if _TITAN_TABLE in tensors:
-        form = {"tensors": _from_titan(tensors, configuration)}
-    elif CORE_TABLE in tensors:
+    if CORE_TABLE in tensors:
         settings = configuration.config
         form |= {"format": "megatron", "config": {}, "settings": settings, "is_distributed": True}
     return dataclasses.replace(
@@ -214,65 +226,53 @@ def _whole(chunks: Mapping[ChunkOffset, StoredTensor]) -> ChunkedTensor:
     return ChunkedTensor(dtype, tuple(map(max, zip(*ends, strict=True))), chunks)
 
 
-_TITAN_TABLE = "tok_embeddings.weight"
-_TITAN_BUFFER = "freqs_cis"  # computed from the settings
-# Names of torchtitan, the older ones too -> of transformers' Llama and Qwen3.
-_TITAN_NAMES = (
-    (r"^tok_embeddings\.", "model.embed_tokens."),
-    (r"^norm\.", "model.norm."),
-    (r"^output\.", "lm_head."),
-    (r"^layers\.", "model.layers."),
-    (r"\.attention_norm\.", ".input_layernorm."),
-    (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.attention\.(?:qkv_linear\.)?w([qkvo])\.", r".self_attn.\1_proj."),
-    (r"\.attention\.([qk])_norm\.", r".self_attn.\1_norm."),
-    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
-    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
-    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
-    (r"\.moe\.router\.gate\.", ".mlp.gate."),
-)
-# All experts of a layer in one tensor, whose axes newer names end in.
-_TITAN_EXPERTS = re.compile(
-    r"layers\.(\d+)\.moe\.(?:routed_experts\.inner_)?experts\.(w[123])(?:_E[DF]{2})?"
-)
-_TITAN_HALVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _TURNED = re.compile(r"\.self_attn\.([qk])_proj\.")
-# Types of models that torchtitan has -> the number of heads of queries and of keys, where it
-# rotates neighbouring dimensions of a head together and transformers its halves.
-_TITAN_MODELS: Mapping[str, Mapping[str, str]] = {
-    "llama": {"q": "num_attention_heads", "k": "num_key_value_heads"},
-    "qwen3": {},
-    "qwen3_moe": {},
+_HEADS = {
+    "q": ("num_attention_heads",),
+    "k": ("num_key_value_heads", "num_attention_heads"),
 }
+_EXPERT = "{}"  # in the name of a tensor that holds all experts of a layer
 
 
-def _from_titan(
-    tensors: Mapping[str, Pieces], configuration: CheckpointReader
-) -> dict[str, Pieces]:
-    """Return torchtitan's tensors under transformers' names, in its order of dimensions."""
-    kind = str(configuration.config.get("model_type"))
-    if kind not in _TITAN_MODELS:
+@functools.cache
+def _trainers() -> Mapping[str, Any]:
+    path = Path(__file__).with_name("trainer_names.yaml")
+    return yaml_table(path.read_bytes(), path)
+
+
+def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
+    """Return a model with transformers' names and rows, in place of a trainer's own.
+
+    Raises:
+        CheckpointMismatchError: It is none of the models whose names are known.
+    """
+    tensors = reader.tensors
+    trainers = _trainers()
+    name = next((name for name, each in trainers.items() if each["has"] in tensors), None)
+    if name is None:
+        return reader
+    trainer, kind = trainers[name], str(reader.config.get("model_type"))
+    if kind not in (models := trainer["models"]):
         raise CheckpointMismatchError(
-            f"{configuration.path}: torchtitan's names with model_type = {kind!r:.100}: known are "
-            f"{', '.join(_TITAN_MODELS)}"
+            f"{reader.home}: {name}'s names with model_type = {kind!r:.100}: known are "
+            f"{', '.join(models)}"
         )
+    names = (*trainer["names"], *trainer.get("norms", {}).get(kind, ()))
     found: dict[str, Pieces] = {}
-    for name, (piece,) in tensors.items():
-        if name == _TITAN_BUFFER:
+    for theirs, (piece,) in tensors.items():
+        if theirs in trainer.get("left_out", ()):
             continue
-        if match := _TITAN_EXPERTS.fullmatch(name):
-            layer, half = f"model.layers.{match[1]}.mlp.experts.", _TITAN_HALVES[match[2]]
+        ours = renamed(theirs, names)
+        if _EXPERT in ours:
             whole = chunked(piece)
-            found |= {
-                f"{layer}{number}.{half}.weight": whole.select(number).pieces
-                for number in range(whole.shape[0])
-            }
+            numbers = range(whole.shape[0])
+            found |= {ours.replace(_EXPERT, str(n)): whole.select(n).pieces for n in numbers}
             continue
-        name = renamed(name, _TITAN_NAMES)
-        if (match := _TURNED.search(name)) and (key := _TITAN_MODELS[kind].get(match[1])):
-            piece = _in_halves(name, piece, configuration.config.get(key))
-        found[name] = (piece,)
-    return found
+        if (match := _TURNED.search(ours)) and match[1] in models[kind]:
+            heads = [reader.config.get(key) for key in _HEADS[match[1]]]
+            piece = _in_halves(ours, piece, next(filter(None, heads), None))
+        found[ours] = (piece,)
+    return dataclasses.replace(reader, tensors=found)
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:

@@ -23,9 +23,9 @@ from foundations.files.json_content import Fields
 
 # Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (
-    "apex", "argparse", "datetime", "deepspeed", "enum", "lightning", "lightning_fabric",
-    "megatron", "nemo", "numpy", "omegaconf", "pathlib", "pytorch_lightning", "torch",
-    "transformer_engine", "transformers", "typing",
+    "apex", "argparse", "composer", "datetime", "deepspeed", "enum", "lightning",
+    "lightning_fabric", "megatron", "nemo", "numpy", "olmo_core", "omegaconf", "pathlib",
+    "pytorch_lightning", "torch", "transformer_engine", "transformers", "typing",
 )  # fmt: skip
 _INERT_NAMES = frozenset({
     "_io.BytesIO", "_codecs.encode", "collections.defaultdict", "collections.Counter",

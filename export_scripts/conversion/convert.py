@@ -14,9 +14,9 @@ from export_scripts.checkpoints import LATEST, chosen_entry
 from export_scripts.checkpoints.base import fingerprint_files, json_file
 from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
-from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
+from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.checkpoints.megatron import is_megatron
-from export_scripts.checkpoints.sharded_huggingface import settings_folder
+from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME, settings_folder
 from export_scripts.conversion.fp8 import in_fp8
 from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
 from export_scripts.conversion.lora import PEFT_CONFIG, peft_problems

@@ -281,6 +281,7 @@ def written_views(
     own = source.facts if mapping is source.mapping and mapping.carried else None
     written: dict[str, dict[tuple[int, int], tuple[TensorPlan, View]]] = {}
     homeless: dict[str, None] = {}
+    entries: dict[str, int] = {}
     reasons = []
     for (spec, index, tensor), item in zip(
         mapping.family.expand(source.config), source.tensors, strict=True
@@ -298,12 +299,13 @@ def written_views(
             place = int(entry or 0), view.place
             if entry:  # One of those that follow each other in a tensor.
                 view = dataclasses.replace(view, shape=(1, *view.shape))
+                entries[key] = int(entry) + 1
             pieces = written.setdefault(key, {})
             if place in pieces and not is_tied:
                 reasons.append(f"{key} would also stand for {tensor.name}, whose values differ")
             pieces.setdefault(place, (item, view))
     tensors = (
-        WrittenTensor(key, tuple(parts), parts[0][0].tensor.dtype)
+        WrittenTensor(key, tuple(parts), parts[0][0].tensor.dtype, entries=entries.get(key, 0))
         for key, pieces in written.items()
         for parts in [[pieces[place] for place in sorted(pieces)]]
     )

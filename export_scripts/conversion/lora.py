@@ -48,6 +48,9 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 
 PEFT_CONFIG = "adapter_config.json"
+# Also, of verl, the scale alone.
+_PEFT_SCALES = (PEFT_CONFIG, f"lora_adapter/{PEFT_CONFIG}", "lora_train_meta.json")
+_PEFT_ROOT = "base_model.model."
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 # Settings of PEFT's LoRA that are read here, and those that change nothing in how it is merged. Any
@@ -67,6 +70,7 @@ _PEFT_FACTOR = re.compile(
 )
 # With the model's tables of tokens, PEFT saves the originals and a second copy of trained ones.
 _PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
+_PEFT_KEPT = re.compile(r"\.(?:base_layer|original_module)\.")
 _PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
 # A pattern of an adapter is a regular expression; one with many choices could take for ever.
 _MOST_PATTERN, _MOST_REPEATED, _MOST_GROUPS = 200, 2, 4
@@ -549,22 +553,74 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
 def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
     config = json_file(path / PEFT_CONFIG)
     weights = next((path / name for name in _PEFT_WEIGHTS if (path / name).is_file()), None)
-    problems = peft_problems(config, path / PEFT_CONFIG)
     if weights is None:
+        problems = peft_problems(config, path / PEFT_CONFIG)
         problems.append(f"{path} has no weights; expected {' or '.join(_PEFT_WEIGHTS)}")
-    if problems or weights is None:
         raise CheckpointMismatchError(listed(problems))
+    changes = _peft_changes(config, path / PEFT_CONFIG, index_tensors(weights), base)
+    return _Adapter(path, tuple(changes), (path / PEFT_CONFIG, weights))
+
+
+def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
+    """Return a model that was saved as PEFT wraps it, with its adapter merged.
+
+    Trainers save it so with all ranks' parts; how the adapter is scaled stands in a file near by.
+
+    Raises:
+        CheckpointMismatchError: The model is not there, or that file; or it cannot be merged.
+    """
+    names = {key: key.removeprefix(_PEFT_ROOT) for key in reader.tensors}
+    own = {key for key, name in names.items() if _PEFT_FACTOR.match(name)}
+    if not own:
+        return reader
+    own |= {key for key in names if _PEFT_TRAINED in key}
+    plain = {
+        _PEFT_KEPT.sub(".", name): reader.tensors[key]
+        for key, name in names.items()
+        if key not in own
+    }
+    if not any(map(_PEFT_KEPT.search, names)):
+        raise CheckpointMismatchError(
+            f"{reader.path} is an adapter without its model: save it with save_pretrained of peft, "
+            "convert its model, and name the adapter's folder (--lora, convert.lora_checkpoints)"
+        )
+    folder = reader.files[-1].parent
+    places = [each / name for each in (reader.home, folder, folder.parent) for name in _PEFT_SCALES]
+    where = next((file for file in places if file.is_file()), None)
+    if where is None:
+        raise CheckpointMismatchError(
+            f"{reader.path} holds an adapter apart from the weights that it changes "
+            f"({first_names(sorted(own))}), and no {PEFT_CONFIG}, which states its scale: copy it "
+            f"into {folder}"
+        )
+    config = {"peft_type": "LORA", **json_file(where)}
+    stored = {key: piece for key in own for piece in reader.tensors[key]}
+    adapter = _Adapter(where, tuple(_peft_changes(config, where, stored, reader)), (where,))
+    merged = dataclasses.replace(reader, tensors=plain)
+    refuse(listed(_apply(adapter, plain, merged)))
+    remarks = [*reader.remarks, adapter.describe()]
+    if where.name != PEFT_CONFIG:
+        remarks.append(f"{where} does not state use_rslora: taken as off")
+    return dataclasses.replace(merged, files=(*reader.files, where), remarks=tuple(remarks))
+
+
+def _peft_changes(
+    config: Table, where: Path, stored: Mapping[str, Piece], base: CheckpointReader
+) -> list[_Change]:
+    """Return what an adapter of PEFT changes, by its configuration and its tensors."""
+    refuse(listed(peft_problems(config, where)))
+    problems: list[str] = []
     factors: dict[str, dict[str, Piece]] = {}
     embeddings: set[str] = set()
     replaced: dict[str, Pieces] = {}
     roles: dict[tuple[str, str], str] = {}
-    stored = index_tensors(weights)
+    source = next((each.stored[0].path for each in stored.values()), where.parent)
     for name, tensor in stored.items():
         if _PEFT_ORIGINAL in name or (
             _PEFT_TRAINED in name and name.replace(_PEFT_TRAINED, ".") in stored
         ):
             continue
-        bare = name.removeprefix("base_model.model.")
+        bare = name.removeprefix(_PEFT_ROOT)
         if match := _PEFT_FACTOR.match(bare):
             role = (match["module"], match["side"])
             factors.setdefault(match["module"], {})[match["side"]] = tensor
@@ -573,20 +629,20 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
             role = (_PEFT_WRAPPERS.sub("", bare), "")
             replaced[role[0]] = (tensor,)
         if (other := roles.setdefault(role, name)) != name:
-            problems.append(f"{weights}: {other} and {name} are two values of one tensor")
-    problems += _lone(path, factors, "A", "B")
+            problems.append(f"{source}: {other} and {name} are two values of one tensor")
+    problems += _lone(where.parent, factors, "A", "B")
     if not factors and not replaced:
-        problems.append(f"{weights} holds nothing")
+        problems.append(f"{source} holds nothing")
     changes: list[_Change] = [((name,), pieces) for name, pieces in replaced.items()]
     conv1d = base.config.get("model_type") == "gpt2"
     for module, sides in factors.items():
         if set(sides) == {"A", "B"}:
-            scale = _peft_scale(config, module, sides["B"], path / PEFT_CONFIG, problems)
+            scale = _peft_scale(config, module, sides["B"], where, problems)
             turned = module in embeddings or (conv1d and _CONV1D.search(module) is not None)
             update = Update((sides["A"],), (sides["B"],), scale, is_transposed=turned)
             changes.append(((f"{module}.weight",), update))
     refuse(listed(problems))
-    return _Adapter(path, tuple(changes), (path / PEFT_CONFIG, weights))
+    return changes
 
 
 def peft_problems(config: Table, where: Path) -> list[str]:

@@ -18,7 +18,7 @@ from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
 from export_scripts.conversion.ft_source import FTFolder, is_ft_folder, open_ft_folder
-from export_scripts.conversion.lora import with_adapters
+from export_scripts.conversion.lora import with_adapters, with_own_adapter
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
@@ -208,7 +208,7 @@ def _open(
         )
         reader = with_plain_weights(reader, request.allows_setting, keeps_fp8=request.keep_fp8)
         lora = request.lora_checkpoints
-        reader = with_adapters(reader, lora, scratch_dir, request.allows_setting)
+        reader = with_adapters(with_own_adapter(reader), lora, scratch_dir, request.allows_setting)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)

@@ -1,7 +1,6 @@
 """Source of each FT tensor, with names and shapes checked before any is read."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,12 +71,16 @@ class WrittenTensor:
     pieces: tuple[tuple[TensorPlan, View | None], ...]
     data_type: str | None = None  # None for that of its file
     archive: Archive | None = None  # around the tensor, if it has one to itself
+    entries: int = 0  # of the first axis, each of as many pieces that follow each other; 0: pieces
 
     @property
     def shape(self) -> Shape:
         """Sizes of the whole."""
         shapes = [view.shape if view else item.tensor.shape for item, view in self.pieces]
         first = shapes[0]
+        if self.entries:
+            rows = sum(shape[1] for shape in shapes) // self.entries
+            return (self.entries, rows, *first[2:])
         return (sum(shape[0] for shape in shapes), *first[1:]) if first else ()
 
     @property
@@ -117,7 +120,7 @@ def plan_tensors(
     missing: list[str] = []
     shapes: list[str] = []
     stated: list[str] = []
-    entries: Counter[str | None] = Counter()
+    entries: dict[str, set[str]] = {}
     for spec, index, tensor in mapping.family.expand(config):
         source = table.get(tensor.name) or table.get(spec.name)
         if source is None:
@@ -136,7 +139,8 @@ def plan_tensors(
             if not isinstance(source, Copy):
                 stated.append(f"{tensor.name} is computed of what is stored, and {_KEPT}")
         missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
-        entries.update(facts.resolve(key) for key, _ in plan.reads if ENTRY in key)
+        for key in (key for key, _ in plan.reads if ENTRY in key and facts.has(key)):
+            entries.setdefault(facts.resolve(key) or "", set()).add(key)
         if not absent:
             shapes += _shape_problems(plan, facts, config, tp_size)
     unknown = [
@@ -146,9 +150,9 @@ def plan_tensors(
         if not (key in used or mapping.is_ignored(key) or request.allows(key))
     ]
     shapes += [
-        f"{key} has {facts.rows(key)} entries, of which the model has {count}"
-        for key, count in entries.items()
-        if key is not None and count != facts.rows(key)
+        f"{key} has {facts.rows(key)} entries, of which the model has {len(found)}"
+        for key, found in entries.items()
+        if len(found) != facts.rows(key)
     ]
     where = str(facts.reader.path)
     return tuple(plans), [

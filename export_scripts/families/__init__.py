@@ -13,7 +13,7 @@ from export_scripts.families.gptneox import GPTNEOX_ELEUTHER
 from export_scripts.families.hybrid import HYBRID_CORE_MAPPINGS
 from export_scripts.families.layout.spec import ModelFamily as ModelFamily
 from export_scripts.families.mapping.source_mapping import SourceMapping as SourceMapping
-from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
+from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS
 from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
 from export_scripts.families.t5.nemo import T5_NEMO
 
@@ -23,7 +23,6 @@ SOURCE_MAPPINGS = (
     GPTJ_JAX,
     GPTNEOX_ELEUTHER,
     *HYBRID_CORE_MAPPINGS,
-    *MIXTURE_HUGGINGFACE,
     *MIXTURE_CORE_MAPPINGS,
     *DENSE_CORE_MAPPINGS,
     *GPT_MEGATRON_MAPPINGS,

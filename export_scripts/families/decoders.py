@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from export_scripts.families import gptj, gptneox, hybrid
+from export_scripts.families import gptj, gptneox, hybrid, mixture
 from export_scripts.families.dense import operations
 from export_scripts.families.dense.huggingface import (
     BIAS_KEYS,
@@ -24,17 +24,18 @@ from export_scripts.families.mapping.settings import Settings, half_precision_wa
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
 
-_FAMILIES = {
-    family.name: family for family in (GPT, gptj.GPTJ, gptneox.GPTNEOX, DENSE, hybrid.HYBRID)
-}
+_OF_GPT = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
+_FAMILIES = {each.name: each for each in (*_OF_GPT, DENSE, mixture.MIXTURE, hybrid.HYBRID)}
 _KEYS = {
     "*sizes": SIZES,
     "*llama": LLAMA_KEYS,
     "*biases": BIAS_KEYS,
+    "*mixture": tuple(name for name in LLAMA_KEYS if name != "intermediate_size"),
     "*gpt2": ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon"),
 }
 _TRAITS = {
     **operations.TRAITS,
+    **mixture.TRAITS,
     "opt": huggingface.OPT,
     "gptj": gptj.SETTINGS,
     "gptneox": gptneox.SETTINGS,
@@ -54,6 +55,7 @@ _FUNCTIONS = {
     "cohere": operations.norms_of_heads("_norm.weight"),
     "xielu": operations.xielu_sources,
     **hybrid.FUNCTIONS,
+    **mixture.FUNCTIONS,
 }
 
 
@@ -87,7 +89,7 @@ def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
     fields = _as_tuples(record)
     fields["family"] = family = _FAMILIES[fields.get("family", DENSE.name)]
     names = fields.get("names", {})
-    if family is DENSE and "model.wpe" not in names:
+    if family not in _OF_GPT and "model.wpe" not in names:
         names = {**LLAMA_NAMES, **names}
     fields["names"] = _as_tuples(names)
     if "keys" in fields:
@@ -101,7 +103,7 @@ def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
         fields["window"] = Window(**{**window, "slides": slides})
     flags = (_flag(*each) for each in fields.pop("flags", {}).items())
     fields["traits"] = (*flags, *(_TRAITS[name] for name in fields.get("traits", ())))
-    kind = DenseDecoder if family in (DENSE, hybrid.HYBRID) else HuggingFaceDecoder
+    kind = HuggingFaceDecoder if family in _OF_GPT else DenseDecoder
     return kind(model_type=model_type, **fields)
 
 
@@ -112,7 +114,11 @@ def _as_tuples(table: Table) -> Fields:
 def _mappings() -> dict[str, SourceMapping]:
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     records = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: _decoder(name, _whole(name, records)).mapping() for name in records}
+    return {
+        name: _decoder(name, _whole(name, records)).mapping()
+        for name in records
+        if not name.startswith(".")
+    }
 
 
 # By model_type, in the order of the table.

@@ -6,17 +6,11 @@ FasterTransformer serves them: they are written as Hugging Face folders alone.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.dense import core
-from export_scripts.families.dense.huggingface import (
-    LLAMA_KEYS,
-    LLAMA_NAMES,
-    DenseDecoder,
-    Window,
-)
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
@@ -28,19 +22,28 @@ from export_scripts.families.gpt.megatron import (
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, layout_table
+from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
-from export_scripts.families.mapping.names import Names, whole_names
+from export_scripts.families.mapping.names import whole_names
 from export_scripts.families.mapping.rotary import rotary_fraction, yarn_growth
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
-from export_scripts.families.mapping.sources import Constant, Copy, Flat, Nesting, Rows, Sources
+from export_scripts.families.mapping.sources import (
+    Constant,
+    Copy,
+    Flat,
+    Nesting,
+    Rows,
+    Sources,
+    half,
+    transposed,
+)
 from foundations.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
 SHARED = "mlp.shared."
 CORRECTION = "mlp.router.correction"
-_MATRICES = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +118,6 @@ class MixtureConfig(DenseConfig, Experts):
         return 2 * self.inter_size
 
     @property
-    def has_head_norms(self) -> bool:
-        """Whether queries and keys are normalised."""
-        return self.query_key_norm is not None
-
-    @property
     def shared_expert_num(self) -> int:
         """Shared experts of the width of the others, if the width is a multiple of theirs."""
         return self.shared_inter_size // self.inter_size
@@ -164,29 +162,6 @@ MIXTURE = ModelFamily(
 )
 
 
-def _names(
-    mlp: str, matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), shared: str = ""
-) -> Names:
-    """Return a layer's modules; `shared` is the shared expert."""
-    own = dict(zip(_MATRICES, matrices, strict=True))
-    return {
-        **LLAMA_NAMES,
-        "dense_layernorm": "post_attention_layernorm",
-        "mlp.router": f"{mlp}.gate",
-        CORRECTION: f"{mlp}.gate.e_score_correction_",
-        **{EXPERT + ours: f"{mlp}.experts.{{expert}}.{theirs}" for ours, theirs in own.items()},
-        **{SHARED + ours: f"{mlp}.{shared}.{theirs}" for ours, theirs in own.items()},
-        f"{SHARED}gate": f"{mlp}.{shared}_gate",
-        "attention.whole_query": "self_attn.q_proj",
-        "attention.query_down": "self_attn.q_a_proj",
-        "attention.query_down_norm": "self_attn.q_a_layernorm",
-        "attention.query_up": "self_attn.q_b_proj",
-        "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
-        "attention.key_value_down_norm": "self_attn.kv_a_layernorm",
-        "attention.key_value_up": "self_attn.kv_b_proj",
-    }
-
-
 def _gpt_oss_sources(*_: Any) -> Sources:
     """Return the sources of what is in no module of its own: a tensor for all experts, or sinks."""
     names = {"gate_up": "gate_up_proj", "dense_4h_to_h": "down_proj"}
@@ -197,6 +172,17 @@ def _gpt_oss_sources(*_: Any) -> Sources:
         for kind, end in ends.items()
     }
     return {name: Copy(key) for name, key in keys.items()}
+
+
+def _granite_sources(*_: Any) -> Sources:
+    """Return the sources of experts that lie in one tensor, the halves of each gate in a row."""
+    root = f"{LAYER}block_sparse_moe."
+    gate, down = (f"{root}{name}_linear.weight{ENTRY}{{expert}}" for name in ("input", "output"))
+    return {
+        f"{LAYER}{EXPERT}dense_h_to_4h.weight": half(gate, 0),
+        f"{LAYER}{EXPERT}dense_h_to_4h_2.weight": half(gate, 1),
+        f"{LAYER}{EXPERT}dense_4h_to_h.weight": transposed(down, cut=1),
+    }
 
 
 def _dense(settings: Settings, layers: tuple[int, ...]) -> Fields:
@@ -226,12 +212,27 @@ def _qwen_written(config: MixtureConfig) -> Fields:
 
 def _deepseek_layers(settings: Settings, values: Fields) -> Fields:
     """Return the first layers without experts, and the shared expert."""
-    first, shared = values.pop("first_dense"), values.pop("shared_expert_num")
+    first, shared = values.pop("first_dense", 0), values.pop("shared_expert_num")
     if not shared:
         settings.note("n_shared_experts = 0: expected at least 1")
     layers = range(min(first, values["num_layer"]))
     width = shared * values["inter_size"]
     return {**_dense(settings, tuple(layers)), "shared_inter_size": width}
+
+
+def _listed_layers(settings: Settings, values: Fields) -> Fields:
+    """Return the layers without experts by a list, the first one without it."""
+    count = values["num_layer"]
+    kinds = settings.value("mlp_layer_types", default=["dense", *["sparse"] * (count - 1)])
+    if not isinstance(kinds, list) or len(kinds) != count or {*kinds} - {"dense", "sparse"}:
+        settings.note(
+            f"mlp_layer_types = {kinds!r:.200}: expected dense or sparse for each of the {count} "
+            "layers"
+        )
+        return {}
+    values["first_dense"] = 0
+    dense = tuple(number for number, kind in enumerate(kinds) if kind == "dense")
+    return {**_sigmoid_groups(settings, values), **_dense(settings, dense)}
 
 
 def _sigmoid_groups(settings: Settings, values: Fields) -> Fields:
@@ -288,15 +289,6 @@ def _deepseek_written(config: MixtureConfig) -> Fields:
     }
 
 
-def _v3_written(config: MixtureConfig) -> Fields:
-    """Return also what vLLM reads; transformers computes so whatever they say."""
-    return {
-        **_deepseek_written(config),
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
-
-
 def _v2_written(config: MixtureConfig) -> Fields:
     is_grouped = config.group_num > 1
     return {
@@ -307,189 +299,30 @@ def _v2_written(config: MixtureConfig) -> Fields:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mixture(DenseDecoder):
-    """A mixture; vLLM serves fp16 as it does bf16, so that no type has a warning."""
+def _latent(settings: Settings, values: Fields) -> Fields:
+    """Return what multi-latent attention has: parameters of YaRN that scale sine, cosine, scores.
 
-    family: ModelFamily = MIXTURE
-    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
+    Its norms have an epsilon of their own in transformers.
+    """
+    fields = {"latent_eps": 1e-6}
+    if values["kv_head_num"] != values["head_num"]:
+        settings.note(f"num_key_value_heads = {values['kv_head_num']}: expected as many as heads")
+    kind = values.get("rotary_scaling_type")
+    if kind is None:
+        return fields
+    source = settings.source
+    given = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    both = given.get("mscale"), given.get("mscale_all_dim")
+    if kind != "yarn" or given.get("attention_factor") is not None:
+        settings.note(f"rotary scaling {given!r:.300}: expected yarn without attention_factor")
+    elif not all(both) and (both[1] or both[0] not in (None, 1)):
+        settings.note(
+            f"mscale = {both[0]!r:.100} and mscale_all_dim = {both[1]!r:.100}: transformers "
+            "takes both or neither, and vLLM each of them"
+        )
+    mscale, all_dim = both if all(both) else (1.0, 0.0)
+    return {**fields, "mscale": mscale, "mscale_all_dim": all_dim}
 
-
-@dataclass(frozen=True, kw_only=True)
-class _LatentMixture(_Mixture):
-    """A mixture with multi-latent attention."""
-
-    head_dim: int | None = 64
-    head_dim_key: str = "qk_rope_head_dim"
-
-    def derived(self, settings: Settings, values: Fields) -> Fields:
-        """Return also the parameters of YaRN that scale sine and cosine, and scores."""
-        out = {**super().derived(settings, values), "latent_eps": 1e-6}
-        if values["kv_head_num"] != values["head_num"]:
-            settings.note(
-                f"num_key_value_heads = {values['kv_head_num']}: expected as many as heads"
-            )
-        kind = out.get("rotary_scaling_type")
-        if kind is None:
-            return out
-        source = settings.source
-        given = source.get("rope_scaling") or source.get("rope_parameters") or {}
-        both = given.get("mscale"), given.get("mscale_all_dim")
-        if kind != "yarn" or given.get("attention_factor") is not None:
-            settings.note(f"rotary scaling {given!r:.300}: expected yarn without attention_factor")
-        elif not all(both) and (both[1] or both[0] not in (None, 1)):
-            settings.note(
-                f"mscale = {both[0]!r:.100} and mscale_all_dim = {both[1]!r:.100}: transformers "
-                "takes both or neither, and vLLM each of them"
-            )
-        mscale, all_dim = both if all(both) else (1.0, 0.0)
-        return {**out, "mscale": mscale, "mscale_all_dim": all_dim}
-
-
-_KEYS = tuple(name for name in LLAMA_KEYS if name != "intermediate_size")
-_MOE_KEYS = (*_KEYS, "moe_intermediate_size", "num_experts_per_tok")
-_DEEPSEEK_KEYS = (
-    *_MOE_KEYS, "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
-    "routed_scaling_factor",
-)  # fmt: skip
-_LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-_GROUP_KEYS = ("n_group", "topk_group", "norm_topk_prob")
-_SIGMOID = {"router_scores": "sigmoid", "has_router_correction": True}
-
-_DECODERS = (
-    _Mixture(
-        model_type="mixtral",
-        model="MixtralForCausalLM",
-        title="Mixtral",
-        keys=(*_KEYS, "intermediate_size", "num_local_experts", "num_experts_per_tok"),
-        names=_names("block_sparse_moe", ("w1", "w3", "w2")),
-        window=Window(),
-        rotary_base=1e6,
-        bos=1,
-        eos=2,
-    ),
-    _Mixture(
-        model_type="qwen3_moe",
-        model="Qwen3MoeForCausalLM",
-        title="Qwen3-MoE",
-        keys=(*_MOE_KEYS, "num_experts", "attention_bias", "norm_topk_prob"),
-        fixed={"query_key_norm": "head"},
-        names=_names("mlp"),
-        window=Window(has_switch=True),
-        read=_qwen_layers,
-        written=_qwen_written,
-    ),
-    _Mixture(
-        model_type="qwen2_moe",
-        model="Qwen2MoeForCausalLM",
-        title="Qwen2-MoE",
-        keys=(
-            *_MOE_KEYS,
-            "num_experts",
-            "shared_expert_intermediate_size",
-            "qkv_bias",
-            "norm_topk_prob",
-        ),
-        fixed={"has_shared_gate": True},
-        names=_names("mlp", shared="shared_expert"),
-        read=_qwen_layers,
-        written=_qwen_written,
-    ),
-    _Mixture(
-        model_type="glm4_moe",
-        model="Glm4MoeForCausalLM",
-        title="GLM-4.5",
-        keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, "attention_bias", "use_qk_norm"),
-        fixed={
-            **_SIGMOID,
-            "has_attention_dense_bias": False,
-            "query_key_norm": lambda values: "head" if values.pop("has_head_norms") else None,
-        },
-        names=_names("mlp", shared="shared_experts"),
-        rotary_fraction=0.5,
-        read=_sigmoid_groups,
-        written=_deepseek_written,
-    ),
-    _LatentMixture(
-        model_type="deepseek_v3",
-        model="DeepseekV3ForCausalLM",
-        title="DeepSeek-V3",
-        keys=(*_DEEPSEEK_KEYS, *_GROUP_KEYS, *_LATENT_KEYS),
-        fixed=_SIGMOID,
-        names=_names("mlp", shared="shared_experts"),
-        bos=0,
-        eos=1,
-        read=_sigmoid_groups,
-        written=_v3_written,
-    ),
-    _LatentMixture(
-        model_type="deepseek_v2",
-        model="DeepseekV2ForCausalLM",
-        title="DeepSeek-V2",
-        keys=(*_DEEPSEEK_KEYS, *_LATENT_KEYS),
-        fixed={"normalized_routing": False},
-        names=_names("mlp", shared="shared_experts"),
-        bos=1,
-        eos=2,
-        read=_softmax_groups,
-        written=_v2_written,
-    ),
-    # A softmax whose scores are corrected to choose experts.
-    _Mixture(
-        model_type="ernie4_5_moe",
-        model="Ernie4_5_MoeForCausalLM",
-        title="ERNIE 4.5 MoE",
-        keys=(
-            *_KEYS,
-            "moe_intermediate_size",
-            "moe_num_experts",
-            "moe_k",
-            "moe_num_shared_experts",
-        ),
-        fixed={"has_router_correction": True, "rotary_interleaved": True},
-        names=_names("mlp", shared="shared_experts"),
-        sources=lambda *_: {
-            f"{LAYER}{CORRECTION}.bias": Flat(
-                f"{LAYER}mlp.moe_statics.e_score_correction_bias", outer=(1,)
-            )
-        },
-        is_tied=True,
-        bos=1,
-        eos=2,
-        rotary_base=5e5,
-        read=_ernie_layers,
-        written=_ernie_written,
-    ),
-    _Mixture(
-        model_type="gpt_oss",
-        model="GptOssForCausalLM",
-        title="gpt-oss",
-        keys=(
-            *_KEYS,
-            "intermediate_size",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "attention_bias",
-            "swiglu_alpha",
-            "swiglu_limit",
-        ),
-        fixed={"has_expert_bias": True, "has_sinks": True, "gate_offset": 1.0},
-        names={**_names("mlp"), "mlp.router": "mlp.router"},
-        sources=_gpt_oss_sources,
-        window=Window(
-            128, slides=lambda _, values: [n % 2 == 0 for n in range(values["num_layer"])]
-        ),
-        head_dim=64,
-        rotary_base=150000.0,
-        rotary_usual={
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        warnings=lambda _, config: _gate_warnings(config),
-    ),
-)
 
 _GPT_OSS_GATE = 1.702, 7.0
 
@@ -504,7 +337,35 @@ def _gate_warnings(config: MixtureConfig) -> list[str]:
     ]
 
 
-MIXTURE_HUGGINGFACE = tuple(decoder.mapping() for decoder in _DECODERS)
+# Operations that `decoders.yaml` names.
+TRAITS = {
+    "qwen_layers": Trait(_qwen_layers, _qwen_written),
+    "ernie_layers": Trait(_ernie_layers, _ernie_written),
+    "sigmoid_groups": Trait(_sigmoid_groups, _deepseek_written),
+    "listed_layers": Trait(
+        _listed_layers,
+        lambda config: {
+            **_deepseek_written(config),
+            "mlp_layer_types": [
+                "sparse" if has_experts else "dense" for has_experts in config.expert_layers
+            ],
+        },
+    ),
+    "softmax_groups": Trait(_softmax_groups, _v2_written),
+    "latent": Trait(_latent),
+    # Read by vLLM; transformers computes so whatever they say.
+    "v3": Trait(written=lambda _: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+}
+FUNCTIONS = {
+    "gpt_oss": _gpt_oss_sources,
+    "granite": _granite_sources,
+    "gpt_oss_gate": lambda _, config: _gate_warnings(config),
+    "ernie": lambda *_: {
+        f"{LAYER}{CORRECTION}.bias": Flat(
+            f"{LAYER}mlp.moe_statics.e_score_correction_bias", outer=(1,)
+        )
+    },
+}
 
 CORE_EXPERT = "mlp.experts.local_experts.{expert}."
 CORE_SHARED = "mlp.shared_experts."

@@ -23,8 +23,10 @@ from tests.tiny_transformers import MIXTURES, ROTARY, VARIANTS, write_model
 NOT_IN_4 = {"olmo2-yarn": "refuses", "nemotron-linear": "ignores", "phi3-factor": "refuses"}
 SCALED = [name for name in ROTARY if name not in NOT_IN_4]
 QUICK = (*SCALED, "gemma2-no-caps", "gemma3-linear", "phi3-longrope", "qwen2-some-windows")
-# It has no Ministral 3, and computes the parameters of an Apertus's activation in bf16.
-OTHERWISE_IN_4 = ("ministral3", "apertus")
+# It lacks some, and computes the parameters of an Apertus's activation in bf16.
+OTHERWISE_IN_4 = (
+    "ministral3", "apertus", "exaone3", "internlm3", "iquestcoder", "hyperclovax", "jais2",
+)  # fmt: skip
 EVERY = [
     name
     for name in (*DECODERS, *VARIANTS)

@@ -28,9 +28,8 @@ def window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
     return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
 
 
-def _from_max_window_layers(settings: Settings, values: Table) -> list[bool]:
-    full = settings.integer("max_window_layers", default=28, least=0)
-    return [number >= full for number in range(values["num_layer"])]
+def _from_layer(first: int, count: int) -> list[bool]:
+    return [number >= first for number in range(count)]
 
 
 def _all_but_every(nth: int, count: int) -> list[bool]:
@@ -57,7 +56,10 @@ def slides_of(name: str, nth: int = 1) -> Slides:
         "by_pattern": lambda settings, values: _all_but_every(
             settings.integer("sliding_window_pattern", default=nth), values["num_layer"]
         ),
-        "from_max_window_layers": _from_max_window_layers,
+        "all_but_every_first": lambda _, values: [n % nth != 0 for n in range(values["num_layer"])],
+        "from_max_window_layers": lambda settings, values: _from_layer(
+            settings.integer("max_window_layers", default=nth, least=0), values["num_layer"]
+        ),
         "not_rotating": lambda *given: [not rotates for rotates in _rotating(*given)],
     }
     return rules[name]
@@ -137,6 +139,37 @@ def _written_gpt_neo(config: DenseConfig) -> Fields:
 def _read_multi_query(settings: Settings, values: Table) -> Fields:
     is_one = settings.flag("multi_query", default=True)
     return {"kv_head_num": 1 if is_one else values["head_num"]}
+
+
+# Attention of an MPT, as transformers computes it whatever attn_config says.
+_MPT_ATTENTION = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "clip_qkv": None,
+    "qk_ln": False,
+    "prefix_lm": False,
+}
+
+
+def _read_mpt(settings: Settings, _: Table) -> Fields:
+    given = settings.value("attn_config", default={})
+    if not isinstance(given, Mapping):
+        settings.note(f"attn_config = {given!r:.100}: expected a table")
+        given = {}
+    attention = Settings(given, f"{settings.label}: attn_config", settings.problems)
+    for name, expected in _MPT_ATTENTION.items():
+        if (value := given.get(name, expected)) != expected:
+            attention.note(f"{name} = {value!r:.100}: transformers computes with {expected} alone")
+    return {"attention_scale": attention.optional("softmax_scale")}
+
+
+def _read_hyperclovax(settings: Settings, values: Table) -> Fields:
+    scale = settings.optional("attention_multiplier")
+    return {
+        "attention_scale": None if scale == values["size_per_head"] ** -0.5 else scale,
+        "logit_scale": settings.number("logits_scaling", default=1.0),
+    }
 
 
 def norms_of_heads(pattern: str) -> SourcesOf:
@@ -273,6 +306,19 @@ TRAITS = {
     "falcon": Trait(_read_falcon, _written_falcon),
     "gpt_neo": Trait(_read_gpt_neo, _written_gpt_neo),
     "growth": Trait(_growth),
+    "hyperclovax": Trait(
+        _read_hyperclovax,
+        lambda config: {
+            "attention_multiplier": config.attention_scale,
+            "logits_scaling": config.logit_scale,
+        },
+    ),
+    "mpt": Trait(
+        _read_mpt,
+        lambda config: {
+            "attn_config": {**_MPT_ATTENTION, "softmax_scale": config.attention_scale},
+        },
+    ),
     "multi_query": Trait(
         _read_multi_query, lambda config: {"multi_query": config.kv_head_num == 1}
     ),

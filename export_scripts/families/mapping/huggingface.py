@@ -64,7 +64,11 @@ class HuggingFaceSettings:
         table = {**types["*"], **types[self.model_type]}
         for name in self.names:
             row = next(each for each in setting_table(self.models) if name in each.names.split())
-            others = (other for other in row.names.split() if other != name and other in table)
+            others = (
+                other
+                for other in row.names.split()
+                if other != name and other in table and table[other].use == "read"
+            )
             values = table[name].values
             yield row, [name, *others], values[0] if values else None
 

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,16 @@ def chunks(folder: Path, tensors: Tensors, model: Path) -> Path:
     return folder
 
 
+def composer(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """With everything else that Composer saves, and moments below the model's names."""
+    wrapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    state = {"model": wrapped, "optimizers": {"AdamW": optimizer(wrapped)}, "rank_zero_seed": 17}
+    save_alone(folder / "ep0-ba10", {"state": state, "rng": [{"torch": torch.get_rng_state()}]})
+    (folder / "ep0-ba10" / "huggingface").mkdir()
+    copy_settings(model, folder / "ep0-ba10" / "huggingface")
+    return folder
+
+
 def verl_megatron(folder: Path, tensors: Tensors, model: Path) -> Path:
     """megatron-core's names, the optimizer apart, and the run's last step, without arguments."""
     (folder / "latest_checkpointed_iteration.txt").parent.mkdir()
@@ -203,6 +214,7 @@ def core_without_arguments(model: Path, folder: Path) -> None:
         automodel_run,
         slime,
         lightning,
+        composer,
         chunks,
         verl_megatron,
     ],
@@ -257,17 +269,23 @@ OLDER = {"qkv_linear.": "", "lm_head.": "output."}
 
 
 def titan(tensors: Tensors, heads: dict[str, int], *, older: bool) -> Tensors:
-    """Return a Llama's tensors as torchtitan keeps them: neighbours are rotated together."""
+    """Return a Llama's tensors as torchtitan keeps them."""
     out = {}
+    for name, tensor in turned_rows(tensors, heads):
+        for theirs, ours in (TITAN | (OLDER if older else {})).items():
+            name = name.replace(theirs, ours)
+        out[name] = tensor
+    return out
+
+
+def turned_rows(tensors: Tensors, heads: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as of a model that rotates neighbouring dimensions together."""
     for name, tensor in tensors.items():
         for part, count in heads.items():
             if f"self_attn.{part}_proj" in name:
                 halves = tensor.view(count, 2, -1, tensor.shape[1])
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        for theirs, ours in (TITAN | (OLDER if older else {})).items():
-            name = name.replace(theirs, ours)
-        out[name] = tensor
-    return out
+        yield name, tensor
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -323,6 +341,74 @@ def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: P
     assert "model_type = 'mistral'" in refusal(folder, tmp_path)
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
     assert "which 5 heads do not divide" in refusal(folder, tmp_path)
+
+
+# torchtune, models/convert_weights.py.
+TUNE = {
+    "model.embed_tokens.": "tok_embeddings.", "model.norm.weight": "norm.scale",
+    "lm_head.": "output.", "model.layers.": "layers.", "self_attn.o_proj": "attn.output_proj",
+    "self_attn.": "attn.", "mlp.gate_proj": "mlp.w1", "mlp.up_proj": "mlp.w3",
+    "mlp.down_proj": "mlp.w2", "input_layernorm.weight": "sa_norm.scale",
+    "post_attention_layernorm.weight": "mlp_norm.scale",
+}  # fmt: skip
+# OLMo-core, nn/hf/convert.py; of an OLMo 2, whose norms come after.
+OLMO = {
+    "model.embed_tokens.": "embeddings.", "model.norm.": "lm_head.norm.",
+    "lm_head.weight": "lm_head.w_out.weight", "model.layers.": "blocks.",
+    "self_attn.q_proj": "attention.w_q", "self_attn.k_proj": "attention.w_k",
+    "self_attn.v_proj": "attention.w_v", "self_attn.o_proj": "attention.w_out",
+    "self_attn.": "attention.", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    "post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "feed_forward_norm",
+}  # fmt: skip
+
+
+def renamed(tensors: Tensors, names: dict[str, str]) -> Tensors:
+    out = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        out[name] = tensor
+    return out
+
+
+@pytest.mark.parametrize("form", ["whole", "distributed"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_names_and_rows_of_torchtune_become_the_model_s(
+    kind: str, form: str, tmp_path: Path
+) -> None:
+    model = write_model(kind, tmp_path / "model")
+    heads = {"q": 4, "k": 2} if kind == "llama" else {}
+    turned = {name: each.contiguous() for name, each in turned_rows(read_tensors(model), heads)}
+    tensors = renamed(turned, TUNE)
+    folder = tmp_path / "epoch_0"
+    if form == "whole":
+        folder.mkdir()
+        torch.save(tensors, folder / "model-00001-of-00001.bin")
+    else:
+        save_alone(folder, {"model": tensors, "optimizer": optimizer(tensors), "seed": 3})
+    copy_settings(model, folder)
+    assert converted(folder, tmp_path / "out") == converted(model, tmp_path / "expected")
+
+
+def test_names_of_olmo_core_become_the_model_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder has a config.json of its own, and its index names its own class."""
+    model = write_model("olmo2", tmp_path / "model")
+    tensors = renamed(read_tensors(model), OLMO)
+    folder = tmp_path / "step100"
+    own = "olmo_core.distributed.checkpoint.filesystem"
+    for number in range(len(parts := own.split("."))):
+        name = ".".join(parts[: number + 1])
+        monkeypatch.setitem(sys.modules, name, torch.distributed.checkpoint.filesystem)
+    monkeypatch.setattr(torch.distributed.checkpoint.filesystem._StorageInfo, "__module__", own)
+    save_alone(folder / "model_and_optim", {"model": tensors, "optim": optimizer(tensors)})
+    (folder / "config.json").write_text('{"model": {"d_model": 24}}')
+    with pytest.raises(ValueError, match=r"copy the config\.json of the Hugging Face"):
+        open_checkpoint(folder)
+    found = converted_to(folder, tmp_path / "out", 2, given=GIVEN, model_config=model)
+    assert contents(found) == converted(model, tmp_path / "expected")
 
 
 def test_several_models_are_named(model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from export_scripts.ft.config_ini import read_config
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
-from tests.tiny_transformers import MIXTURES, write_model
+from tests.tiny_transformers import MIXTURES, OTHER_MIXTURES, SHARED_EXPERTS, write_model
 
 Tensors = Mapping[str, torch.Tensor]
 GIVEN = (("start_id", "1"), ("end_id", "2"))
@@ -96,6 +96,14 @@ def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) ->
     torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
     again = convert(request(folder, tmp_path / "again")).ft_dir
     torch.testing.assert_close(logits(again), logits(original), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted({*OTHER_MIXTURES, *SHARED_EXPERTS} - {"nemotron_h"}))
+def test_a_mixture_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
+    source = write_model(name, tmp_path / "source")
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    assert folder_problems(folder) == []
+    torch.testing.assert_close(logits(folder), logits(source), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,11 @@ def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
     stated = {"model_type", *(name for row in rows for name in row.names.split())}
     if kind == "cohere":  # releases have another one
         stated.add("rope_parameters")
-    missing = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+    missing = {
+        "glm4_moe": {"head_dim": 128},
+        "deepseek_v2": {"num_experts_per_tok": 6},
+        "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
+    }
     without_default: dict[str, int] = dict(missing.get(kind, {}))
     if whole["bos_token_id"] is whole["eos_token_id"] is None:
         without_default["bos_token_id"] = 1
