@@ -46,6 +46,8 @@ FREE = (
 )  # fmt: skip
 # In the names of tensors of NeMo's and Megatron Bridge's adapters.
 _ADAPTER = re.compile(r"\.adapter(_layer)?\.")
+# Advice on a folder that is not converted.
+_OTHER_ENGINES = "; another engine may serve it as it is (deploy.engine=vllm)"
 # Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
@@ -291,6 +293,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         f"{facts.reader.path} is a {facts.reader.format} checkpoint of an unknown architecture "
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
         + "; ".join(mapping.title for mapping in candidates)
+        + _OTHER_ENGINES * (facts.reader.format == "huggingface")
     )
 
 

@@ -25,7 +25,7 @@ SCALED = [name for name in ROTARY if name not in NOT_IN_4]
 QUICK = (*SCALED, "gemma2-no-caps", "gemma3-linear", "phi3-longrope", "qwen2-some-windows")
 # It lacks some, and computes the parameters of an Apertus's activation in bf16.
 OTHERWISE_IN_4 = (
-    "ministral3", "apertus", "exaone3", "internlm3", "iquestcoder", "hyperclovax", "jais2",
+    "ministral3", "apertus", "cwm", "exaone3", "internlm3", "iquestcoder", "hyperclovax", "jais2",
 )  # fmt: skip
 EVERY = [
     name

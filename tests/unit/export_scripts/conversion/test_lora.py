@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.conversion.lora import PEFT_KNOWN, peft_problems
@@ -95,6 +97,53 @@ def test_each_setting_of_the_installed_peft_is_known_or_refused() -> None:
         changed = usual | {name: {"of": "next year"}}
         (problem,) = peft_problems(changed, Path("adapter_config.json"))
         assert f": {name} = " in problem
+
+
+def tuned_in_place(base: Path, adapter: Path) -> Tensors:
+    """Return the tensors of a model with its adapter, as PEFT wraps it while it trains."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    whole = peft.PeftModel.from_pretrained(model, adapter).state_dict()
+    return {name: tensor.clone() for name, tensor in whole.items()}
+
+
+@pytest.mark.parametrize("form", ["one file", "distributed"])
+def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(
+        tmp_path / "adapter", base, r=4, lora_alpha=7, use_rslora=True,
+        target_modules=ALL_LLAMA[:4], modules_to_save=["lm_head"],
+    )  # fmt: skip
+    state = {"model": tuned_in_place(base, adapter), "optimizer": {"step": torch.tensor(3)}}
+    run = tmp_path / "run"
+    run.mkdir()
+    if form == "one file":
+        torch.save(state, run / "last.pt")
+    else:
+        save(state, checkpoint_id=run, no_dist=True)
+    source = run / "last.pt" if form == "one file" else run
+
+    def converted(name: str) -> Any:
+        request = ConversionRequest(source, tmp_path / name, 2, "fp32", model_config=base)
+        folder = convert(request).ft_dir
+        return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+    with pytest.raises(CheckpointMismatchError, match=r"no adapter_config\.json, which states"):
+        converted("refused")
+    shutil.copy(adapter / "adapter_config.json", run)
+    merged = merge_by_peft(base, tmp_path / "merged", adapter)
+    assert_same(converted("out"), shards(merged, tmp_path / "expected"))
+
+
+def test_an_adapter_without_its_model_is_refused(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    torch.save(tensors, tmp_path / "adapter.pt")
+    request = ConversionRequest(
+        tmp_path / "adapter.pt", tmp_path / "out", 1, "fp32", model_config=base
+    )
+    with pytest.raises(CheckpointMismatchError, match="is an adapter without its model"):
+        convert(request)
 
 
 PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
