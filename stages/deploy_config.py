@@ -79,11 +79,6 @@ class DeploySection(Access):
     command: list[str] = option(
         "command line of deploy.engine=openai; {host}, {port} and {model} are filled in", []
     )
-    front: bool = option(
-        "put this project's guard before deploy.engine=vllm or openai: one address with TLS, "
-        "tokens, limits, spans, an access log (deploy.openai.access_log) and metrics",
-        False,
-    )
     server: str = option(
         "slipway (this project's own server), tritonserver (the one that TRITON_SERVER names, that "
         "is on PATH, or that of nvidia-pytriton), auto (tritonserver if one is named or on PATH, "
@@ -245,8 +240,8 @@ class DeployConfig(DeploySection):
             options |= {
                 "host": HOST_FIELD,
                 "port": PORT_FIELD,
-                "ssl_certfile": None if self.front else self.tls_cert,
-                "ssl_keyfile": None if self.front else self.tls_key,
+                "ssl_certfile": self.tls_cert,
+                "ssl_keyfile": self.tls_key,
             }
         if not self.is_from_elsewhere:  # such a folder states its own, and how it is quantised
             options["dtype"] = VLLM_TYPES[self.data_type]
@@ -329,7 +324,6 @@ _INSTANCES = "export.triton_deployment.instance_count"
 _TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     "deploy.command": (OPENAI,),
     "deploy.executable": (VLLM,),
-    "deploy.front": (VLLM, OPENAI),
     "deploy.max_request_mb": _FRONTS,
     "deploy.openai": _OWN_SERVERS,
     "deploy.otlp_collector": _FRONTS,
@@ -343,16 +337,10 @@ _TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     _STORE: (TRITONSERVER, AUTO, FASTERTRANSFORMER),
 }
 
-# Settings that the front before another engine has.
-_OF_FRONT = (
-    "deploy.max_request_mb", "deploy.otlp_collector", "deploy.tls_cert", "deploy.token_file"
-)  # fmt: skip
-
 
 def _is_given(config: DeployConfig, setting: str) -> bool:
-    logs = config.openai.access_log and not config.front
     others = {
-        "deploy.openai": replace(config.openai, access_log=logs) != OpenAIOptions(),
+        "deploy.openai": config.openai != OpenAIOptions(),
         _INSTANCES: config.instance_count > 1,
         _SEVERAL_NODES: config.nodes > 1,
         _STORE: config.store is not None,
@@ -372,8 +360,7 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
         yield f"deploy.server={config.server} has no effect with {kind}; leave it out."
     chosen = config.server if is_ours else config.engine
     for setting, takers in _TAKEN_BY.items():
-        has_front = config.front and config.is_other_engine and setting in _OF_FRONT
-        if chosen in takers or has_front or not _is_given(config, setting):
+        if chosen in takers or not _is_given(config, setting):
             continue
         ours = [f"deploy.server={each}" for each in (SLIPWAY, TRITONSERVER) if each in takers]
         able = f"deploy.engine={PYTORCH} with {' or '.join(ours)}"
@@ -390,8 +377,6 @@ def _switched_off(config: DeployConfig) -> Iterator[str]:
         "handover_s": "deploy.uptime" * (config.uptime is None),
         **{f"openai.{name}": in_openai for name in vars(config.openai)},
     }
-    if config.front:
-        del switches["openai.access_log"]
     for name, switch in switches.items():
         value = attrgetter(name)(config)
         if switch and value != attrgetter(name)(plain):
@@ -442,11 +427,10 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
         for key, own in (OWN_VLLM_OPTIONS | (of_adapter if config.adapter else {})).items():
             if key in given:
                 yield f"deploy.vllm.{key} is decided by {own}; set that key."
-        is_alone = not config.front and not config.access.problems()
-        if is_alone and len(config.access.tokens() or ()) > 1:
+        if not config.access.problems() and len(config.access.tokens() or ()) > 1:
             yield (
-                f"deploy.token_file={config.token_file} holds several tokens; vLLM takes one from "
-                "its environment; set deploy.front=true."
+                f"deploy.token_file={config.token_file} holds several tokens, and vLLM takes one; "
+                "leave one, or have a reverse proxy before it check the others."
             )
     is_here = config.is_from_elsewhere and not config.is_elsewhere
     if is_here and not (config.folder / "config.json").is_file():

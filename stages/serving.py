@@ -14,7 +14,7 @@ from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_MODELS
 from inference.server.installation import mpi_start
 from inference.server.kinds import TRITONSERVER
 from inference.server.log import put_aside
-from inference.server.openai_server import HOST_FIELD, PORT_FIELD, OpenAIServer
+from inference.server.openai_server import OpenAIServer
 from inference.server.server import ModelServer
 from inference.system.parent_process import LinkedProcess
 from inference.system.supervision import RESTARTS_VARIABLE
@@ -97,21 +97,11 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 def _other_engine(
     config: DeployConfig, _: Path, start: ServerStart | None, options: dict[str, Any]
 ) -> AnyServer:
-    if config.engine == VLLM and not config.front and (tokens := config.access.tokens()):
+    if config.engine == VLLM and (tokens := config.access.tokens()):
         options["env"][TOKEN_VARIABLE] = tokens[0]
     command: Sequence[str] = config.command_line
     if start is not None:
         command = start.filled(command)
-    if config.front:
-        from inference.front.openai.proxy import front_command
-
-        command = front_command(
-            command,
-            vars(config.access),
-            host=HOST_FIELD,
-            port=PORT_FIELD,
-            logs=config.openai.access_log,
-        )
     return OpenAIServer(command, model=config.model_name, folder=config.folder, **options)
 
 

@@ -49,24 +49,23 @@ class MetricRow(NamedTuple):
 
 _, *_ROWS = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
 METRICS = tuple(MetricRow(*row.split("\t")) for row in _ROWS)
+_VLLM_NAMES = {each.name: each.vllm for each in METRICS if each.vllm != "-"}
 # A line of /metrics, a comment included.
 _LINE = re.compile(
-    r"(?P<start># \w+ )?(?P<name>(slipway_|vllm:)\w+?)(?P<part>_bucket|_sum|_count)?"
+    r"(?P<start># \w+ )?(?P<name>slipway_\w+?)(?P<part>_bucket|_sum|_count)?"
     r"(?P<rest>[ {].*)"
 )
 
 
-def renamed_metric(
-    line: str, names: Mapping[str, str], *, label: str, new_label: str
-) -> str | None:
-    """Return a line of `/metrics` under a new name, with a new name of the model's label.
+def vllm_line(line: str) -> str:
+    """Return a line of `/metrics` with vLLM's name, and its label for the model.
 
-    None: `names` has no new name for it.
+    One that vLLM does not have is returned as it is.
     """
     found = _LINE.fullmatch(line)
-    if found is None or (name := names.get(found["name"])) is None:
-        return None
-    rest = found["rest"].replace(f'{label}="', f'{new_label}="', 1)
+    if found is None or (name := _VLLM_NAMES.get(found["name"])) is None:
+        return line
+    rest = found["rest"].replace('model="', 'model_name="', 1)
     return f"{found['start'] or ''}{name}{found['part'] or ''}{rest}"
 
 

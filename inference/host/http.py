@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from inference.backend.metrics import vllm_line
 from inference.backend.requests import InferRequest, Outputs
 from inference.front import rules
 from inference.front.context import FrontContext
@@ -44,7 +45,7 @@ from inference.host.messages import (
     with_bytes,
 )
 from inference.host.models import HostedModel
-from inference.host.statistics import triton_metrics, with_vllm_names
+from inference.host.statistics import triton_metrics
 
 _METRICS_PATH = "/metrics"
 _JSON_LENGTH = "Inference-Header-Content-Length"
@@ -92,12 +93,11 @@ class KServeHttp:
             with self._context.use() as hosted:
                 statistics = [each.statistics for each in hosted.every_model()]
                 lines = [*triton_metrics(statistics), *await hosted.repository.metrics(), ""]
-            text = "\n".join(lines)
             if (names := request.query.get("names")) is not None:
                 if names != "vllm":
                     raise RejectedError(f"names={names[:40]} is unknown; names=vllm is known")
-                text = with_vllm_names(text)
-            return web.Response(text=text)
+                lines = [*map(vllm_line, lines)]
+            return web.Response(text="\n".join(lines))
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.backend.metrics import METRICS, Sample, family_lines, renamed_metric
+from inference.backend.metrics import Sample, family_lines
 
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
@@ -99,21 +99,6 @@ class ModelStatistics:
             ],
             "memory_usage": [],
         }
-
-
-_VLLM_NAMES = {each.name: each.vllm for each in METRICS if each.vllm != "-"}
-
-
-def with_vllm_names(metrics: str) -> str:
-    """Return the text of `/metrics` with vLLM's names, and its label for the model.
-
-    Those that vLLM does not have keep their names.
-    """
-    lines = metrics.split("\n")
-    return "\n".join(
-        renamed_metric(line, _VLLM_NAMES, label="model", new_label="model_name") or line
-        for line in lines
-    )
 
 
 def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:

@@ -26,6 +26,7 @@ _REMOVED = {
     "cluster.server_host": "deploy.host is the address that the server listens on",
     "deploy.client_shared_memory": "no server shares memory with clients",
     "deploy.endpoint_url": "write deploy.repository=s3://http://host:port/bucket/prefix",
+    "deploy.front": "put a reverse proxy such as nginx before deploy.host=127.0.0.1",
     "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",
     "export.accuracy.reference": _COMPARED,
     "export.model.sizes.*": "a dry run for a cluster does without the checkpoint",

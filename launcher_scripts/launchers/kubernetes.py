@@ -156,11 +156,6 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
             f"deploy.engine={server.engine}{over}: use the manifests of that engine's publisher, "
             "and name its server in evaluate.server."
         )
-    if server.front and server.engine == VLLM:
-        yield (
-            "deploy.front=true: vLLM's image has no front; put an ingress before the Service, or "
-            "set deploy.front=false."
-        )
     if server.server == PYTRITON:
         yield "deploy.server=pytriton: pods serve a repository; use deploy.server=auto."
     if server.nodes > 1 and server.engine == FASTERTRANSFORMER:

@@ -31,11 +31,8 @@ VLLM = os.environ.get("SLIPWAY_VLLM", "")
 TRANSFORMERS = Path(sys.executable).with_name("transformers")
 
 
-def test_transformers_serves_behind_a_front_and_is_evaluated(tmp_path: Path) -> None:
+def test_transformers_serves_and_is_evaluated(tmp_path: Path) -> None:
     model = write_served_model(tmp_path / "model")
-    token_file = tmp_path / "tokens"
-    token_file.write_text("t" * 24)
-    token_file.chmod(0o600)
     command = [str(TRANSFORMERS), "serve", "'{model}'", "--host", "'{host}'", "--port", "'{port}'"]
     words = ",".join((*command, "--device", "cpu"))
     run = start(
@@ -46,9 +43,6 @@ def test_transformers_serves_behind_a_front_and_is_evaluated(tmp_path: Path) -> 
         f"deploy.command=[{words}]",
         f"deploy.repository={model}",
         "deploy.http_port=0",
-        "deploy.front=true",
-        f"deploy.token_file={token_file}",
-        "deploy.openai.access_log=true",
         "evaluate.tasks=[lambada]",
         "evaluate.gate={}",
         "evaluate.baseline=none",
@@ -68,10 +62,6 @@ def test_transformers_serves_behind_a_front_and_is_evaluated(tmp_path: Path) -> 
     assert "lambada_perplexity is left out: the server returns no log probabilities" in task["note"]
     assert "lambada_last_token is left out: the server takes no token ids" in task["note"]
     assert {point["streamed"] for point in report["latency"]} == {True}
-    (log,) = (tmp_path / "results").glob("**/server-*.log")
-    lines = log.read_text().splitlines()
-    calls = [json.loads(line) for line in lines if line.startswith('{"time"')]
-    assert {("POST", 200)} <= {(call["method"], call["status"]) for call in calls}
 
 
 needs_vllm = pytest.mark.skipif(not VLLM, reason="SLIPWAY_VLLM names no vllm command")
@@ -150,7 +140,6 @@ def test_vllm_answers_as_the_model_of_a_nemo_archive(tmp_path: Path) -> None:
         "stages=[convert,deploy,evaluate]",
         f"base_results_dir={tmp_path}",
         "convert.format=huggingface",
-        "deploy.front=true",
         "deploy.vllm.max_model_len=512",
         "export.model.tensor_model_parallel_size=1",
         "evaluate.baseline=compare",

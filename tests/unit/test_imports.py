@@ -142,7 +142,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "inference.front.openai": (
         "export_scripts.ft",
-        "inference.system",
         "inference.backend",
         "inference.decoding",
         "inference.front",
@@ -241,7 +240,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation.report",
         "inference.evaluation.run",
         "inference.front",
-        "inference.front.openai",
         "inference.pytriton",
         "inference.server",
         "inference.certify",

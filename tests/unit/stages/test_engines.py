@@ -53,25 +53,6 @@ def config(folder: Path, engine: str = OPENAI) -> DeployConfig:
     return replace(own, command=[sys.executable, "{model}", "{port}"])
 
 
-@pytest.mark.parametrize("engine", [OPENAI, VLLM])
-def test_a_front_has_what_the_engine_lacks(engine: str, tmp_path: Path) -> None:
-    token_file = tmp_path / "tokens"
-    token_file.write_text(f"{'a' * 24}\n{'b' * 24}\n")
-    token_file.chmod(0o600)
-    logs = OpenAIOptions(access_log=True)
-    wanted = replace(
-        config(tmp_path, engine), max_request_mb=1, token_file=token_file, openai=logs, front=True
-    )
-    assert check_deploy(wanted) == []
-    alone = " ".join(check_deploy(replace(wanted, front=False)))
-    keys = {"max_request_mb", "token_file", "openai"}
-    assert {key for key in keys if f"deploy.{key}" in alone} == keys
-    enabled = replace(wanted, openai=OpenAIOptions(enabled=True))
-    assert any("deploy.openai has no effect" in each for each in check_deploy(enabled))
-    ours = DeployConfig(folder=tmp_path, model_name="m", front=True)
-    assert any(each.startswith("deploy.front has no effect") for each in check_deploy(ours))
-
-
 def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
     assert check_deploy(config(tmp_path)) == []
     assert check_deploy(replace(config(tmp_path, VLLM), serves_here=True)) == []

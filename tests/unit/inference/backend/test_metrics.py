@@ -12,7 +12,6 @@ import yaml
 from inference.backend import metrics
 from inference.backend.instances import Instance
 from inference.engine.load import EngineLoad, RequestTimes
-from inference.host.statistics import with_vllm_names
 
 ROOT = Path(__file__).resolve().parents[4]
 NAMES = {f"{e.name}_bucket" if e.kind == "HISTOGRAM" else e.name for e in metrics.METRICS}
@@ -111,7 +110,7 @@ nv_inference_count{model="a",version="1"} 1
 
 def test_metrics_may_have_the_names_of_vllm() -> None:
     assert (
-        with_vllm_names(METRICS)
+        "\n".join(map(metrics.vllm_line, METRICS.split("\n")))
         == """\
 # HELP vllm:request_prompt_tokens Tokens of a request's prompts
 # TYPE vllm:request_prompt_tokens histogram
