@@ -289,7 +289,13 @@ class _Host:
         sys.stderr.write(f"error: {reason}\n")
         self._link.tell(lost=reason)
         sys.stderr.flush()
-        asyncio.get_running_loop().call_later(_SEND_S, os._exit, 1)
+        self._keep(self._end())
+
+    async def _end(self) -> NoReturn:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._answered(), _SEND_S)
+        await asyncio.sleep(_POLL_S)  # an answer is sent after its models were used
+        os._exit(1)
 
     def _fail(self, error: Exception) -> int:
         sys.stderr.write(f"error: {error}\n")

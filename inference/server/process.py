@@ -89,6 +89,7 @@ class ServedProcess:
         if process is None:
             return
         below = descendants(process.pid)
+        self._tell_clients()
         if self.poll() is None and drain_s > 0:
             process.terminate()
             self.ended_within(drain_s)
@@ -101,6 +102,9 @@ class ServedProcess:
             time.sleep(_POLL_S)
         kill(below)
         process.link.close()
+
+    def _tell_clients(self) -> None:
+        """Give a server that has lost another process a moment to answer those that wait for it."""
 
     def __enter__(self: _Server) -> _Server:
         return self

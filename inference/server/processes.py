@@ -112,7 +112,12 @@ class ServerWatch:
     """The processes of a ready server: whether those that have names are there, and all run.
 
     `names` returns the name of a process that must not end, None for another.
+
+    Attributes:
+        lost: ids of the process that is lost, if it was stopped; None while nothing is lost.
     """
+
+    lost: tuple[int, ...] | None = None
 
     def __init__(self, root: int, *, names: Callable[[int], str | None] = lambda _: None) -> None:
         self._root, self._names = root, names
@@ -130,6 +135,7 @@ class ServerWatch:
             if has_ended and each.name is None:
                 del self._known[each.pid]
             elif fault is not None:
+                self.lost = () if has_ended else (each.pid,)
                 of_model = f" of model {each.name}" if each.name else ""
                 return f"process {each.pid}{of_model} {fault}"
         return None

@@ -20,7 +20,7 @@ from inference.front.link import (
     Reload,
     TritonOptions,
 )
-from inference.server.process import ServedProcess
+from inference.server.process import ServedProcess, kill
 from inference.server.processes import ServerWatch, descendants, process_state
 from inference.system.parent_process import LinkedProcess, checkout_program
 from inference.system.process_memory import memory_variables
@@ -29,6 +29,7 @@ _PROGRAM = checkout_program("inference.host.__main__")
 _POLL_S = 0.02
 NEXT_LOG = ".next.log"  # the end of the name of a standby's log
 _END_S = 5.0  # for a process that was killed to go
+_LAST_S = 0.5  # for the last answers of a server that has lost a process
 
 
 @dataclass(eq=False)
@@ -56,7 +57,7 @@ class ModelServer(ServedProcess):
     name = "the server"
     # These are set once a server is started.
     _link: HostLink = field(init=False)
-    _watch: ServerWatch = field(init=False)
+    _watch: ServerWatch | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.openai is not None:
@@ -197,7 +198,14 @@ class ModelServer(ServedProcess):
         finally:
             self.models = link.models or self.models
 
+    def _tell_clients(self) -> None:
+        lost = None if self._watch is None else self._watch.lost
+        if lost is not None and self.pid not in lost:
+            kill(lost)
+            self.ended_within(_LAST_S)
+
     def _fault(self) -> str | None:
+        assert self._watch is not None, "it is asked of a server that has started"
         return self._watch.loss()
 
     def _lost(self) -> str:

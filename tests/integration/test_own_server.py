@@ -97,6 +97,27 @@ def test_a_stopped_process_is_noticed(server: ModelServer) -> None:
     assert "stopped for 1 s" in end_of(server, signal.SIGSTOP)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stream_that_loses_its_engine_ends_with_an_error(
+    server: ModelServer, number: int
+) -> None:
+    everything = processes(server)
+    body = json.dumps({**ASKED, "INPUT_1": 400, "min_length": 400}).encode()
+    url = f"http://127.0.0.1:{server.ports['http']}/v2/models/ensemble/generate_stream"
+    with (
+        urllib.request.urlopen(url, data=body, timeout=240) as answer,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert answer.readline().startswith(b"data: {")
+        rest = pool.submit(answer.read)
+        os.kill(everything[1], number)
+        until(lambda: server.failure() is not None, "the notice")
+        server.stop(drain_s=0)
+        last = rest.result().split(b"data: ")[-1]
+    assert "out of service" in json.loads(last)["error"]
+    assert not [pid for pid in everything if lives(pid)]
+
+
 def test_a_standby_is_the_next_server_and_has_its_log(server: ModelServer) -> None:
     expected = texts(server.ports["http"])
     standby = server.prepared({})
