@@ -36,7 +36,7 @@ from inference.backend.requests import (
 from inference.backend.triton_model import TritonModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.ranks.launched_rank import open_rendezvous
-from inference.ranks.processes import fork_workers
+from inference.ranks.processes import fork_workers, start_workers
 from inference.system.launch_environment import RENDEZVOUS_VARIABLE
 from inference.system.process_memory import keep_loaded
 from inference.system.supervision import BUSY
@@ -158,6 +158,8 @@ class EngineModel(TritonModel):
         folder, count = self.settings.checkpoint_path, placement.world_size
         # Not None where a scheduler has started the ranks on several nodes.
         rendezvous = open_rendezvous(count, timeout_s=options.rank_timeout_s)
+        if rendezvous is None:
+            start_workers(folder, count)
         engine: EngineBase = pkgutil.resolve_name(self.engine_class)(
             folder, placement=placement, options=options, rendezvous=rendezvous
         )

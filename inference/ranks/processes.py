@@ -1,7 +1,7 @@
 """Worker processes: the ranks other than 0 on this node.
 
-They are forked from a process that has imported torch, has no thread yet and has not touched a GPU,
-and elsewhere started anew.
+They are forked from a process that has imported torch, has no thread yet and has not touched a GPU.
+Elsewhere they are started before it imports torch, so that all import it at once.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "inference.ranks.worker"
 _DRIVER = "/libcuda.so"
 
-_waiting: dict[tuple[str, int], Worker] = {}  # by weights and rank: forked, without settings
+_waiting: dict[tuple[str, int], Worker] = {}  # by weights and rank, without settings
 
 
 def start_worker(settings: RankSettings) -> Worker:
-    """Return the worker of a rank: one that was forked, or else a new one.
+    """Return the worker of a rank: one that waits for its settings, or else a new one.
 
     Start them from a long-lived thread: the kernel ends them when their parent thread ends.
     """
-    forked = _waiting.pop((settings.ft_dir, settings.rank), None)
-    worker = forked or Worker(settings.ft_dir, settings.rank, threads=settings.threads)
+    waiting = _waiting.pop((settings.ft_dir, settings.rank), None)
+    worker = waiting or Worker(settings.ft_dir, settings.rank, threads=settings.threads)
     worker.send(settings)
     return worker
 
@@ -53,6 +53,17 @@ def fork_workers(ft_dir: Path, world_size: int) -> None:
     has_driver = _DRIVER in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     for rank in range(1, 1 if has_driver else world_size):
         _waiting[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=None)
+
+
+def start_workers(ft_dir: Path, world_size: int) -> None:
+    """Start the workers of a model, unless this process has torch; `start_worker` takes them over.
+
+    With more ranks than cores none is started: they would only delay each other.
+    """
+    if "torch" not in sys.modules and world_size <= usable_cores():
+        threads = threads_per_rank(world_size)
+        for rank in range(1, world_size):
+            _waiting[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads=threads)
 
 
 def threads_per_rank(local_ranks: int) -> int:
