@@ -10,6 +10,7 @@ from inference.backend.requests import (
     InferRequest,
     ModelError,
     ModelHost,
+    Outputs,
     Responses,
     Tensors,
 )
@@ -68,16 +69,18 @@ class TensorModel(TritonModel):
     ) -> Responses:
         """Yield the response, see `TritonModel`."""
         del queued  # it did not wait
+        yield await self.whole(request), True
+
+    async def whole(self, request: InferRequest) -> Outputs:
+        """Return the outputs of one request. Raises ModelError."""
         try:
             if self.apart is not None and (size := _size_bytes(request.tensors)) > _INLINE_BYTES:
-                outputs = await self.apart(request, size)
-            else:
-                outputs = self.answer(request.tensors, request.turn)
+                return await self.apart(request, size)
+            return self.answer(request.tensors, request.turn)
         except ValueError as error:
             raise ModelError(str(error)) from None
         except Exception as error:  # whatever it is, it is this request's answer alone
             raise ModelError(str(error) or type(error).__name__, "INTERNAL") from None
-        yield outputs, True
 
 
 def _size_bytes(tensors: Mapping[str, Array]) -> int:

@@ -139,7 +139,7 @@ class Postprocessing(TensorModel):
         texts = np.empty(tokens.shape[:2], dtype=object)  # (B, K)
         for b, k in np.ndindex(*texts.shape):
             start = 0 if starts is None else int(starts[b, k])
-            ids = [int(index) for index in tokens[b, k, : counts[b, k]]]
+            ids = tokens[b, k, : counts[b, k]].tolist()
             if self.output_holds_prompt and tuple(ids[: len(prefix)]) == prefix:
                 ids, start = ids[len(prefix) :], max(start - len(prefix), 0)
             answer = _without_end(ids[start:], self.end_ids, first=first_end)

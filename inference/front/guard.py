@@ -123,7 +123,8 @@ class Guard:
             raise RejectedError(reason, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         if (request.content_length or 0) > limit:
             raise too_large(limit)
-        await ask_for_body(request)
+        if "Expect" in request.headers:
+            await ask_for_body(request)
         try:
             if request.content.is_eof():  # a small one has come with its head
                 body = request.content.read_nowait()

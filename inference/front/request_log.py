@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import json
 import re
+import secrets
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -29,7 +29,7 @@ _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 def accepted_id(given: str) -> str:
     """Return the id of a request: the client's own, or else a new one."""
-    return given if _IDS.fullmatch(given) else uuid.uuid4().hex
+    return given if _IDS.fullmatch(given) else secrets.token_hex(16)
 
 
 def request_id(request: web.BaseRequest) -> str:

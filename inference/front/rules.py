@@ -1,7 +1,9 @@
 """The requests that clients may send, and the errors that they may see."""
 
+import functools
 import re
 from http import HTTPStatus
+from typing import NamedTuple
 
 from inference.front.guard import RejectedError
 
@@ -46,14 +48,20 @@ _STATUS = {
 }
 
 
-def parts_of_path(method: str, path: str) -> dict[str, str] | None:
-    """Return model, version and action of a path of HTTP, "" for none.
+class PathParts(NamedTuple):
+    """Model, version and action that a path of HTTP names, "" for none."""
 
-    None means that clients may not send such a request.
-    """
+    model: str = ""
+    version: str = ""
+    action: str = ""
+
+
+@functools.lru_cache(maxsize=256)
+def parts_of_path(method: str, path: str) -> PathParts | None:
+    """Return the parts of a path; None means that clients may not send such a request."""
     for each in _PATHS.get("GET" if method == "HEAD" else method, ()):
         if found := re.fullmatch(each, path):
-            return {"model": "", "version": "", "action": "", **found.groupdict("")}
+            return PathParts(**found.groupdict(""))
     return None
 
 

@@ -18,9 +18,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
             f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
         )
     too_deep = RejectedError(f"the JSON has more than {_MOST_LEVELS} levels")
-    hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _refuse}
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_object, **hooks)
+        value = _decode(data.decode())
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
@@ -73,3 +72,8 @@ def _finite(number: str) -> float:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number of JSON")
+
+
+_decode = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_finite, parse_constant=_refuse
+).decode

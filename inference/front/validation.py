@@ -7,10 +7,12 @@ expected.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -37,6 +39,7 @@ MOST_SEQUENCE_ID_BYTES = 128  # of one that is a text
 _MOST_DIGITS = 20
 _MOST_SHOWN = 40  # characters of a value in a reason
 _MOST_REASONS = 4
+_PASSED = frozenset({"priority", "timeout"})  # parameters of the protocol that models get
 _UINT64, _INT64 = (1 << 64) - 1, (1 << 63) - 1
 # KServe's types; BF16, which numpy lacks, is held as FP32.
 DATATYPES: dict[str, Any] = {
@@ -108,7 +111,7 @@ class _Record(BaseModel):
 class _Parameters(_Record):
     """Parameters by name: those of the protocol, and others, which are one value each."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +119,8 @@ class _Parameters(_Record):
         """Check names and values; null stands for none."""
         if not isinstance(given, dict):
             return {} if given is None else given
+        if given.keys() <= cls.__pydantic_fields__.keys():
+            return given
         if len(given) > MOST_ENTRIES:
             raise ValueError(f"{len(given)} parameters, {MOST_ENTRIES} at most")
         for name, value in given.items():
@@ -124,7 +129,7 @@ class _Parameters(_Record):
                 raise ValueError("the name of a parameter has a null character")
             if name.startswith(OWN_PREFIX):
                 raise ValueError(f"parameter {shown}: {OWN_PREFIX} begins names of the owner's own")
-            if name in cls.model_fields:
+            if name in cls.__pydantic_fields__:
                 continue
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(
@@ -150,15 +155,10 @@ class RequestParameters(_Parameters):
     priority: _Whole = 0
     timeout: _Whole = 0
 
-    # Those that are read here; a model gets the others.
-    taken: ClassVar[frozenset[str]] = frozenset(
-        {"sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
-        | {"triton_enable_empty_final_response"}
-    )
-
     def others(self) -> dict[str, Any]:
-        """Return those that are not read here."""
-        return self.model_dump(exclude=set(self.taken), exclude_unset=True)
+        """Return those that are not read here, which a model gets."""
+        given = {name: getattr(self, name) for name in _PASSED & self.model_fields_set}
+        return given | (self.model_extra or {})
 
 
 class _InputParameters(_Parameters):
@@ -170,6 +170,10 @@ class _OutputParameters(_Parameters):
     binary_data: bool = False
     classification: _Refused = None
     shared_memory_region: _Refused = None
+
+
+# One for all requests without any: most have none.
+_PLAIN, _PLAIN_INPUT, _PLAIN_OUTPUT = RequestParameters(), _InputParameters(), _OutputParameters()
 
 
 class SentTensor(_Record):
@@ -184,7 +188,7 @@ class SentTensor(_Record):
     shape: Annotated[
         list[Annotated[int, Field(ge=0, le=_INT64)]], Field(max_length=_MOST_DIMENSIONS)
     ]
-    parameters: _InputParameters = Field(default_factory=_InputParameters)
+    parameters: _InputParameters = Field(default_factory=lambda: _PLAIN_INPUT)
     data: Any = None
 
     @model_validator(mode="after")
@@ -202,7 +206,7 @@ class SentTensor(_Record):
         if self.data is not None:
             if self.parameters.binary_data_size is not None:
                 raise ValueError(f"{about} has data and binary_data_size; send one of them")
-            values = [*_leaves(self.data)] if isinstance(self.data, list) else []
+            values = _leaves(self.data) if isinstance(self.data, list) else []
             if len(values) != count:
                 raise ValueError(
                     f"{about} has the shape {shape}, {count} elements, and {len(values)} in its "
@@ -214,7 +218,7 @@ class SentTensor(_Record):
 
 class _Output(_Record):
     name: _Text
-    parameters: _OutputParameters = Field(default_factory=_OutputParameters)
+    parameters: _OutputParameters = Field(default_factory=lambda: _PLAIN_OUTPUT)
 
 
 class SentRequest(_Record):
@@ -223,9 +227,10 @@ class SentRequest(_Record):
     model_name: _Text = ""
     model_version: _Text = ""
     id: _Text = ""
-    parameters: RequestParameters = Field(default_factory=RequestParameters)
-    inputs: Annotated[list[SentTensor], Field(max_length=MOST_ENTRIES)] = []
-    outputs: Annotated[list[_Output], Field(max_length=MOST_ENTRIES)] = []
+    parameters: RequestParameters = Field(default_factory=lambda: _PLAIN)
+    # A list that is made is cheaper than a copy of a default.
+    inputs: list[SentTensor] = Field(max_length=MOST_ENTRIES, default_factory=list)
+    outputs: list[_Output] = Field(max_length=MOST_ENTRIES, default_factory=list)
 
     def wants_bytes(self, output: str) -> bool:
         """Return whether the values of an output are wanted as bytes."""
@@ -243,7 +248,7 @@ class GenerateRequest(_Record):
     """
 
     id: _Text = ""
-    parameters: RequestParameters = Field(default_factory=RequestParameters)
+    parameters: RequestParameters = Field(default_factory=lambda: _PLAIN)
     tensors: dict[str, Any] = {}
 
 
@@ -300,13 +305,11 @@ def array_of_values(values: Sequence[Any], datatype: str, about: str) -> np.ndar
     return texts
 
 
-def _leaves(data: list[Any]) -> Iterator[Any]:
-    """Yield the values in nested lists of a few levels, in order."""
-    for value in data:
-        if isinstance(value, list):
-            yield from _leaves(value)
-        else:
-            yield value
+def _leaves(data: list[Any]) -> list[Any]:
+    """Return the values in nested lists of a few levels, in order."""
+    while list in set(map(type, data)):
+        data = [*chain.from_iterable(e if isinstance(e, list) else (e,) for e in data)]
+    return data
 
 
 def read_infer(data: bytes, size_bytes: int) -> SentRequest:
@@ -315,6 +318,12 @@ def read_infer(data: bytes, size_bytes: int) -> SentRequest:
     The whole body has `size_bytes`.
     """
     return checked_form(SentRequest, parse_json(data), size_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def read_head(data: bytes, size_bytes: int) -> SentRequest:
+    """Return the same, which a client that sends tensors as bytes repeats."""
+    return read_infer(data, size_bytes)
 
 
 def read_generate(data: bytes, datatypes: Mapping[str, str]) -> GenerateRequest:

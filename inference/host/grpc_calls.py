@@ -153,9 +153,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             model, sent, asked = await self._read(hosted, request, sessions)
             if model.decoupled:
                 raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
-            async with contextlib.aclosing(model.infer(asked)) as responses:
-                async for outputs, _ in responses:
-                    answer = infer_response(model, sent, outputs)
+            answer = infer_response(model, sent, await model.answer(asked))
             return bytes(answer.SerializeToString())
         data = await self._context.guard.message(request)
         name = call.removeprefix(rules.SERVICE)

@@ -81,9 +81,7 @@ class Hosted:
             return
         if is_canary and not model.takes_canaries:
             return
-        request = InferRequest(dict(tensors), is_canary=is_canary)
-        async for _ in model.infer(request):
-            pass
+        await model.answer(InferRequest(dict(tensors), is_canary=is_canary))
 
     def has(self, name: str, version: str) -> bool:
         """Return whether a version of a model, "" for any, is served."""

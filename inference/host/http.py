@@ -25,6 +25,7 @@ from inference.front.validation import (
     check_index,
     length_of_json,
     read_generate,
+    read_head,
     read_infer,
 )
 from inference.host.describe import (
@@ -57,6 +58,7 @@ _ONE_RESPONSE = (
 _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction policy"
 # An answer's bytes; smaller ones are not compressed.
 _LEAST_COMPRESSED_BYTES = 1 << 10
+_MOST_HEAD_BYTES = 4 << 10  # of the JSON before bytes of tensors, to be kept for the next
 _MOST_INLINE = 1 << 12  # elements of outputs: some milliseconds in JSON
 _T = TypeVar("_T")
 
@@ -78,10 +80,10 @@ class KServeHttp:
                 reason = "the server is starting, or a model does not answer its owner"
                 raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             if request.method != "POST":
-                return _got(self._context.current, request.path, **parts)
+                return _got(self._context.current, request.path, *parts)
             with self._context.use() as hosted:
                 body = await self._guard.body(request)
-                return await self._posted(hosted, request, body, owner, **parts)
+                return await self._posted(hosted, request, body, owner, *parts)
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
@@ -124,7 +126,6 @@ class KServeHttp:
         request: web.BaseRequest,
         body: bytes,
         owner: str | None,
-        *,
         model: str,
         version: str,
         action: str,
@@ -145,12 +146,13 @@ class KServeHttp:
     ) -> web.StreamResponse:
         length = _json_length(request, body)
         data = body[:length]
-        sent = await self._context.workers.check(read_infer, data, len(body), size_bytes=len(data))
+        read = read_head if length < min(len(body), _MOST_HEAD_BYTES) else read_infer
+        sent = await self._context.workers.check(read, data, len(body), size_bytes=length)
         if model.decoupled:
             raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
         parts = parts_of(sent, memoryview(body)[length:])
         asked = with_bytes(model, sent, parts, lambda: self._sessions(request, owner))
-        outputs = await _only(model, asked)
+        outputs = await model.answer(asked)
         answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
         headers = {_JSON_LENGTH: str(len(answer))} if raw else {}
         response = web.Response(
@@ -179,14 +181,14 @@ class KServeHttp:
         if not streams:
             if model.decoupled:
                 raise InferError(_ONE_RESPONSE)
-            outputs = await _only(model, asked)
+            outputs = await model.answer(asked)
             answer = await _written(outputs, partial(encoded, outputs))
             return web.Response(body=answer, content_type="application/json")
         async with contextlib.aclosing(_frames(model, asked)) as frames:
             return await _streamed(request, frames, encoded)
 
 
-def _got(hosted: Hosted, path: str, *, model: str, version: str, action: str) -> web.StreamResponse:
+def _got(hosted: Hosted, path: str, model: str, version: str, action: str) -> web.StreamResponse:
     """Answer a request without a body. Raises RejectedError."""
     if path in (rules.LIVE_PATH, rules.READY_PATH):
         return web.Response(content_type="text/plain")
@@ -218,15 +220,6 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
         async for outputs, _ in responses:
             if outputs:
                 yield outputs
-
-
-async def _only(model: HostedModel, request: InferRequest) -> Outputs:
-    """Return the outputs of a model that answers with one response. Raises InferError."""
-    last: Outputs = {}
-    async with contextlib.aclosing(model.infer(request)) as responses:
-        async for outputs, _ in responses:
-            last = outputs or last
-    return last
 
 
 async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:

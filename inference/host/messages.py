@@ -112,7 +112,8 @@ def with_bytes(
     if next(parts, None) is not None:
         raise InferError(f"unexpected additional input data for model '{model.name}'")
     turn, wanted = _turn(sent.parameters, sessions), tuple(each.name for each in sent.outputs)
-    return InferRequest(tensors, wanted, turn, sent.id, parameters=sent.parameters.others())
+    others = sent.parameters.others() if model.takes_parameters else {}
+    return InferRequest(tensors, wanted, turn, sent.id, parameters=others)
 
 
 def json_answer(
@@ -131,14 +132,14 @@ def json_answer(
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
             described.append(compact_json(entry))
         else:
-            start = compact_json({**entry, "data": []}).removesuffix(b"]}")
-            described.append(b"".join((start, json_elements(value), b"]}")))
+            start = compact_json(entry).removesuffix(b"}")
+            described.append(b'%b,"data":[%b]}' % (start, json_elements(value)))
     about: dict[str, Any] = {"id": sent.id} if sent.id else {}
     about |= {"model_name": model.name, "model_version": model.version}
     if parameters := session_parameters(model, sent.parameters):
         about["parameters"] = parameters
-    start = compact_json({**about, "outputs": []}).removesuffix(b"]}")
-    return b"".join((start, b",".join(described), b"]}")), raw
+    start = compact_json(about).removesuffix(b"}")
+    return b'%b,"outputs":[%b]}' % (start, b",".join(described)), raw
 
 
 def generated(model: HostedModel, sent: GenerateRequest, outputs: Outputs) -> bytes:

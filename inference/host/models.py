@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as schema
 
-from inference.backend.requests import Array, InferRequest, ModelError, Responses
+from inference.backend.requests import Array, InferRequest, ModelError, Outputs, Responses
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.rules import InferError
@@ -133,47 +133,44 @@ class HostedModel:
 
         Closing it gives the request up.
         """
-        describe_model(self.name)
-        began, statistics, reason = time.perf_counter_ns(), self.statistics, "CANCELED"
-        statistics.pending += 1
-        turn = request.turn
-        is_new = turn is not None and not self.sessions.has(turn.session_id)
-        rows = 0
-        try:
-            rows = self._checked_rows(request)
-            async with contextlib.aclosing(self._answer(self._reshaped(request))) as responses:
+        with _Counted(self, request) as counted:
+            async with contextlib.aclosing(self._answer(self._checked(request))) as responses:
                 async for response in responses:
-                    self.responses += 1
-                    if response[1]:
-                        reason = ""
+                    counted.note(final=response[1])
                     yield response
-        except InferError as error:
-            reason = _REASONS.get(error.grpc_code, "OTHER")
-            if turn is not None and is_new:  # a server that ends would wait for its next turn
-                self.sessions.forget(turn.session_id)
-            raise
-        except Exception:  # of this program
-            reason = "OTHER"
-            raise
-        finally:
-            statistics.pending -= 1
-            taken_ns = time.perf_counter_ns() - began
-            # A model that is busy has not failed.
-            is_busy = request.is_canary and reason in ("REJECTED", "CANCELED")
-            if reason and not is_busy:
-                statistics.failed(reason, taken_ns)
-            elif not reason:
-                statistics.succeeded(rows, taken_ns)
+
+    async def answer(self, request: InferRequest) -> Outputs:
+        """Return the outputs of the last response that has some. Raises InferError."""
+        with _Counted(self, request) as counted:
+            outputs = await self._whole(self._checked(request))
+            counted.note(final=True)
+        return outputs
+
+    async def _whole(self, request: InferRequest) -> Outputs:
+        last: Outputs = {}
+        async with contextlib.aclosing(self._answer(request)) as responses:
+            async for outputs, _ in responses:
+                last = outputs or last
+        return last
 
     def _answer(self, request: InferRequest) -> Responses:
         raise NotImplementedError
 
-    def wanted(self, request: InferRequest) -> Collection[str]:
-        """Return the names of the outputs that a request wants."""
-        return request.wanted or self.outputs
+    def _wanted(self, request: InferRequest, values: Mapping[str, Any]) -> Outputs:
+        """Return the outputs that a request wants."""
+        names = request.wanted or self.outputs
+        return {name: each for name, each in values.items() if name in names}
 
-    def _checked_rows(self, request: InferRequest) -> int:
-        """Return the number of rows of a request. Raises InferError, in Triton's words."""
+    def rows_of(self, request: InferRequest) -> int:
+        """Return the number of rows of a request that fits the model."""
+        tensor = next(iter(request.tensors.values()), None)
+        return len(tensor) if self._is_batched and tensor is not None and tensor.ndim else 1
+
+    def _checked(self, request: InferRequest) -> InferRequest:
+        """Return a request that fits, as the model takes it.
+
+        Raises InferError, in Triton's words.
+        """
         for name in request.wanted:
             if name not in self.outputs:
                 raise InferError(f"unexpected inference output '{name}' for model '{self.name}'")
@@ -196,7 +193,7 @@ class HostedModel:
                 f"{about}inference request to model '{self.name}' must specify a non-zero or "
                 "non-empty correlation ID"
             )
-        return rows or 1
+        return self._reshaped(request)
 
     def _check_shape(self, about: str, name: str, value: Array, rows: int | None) -> int | None:
         shape, most = list(value.shape), self.config.max_batch_size
@@ -234,6 +231,46 @@ class HostedModel:
         return replace(request, tensors=request.tensors | changed) if changed else request
 
 
+class _Counted:
+    """A request to a model, which its statistics count."""
+
+    def __init__(self, model: HostedModel, request: InferRequest) -> None:
+        describe_model(model.name)
+        self._model, self._request = model, request
+        turn = request.turn
+        self._is_new = turn is not None and not model.sessions.has(turn.session_id)
+        self._reason = "CANCELED"  # why it has failed, "" once it has not
+
+    def __enter__(self) -> _Counted:
+        self._model.statistics.pending += 1
+        self._began = time.perf_counter_ns()
+        return self
+
+    def note(self, *, final: bool) -> None:
+        """Note a response."""
+        self._model.responses += 1
+        if final:
+            self._reason = ""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        model, statistics = self._model, self._model.statistics
+        taken_ns = time.perf_counter_ns() - self._began
+        statistics.pending -= 1
+        if isinstance(error, InferError):
+            self._reason = _REASONS.get(error.grpc_code, "OTHER")
+            turn = self._request.turn
+            if turn is not None and self._is_new:  # a server that ends would wait for its next one
+                model.sessions.forget(turn.session_id)
+        elif isinstance(error, Exception):  # of this program
+            self._reason = "OTHER"
+        # A model that is busy has not failed.
+        is_busy = self._request.is_canary and self._reason in ("REJECTED", "CANCELED")
+        if not self._reason:
+            statistics.succeeded(model.rows_of(self._request), taken_ns)
+        elif not is_busy:
+            statistics.failed(self._reason, taken_ns)
+
+
 HostedInstance = EngineProcess | TensorModel
 
 
@@ -246,8 +283,6 @@ class HostedInstances(HostedModel):
         self._turns = cycle(self.instances)
 
     async def _answer(self, request: InferRequest) -> Responses:
-        wanted = self.wanted(request)
-
         def queued(seconds: float) -> None:
             self.statistics.queued(round(seconds * 1e9))
 
@@ -255,9 +290,16 @@ class HostedInstances(HostedModel):
         try:
             async with contextlib.aclosing(answer) as responses:
                 async for outputs, final in responses:
-                    if not request.wants_tokens:
-                        outputs = {name: v for name, v in outputs.items() if name in wanted}
-                    yield outputs, final
+                    yield outputs if request.wants_tokens else self._wanted(request, outputs), final
+        except ModelError as error:
+            raise InferError(str(error), error.code) from None
+
+    async def _whole(self, request: InferRequest) -> Outputs:
+        instance = self.instances[0]
+        if not isinstance(instance, TensorModel):
+            return await super()._whole(request)
+        try:
+            return self._wanted(request, await instance.whole(request))
         except ModelError as error:
             raise InferError(str(error), error.code) from None
 
@@ -308,8 +350,7 @@ class HostedEnsemble(HostedModel):
     async def _answer(self, request: InferRequest) -> Responses:
         async with contextlib.aclosing(self._run(0, request, request.tensors)) as responses:
             async for values, final in responses:
-                wanted = self.wanted(request)
-                yield {name: each for name, each in values.items() if name in wanted}, final
+                yield self._wanted(request, values), final
 
     async def _run(
         self, number: int, request: InferRequest, values: Mapping[str, Any]

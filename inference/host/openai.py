@@ -150,9 +150,7 @@ class HostedGenerator:
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
             tensors = {"input_ids": ids, "sequence_length": lengths}
             request = InferRequest(tensors, [_HIDDEN])
-            async with contextlib.aclosing(self._model.infer(request)) as responses:
-                async for outputs, _ in responses:
-                    hidden = as_array(outputs[_HIDDEN])  # (B, S, E)
+            hidden = as_array((await self._model.answer(request))[_HIDDEN])  # (B, S, E)
             found.append(hidden.sum(1, dtype=np.float32) / lengths)
         vectors = np.concatenate(found)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)

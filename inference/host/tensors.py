@@ -20,6 +20,7 @@ _SIZES = {"BF16": 2} | {
 }
 _AT_ONCE = 1 << 10  # elements, which take a millisecond or two
 _LENGTH = struct.Struct("<I")
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
@@ -87,7 +88,7 @@ def json_elements(value: Any) -> bytes:
 
 def compact_json(value: Any) -> bytes:
     """Return a value in JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(value).encode()
 
 
 def _values(flat: Array) -> list[Any]:

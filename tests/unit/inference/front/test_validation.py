@@ -28,6 +28,7 @@ from inference.front.validation import (
     read_infer,
 )
 from inference.host.messages import with_bytes
+from inference.host.models import HostedModel
 from inference.system.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
@@ -38,7 +39,7 @@ X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data":
 
 def turn_of(sent: SentRequest) -> SessionTurn | None:
     """Return the session of a request without inputs."""
-    request: InferRequest = with_bytes(Any, sent, [], lambda: MINE)  # type: ignore[arg-type]
+    request: InferRequest = with_bytes(HostedModel, sent, [], lambda: MINE)  # type: ignore[arg-type]
     return request.turn
 
 
