@@ -51,22 +51,20 @@ def options(server: ModelServer, tmp_path: Path) -> EvaluationOptions:
         data_dir=tmp_path,
         url=server.address("grpc"),
         lambada=LambadaOptions(data_path=str(PASSAGES)),
-        baseline="compare",
-        baseline_path=str(RECORDED),
         latency=LatencyOptions(enabled=False),
         concurrency=16,
     )
 
 
-def assert_equals_recorded(options: EvaluationOptions) -> Report:
-    report = evaluate(options, FACTS)
+def assert_equals_recorded(options: EvaluationOptions, recorded: Path = RECORDED) -> Report:
+    report = evaluate(replace(options, baseline="compare", baseline_path=str(recorded)), FACTS)
     predictions = read_predictions(Path(options.output_dir) / "predictions.jsonl")
     assert len(predictions) == report.tasks[0].dataset.count
     for each in predictions:
         assert each.baseline
-        for name, (recorded, found) in each.changes.items():
+        for name, (former, found) in each.changes.items():
             assert name.endswith("log_prob")
-            assert abs(found - recorded) < LOG_PROB_TOLERANCE
+            assert abs(found - former) < LOG_PROB_TOLERANCE
     return report
 
 
@@ -114,7 +112,7 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     )
     path = tmp_path / "reference.json"
     path.write_text(json.dumps(asdict(reference)))
-    assert_equals_recorded(replace(options, lambada=lambada, baseline_path=str(path)))
+    assert_equals_recorded(replace(options, lambada=lambada), path)
 
 
 def test_a_latency_sweep_is_measured(options) -> None:
