@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from export_scripts.checkpoints.huggingface import index_huggingface
-from export_scripts.checkpoints.quantized import quantization
+from export_scripts.checkpoints.quantized import QUANTIZATION, quantization
 from export_scripts.conversion.convert import convert
 from export_scripts.conversion.ft_source import is_ft_folder
 from export_scripts.conversion.plan import ConversionPlan
@@ -123,8 +123,10 @@ def _may_route_otherwise(pair: Pair) -> bool:
 
 
 def stored_types(folder: Folder) -> Iterator[str]:
-    """Yield the types in which a folder keeps its weights."""
+    """Yield the types in which a folder keeps its weights; of unknown ones, that they are."""
     yield folder.data_type
+    if folder.is_unread:
+        yield QUANTIZATION
     for pieces in folder.reader.tensors.values():
         yield from (stored_type(each) for each in pieces if each.stored[1:])
 

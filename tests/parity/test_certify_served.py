@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from inference.certify.__main__ import main
+from inference.certify.served import read_training_rows
 from tests.tiny_transformers import write_model
 
 IDS = [[5, 9, 2, 40, 7, 11], [3, 3, 8, 21]]
@@ -202,6 +203,44 @@ def test_training_step_is_compared_with_the_server(
     assert main(["--training", str(path), *words[2:]]) == 1
     (first, _) = parts(tmp_path / "out")["training"]["findings"]
     assert first["where"].startswith("batch size 1, row 0, token 4 ")
+
+
+def test_rows_without_log_probabilities_are_counted(server: Server, tmp_path: Path) -> None:
+    path = training_file("plain", server, tmp_path)
+    (first, *others) = path.read_text().splitlines()
+    aborted = json.dumps({**json.loads(first), "logprobs": None})
+    path.write_text("\n".join([aborted, json.dumps({"token_ids": [], "logprobs": []}), *others]))
+    words = ["--training", str(path), "--endpoint", server.url, "--output", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert "(2 more have none)" in parts(tmp_path / "out")["training"]["compared"]
+
+
+def test_a_log_probability_that_is_no_number_differs(server: Server, tmp_path: Path) -> None:
+    path = training_file("plain", server, tmp_path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["logprobs"][-1] = float("nan")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--training", str(path), "--endpoint", server.url, "--output", str(tmp_path / "out")]
+    assert main(words) == 1
+    (first, _) = parts(tmp_path / "out")["training"]["findings"]
+    assert "row 1" in first["where"]
+    assert "nan expected" in first["where"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"response_length": 5, "logprobs": [-1.0] * 3}, "3 log probabilities of 5 tokens"),
+        ({"logprobs": [-1.0] * 9}, "has 6 tokens, and 9 values of them"),
+    ],
+)
+def test_log_probabilities_that_are_not_of_a_row_are_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"token_ids": [1, 2, 3, 4, 5, 6], **changes}))
+    with pytest.raises(ValueError, match=said):
+        read_training_rows(path)
 
 
 @pytest.mark.parametrize(

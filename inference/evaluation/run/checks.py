@@ -49,7 +49,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         if make_task(name, options) is None and name not in _REMOVED
     ]
     problems += [
-        f"evaluate.tasks names {name}, which is no task any more: leave it out; {instead}."
+        f"evaluate.tasks names {name}, a task of earlier versions: leave it out; {instead}."
         for name, instead in _REMOVED.items()
         if name in options.tasks
     ]
