@@ -70,7 +70,7 @@ def _certified(options: CertifySection, given: Given, progress: Progress) -> Cer
         with tempfile.TemporaryDirectory(dir=output, prefix=".scratch-") as scratch:
             pair = open_pair(Path(options.folder), options, given, scratch_dir=Path(scratch))
             texts, tokens = compare_texts(pair)
-            kept = Journal(output / STATE_NAME, _identity(pair, given))
+            kept = Journal(output / STATE_NAME, _identity(pair, options, given))
             records = (record_in(TensorRecord, line) for line in kept.lines())
             tensors = compare_tensors(
                 pair,
@@ -125,10 +125,11 @@ def _side(path: str, kind: str, files: Iterable[Path]) -> dict[str, Any]:
     return {"path": path, "format": kind, "sha256": every, "files": sums}
 
 
-def _identity(pair: Pair, given: Given) -> str:
+def _identity(pair: Pair, options: CertifySection, given: Given) -> str:
     """Return what changes when a comparison has to begin anew."""
     files = [[file for file in several if file.is_file()] for several in pair.files]
     # An editor can restore the time of a change, and not that of the change of the inode.
     changes = [file.stat().st_ctime_ns for several in files for file in several]
     places = [str(file) for several in files for file in several]
-    return json.dumps([__version__, *map(fingerprint_files, files), changes, places, given])
+    read = [str(pair.config), *options.lora]  # as the options of the source have it
+    return json.dumps([__version__, *map(fingerprint_files, files), changes, places, given, read])

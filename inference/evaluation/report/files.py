@@ -5,6 +5,7 @@ Every file is replaced in one step. report.json is written last, so where it is,
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -136,8 +137,19 @@ def read_run(path: Path) -> tuple[Report, list[Prediction]]:
     Raises:
         ValueError: one of the files is damaged, or of a schema that this version does not read.
     """
-    predictions = path.with_name(PREDICTIONS)
-    return read_report(path), read_predictions(predictions) if predictions.is_file() else []
+    report, samples_path = read_report(path), path.with_name(PREDICTIONS)
+    if not samples_path.is_file():
+        return report, []
+    predictions = read_predictions(samples_path)
+    counts = Counter(each.task for each in predictions)
+    for task in report.tasks:
+        for metric in task.metrics:
+            if metric.scale and not metric.group and counts[task.name] != metric.count:
+                raise ValueError(
+                    f"{samples_path} has {counts[task.name]} of {metric.count} samples of "
+                    f"{task.name}: it is damaged, or of another run; evaluate again"
+                )
+    return report, predictions
 
 
 def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:

@@ -21,7 +21,7 @@ from inference.evaluation.options import (
     TextTaskOptions,
 )
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
-from inference.evaluation.report.files import FILE_NAMES
+from inference.evaluation.report.files import FILE_NAMES, read_run
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.task import EvaluationError, ImpossibleFigureError
 from tests.conftest import present
@@ -240,6 +240,14 @@ def test_a_past_report_serves_as_baseline(options, model, tmp_path):
     assert first.baseline["lambada_last_word"] == 1.0
     for page in ("report.md", "changes.md"):
         assert "1 of 4 samples score differently" in (tmp_path / "out" / page).read_text()
+
+
+def test_a_past_report_without_all_of_its_samples_is_refused(options, model, tmp_path):
+    evaluate(options(output_dir=tmp_path / "first"), FACTS, model=model)
+    path = tmp_path / "first" / "predictions.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(ValueError, match=r"predictions\.jsonl has 3 of 4 samples of lambada"):
+        read_run(tmp_path / "first" / "report.json")
 
 
 def test_a_language_has_a_bound_of_its_own(options, model, tmp_path):
