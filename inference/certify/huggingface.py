@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from export_scripts.checkpoints.base import json_file
-from export_scripts.checkpoints.huggingface import CONFIG_NAME
+from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME
 from export_scripts.families.layout.architecture import (
     Architecture,
     EncoderArchitecture,

@@ -23,7 +23,6 @@ from export_scripts.checkpoints.base import (
     same_values,
 )
 from export_scripts.checkpoints.huggingface import (
-    CONFIG_NAME,
     TIED_TABLES,
     index_huggingface,
     is_huggingface,
@@ -35,6 +34,7 @@ from export_scripts.checkpoints.quantized import (
     quantization,
     with_plain_weights,
 )
+from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME
 from export_scripts.conversion.ft_source import FTFolder, is_ft_folder, open_ft_folder
 from export_scripts.conversion.huggingface import (
     carried_tensors,

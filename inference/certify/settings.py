@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import json_file
-from export_scripts.checkpoints.huggingface import CONFIG_NAME, TIED_TABLES
+from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.checkpoints.quantized import QUANTIZATION
+from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME
 from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.families.layout.config import FTConfig
