@@ -1,5 +1,6 @@
 """ModelInferRequests of gRPC, in the form that requests have in JSON."""
 
+import functools
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -79,6 +80,9 @@ def read_message(data: bytes, size_bytes: int) -> SentRequest:
         for each in message.outputs
     ]
     return checked_form(SentRequest, fields, size_bytes)
+
+
+read_message_head = functools.lru_cache(maxsize=256)(read_message)  # see validation.read_head
 
 
 def _contents(tensor: Any) -> list[Any] | None:

@@ -213,6 +213,7 @@ class SentTensor(_Record):
                     "data"
                 )
             self.data = array_of_values(values, self.datatype, about).reshape(self.shape)
+            self.data.setflags(write=False)  # several requests may have it, see read_head
         return self
 
 
@@ -320,10 +321,9 @@ def read_infer(data: bytes, size_bytes: int) -> SentRequest:
     return checked_form(SentRequest, parse_json(data), size_bytes)
 
 
-@functools.lru_cache(maxsize=256)
-def read_head(data: bytes, size_bytes: int) -> SentRequest:
-    """Return the same, which a client that sends tensors as bytes repeats."""
-    return read_infer(data, size_bytes)
+# What stands before the bytes of tensors, which a client repeats; without values it is small.
+MOST_HEAD_BYTES = 4 << 10
+read_head = functools.lru_cache(maxsize=256)(read_infer)
 
 
 def read_generate(data: bytes, datatypes: Mapping[str, str]) -> GenerateRequest:

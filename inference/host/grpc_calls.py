@@ -25,13 +25,14 @@ from inference.front.infer_messages import (
     message_id,
     parsed,
     read_message,
+    read_message_head,
     without_raw_tensors,
 )
 from inference.front.request_log import REQUEST_ID, accepted_id, named_call
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.tracing import Tracer
-from inference.front.validation import SentRequest
+from inference.front.validation import MOST_HEAD_BYTES, SentRequest
 from inference.host.describe import (
     config_message,
     found_model,
@@ -167,9 +168,8 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
         try:
-            sent = await self._context.workers.check(
-                read_message, data, len(request), size_bytes=len(data)
-            )
+            read = read_message_head if raw and len(data) < MOST_HEAD_BYTES else read_message
+            sent = await self._context.workers.check(read, data, len(request), size_bytes=len(data))
         except RejectedError as error:  # the others of a stream go on
             raise InferError(str(error)) from None
         model = found_model(hosted.models, sent.model_name, sent.model_version)

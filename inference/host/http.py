@@ -22,6 +22,7 @@ from inference.front.request_log import REQUEST_ID, request_id
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import (
+    MOST_HEAD_BYTES,
     check_index,
     length_of_json,
     read_generate,
@@ -58,7 +59,6 @@ _ONE_RESPONSE = (
 _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction policy"
 # An answer's bytes; smaller ones are not compressed.
 _LEAST_COMPRESSED_BYTES = 1 << 10
-_MOST_HEAD_BYTES = 4 << 10  # of the JSON before bytes of tensors, to be kept for the next
 _MOST_INLINE = 1 << 12  # elements of outputs: some milliseconds in JSON
 _T = TypeVar("_T")
 
@@ -146,7 +146,7 @@ class KServeHttp:
     ) -> web.StreamResponse:
         length = _json_length(request, body)
         data = body[:length]
-        read = read_head if length < min(len(body), _MOST_HEAD_BYTES) else read_infer
+        read = read_head if length < min(len(body), MOST_HEAD_BYTES) else read_infer
         sent = await self._context.workers.check(read, data, len(body), size_bytes=length)
         if model.decoupled:
             raise InferError(_NO_STREAMS, "UNIMPLEMENTED")

@@ -25,6 +25,7 @@ from inference.front.validation import (
     check_index,
     length_of_json,
     read_generate,
+    read_head,
     read_infer,
 )
 from inference.host.messages import with_bytes
@@ -446,3 +447,11 @@ def test_a_number_of_too_many_digits_is_refused_in_words_for_clients() -> None:
     with pytest.raises(RejectedError, match=r"limit \(4300") as caught:
         parse_json(b'{"a":' + b"9" * 5000 + b"}")
     assert "sys." not in str(caught.value)
+
+
+def test_what_requests_share_cannot_be_changed() -> None:
+    head = json.dumps({"inputs": [X, {**X, "name": "y", "data": None}]}).encode()
+    first, second = (read_head(bytes(bytearray(head)), len(head) + 8) for _ in range(2))
+    assert first is second
+    with pytest.raises(ValueError, match="read-only"):
+        first.inputs[0].data[:] = 0
