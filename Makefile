@@ -3,7 +3,7 @@
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
 # make triton       the tritonserver of NVIDIA's PyTriton, into .triton, with Python 3.11 or 3.12
 # make test         set up, add the tools of developers, run every test this machine can run,
-#                   WORKERS (3) files at a time; TESTS=tests/parity those of a folder alone
+#                   WORKERS (3) files at a time
 # make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
 # make lint         ruff, mypy --strict, codespell, words and links; `make format` mends what ruff can
 # make docs         the documentation as a site, into site/; fails on a warning or a broken link
@@ -20,8 +20,6 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 WORKERS ?= 3
-# Files that take minutes come first, so that no worker is left alone with one at the end.
-TESTS ?= tests/integration tests/reliability tests/parity tests/golden tests/unit
 TORCH_BACKEND ?= auto
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -97,9 +95,10 @@ demo: $(STAMP)
 
 test: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
-	# Threads of OpenMP that wait for work spin, on the other worker's core.
+	# Threads of OpenMP that wait for work spin, on the other worker's core. Files that take minutes
+	# come first, so that no worker is left alone with one at the end.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
-	  --no-loadscope-reorder $(TESTS)
+	  --no-loadscope-reorder tests/integration tests/reliability tests/parity tests/golden tests/unit
 
 coverage: $(TOOLS) $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \

@@ -321,7 +321,7 @@ def read_infer(data: bytes, size_bytes: int) -> SentRequest:
     return checked_form(SentRequest, parse_json(data), size_bytes)
 
 
-# What stands before the bytes of tensors, which a client repeats; without values it is small.
+# The JSON before the bytes of tensors holds no values: it is small, and a client repeats it.
 MOST_HEAD_BYTES = 4 << 10
 read_head = functools.lru_cache(maxsize=256)(read_infer)
 

@@ -1,7 +1,5 @@
 """A certificate that asks a server, as a job of a real Slurm."""
 
-# ruff: noqa: F811 - fixtures come by import
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ import pytest
 
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER, reachable, slurm_cluster  # noqa: F401
+from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]

@@ -753,7 +753,7 @@ def test_an_adapter_that_was_merged_is_certified_with_its_source(
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(model, lora).save_pretrained(adapter)
+    peft.get_peft_model(model, lora).save_pretrained(str(adapter))
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     whole: Any = peft.PeftModel.from_pretrained(plain, adapter).merge_and_unload()
     whole.save_pretrained(folder)
