@@ -19,6 +19,7 @@ from export_scripts.checkpoints.huggingface import (
 from export_scripts.checkpoints.quantized import quantization, with_plain_weights
 from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME as HUGGINGFACE_CONFIG
 from export_scripts.conversion.huggingface import plan_huggingface
+from export_scripts.conversion.lora import with_own_adapter
 from export_scripts.conversion.plan import find_mapping, plan_conversion
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.families.layout.config import FTConfig
@@ -139,7 +140,7 @@ def _plain(config: Table) -> Fields:
 def _becomes(reader: CheckpointReader) -> Fields:
     """Return the family a checkpoint becomes, or every reason it cannot be converted."""
     try:
-        plain = with_plain_weights(reader)
+        plain = with_own_adapter(with_plain_weights(reader))
         facts = Facts(plain, tp_size=1, weight_data_type="fp16", tokenizer=reader.tokenizer)
         mapping, facts = find_mapping(facts)
     except CheckpointMismatchError as error:

@@ -255,7 +255,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
     if kind not in (models := trainer["models"]):
         raise CheckpointMismatchError(
             f"{reader.home}: {name}'s names with model_type = {kind!r:.100}: known are "
-            f"{', '.join(models)}"
+            f"{', '.join(models)}; {trainer['others']}"
         )
     names = (*trainer["names"], *trainer.get("norms", {}).get(kind, ()))
     found: dict[str, Pieces] = {}
