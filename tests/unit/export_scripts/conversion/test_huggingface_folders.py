@@ -48,6 +48,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "gpt_neo": ("num_heads", "hidden_size", "intermediate_size", "num_layers", "vocab_size"),
     "codegen": GPT2,
     "bloom": ("n_head", "hidden_size", "", "n_layer", "vocab_size"),
+    "mpt": ("n_heads", "d_model", "", "n_layers", "vocab_size"),
     "opt": ("num_attention_heads", "hidden_size", "ffn_dim", "num_hidden_layers", "vocab_size"),
     "bert": LLAMA,
     "t5": ("num_heads", "d_model", "d_ff", "num_layers", "vocab_size"),
@@ -103,8 +104,9 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
         changes["ffn_hidden_size"] = inter
         changes["num_kv_heads"] = heads // (1 + layers % 2) if name[7:] in _NEW else heads
     # Heads are of the hidden size by heads.
-    if base in ("phi3", "starcoder2", "falcon", "stablelm", "cohere2"):
-        changes["hidden_size"] = heads * changes.pop("head_dim")
+    if base in ("phi3", "starcoder2", "falcon", "stablelm", "cohere2", "helium"):
+        own = changes["head_dim"] if base == "helium" else changes.pop("head_dim")
+        changes["hidden_size"] = heads * own
     if base in ("nemotron", "glm", "glm4"):  # which rotate half of a head
         changes["head_dim"] = 2 * size
     if base == "phi3":
