@@ -244,7 +244,8 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
     """Return a model with transformers' names and rows, in place of a trainer's own.
 
     Raises:
-        CheckpointMismatchError: It is none of the models whose names are known.
+        CheckpointMismatchError: It is none of the models whose names are known, or has what these
+            cannot compute.
     """
     tensors = reader.tensors
     trainers = _trainers()
@@ -258,9 +259,16 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
             f"{', '.join(models)}; {trainer['others']}"
         )
     names = (*trainer["names"], *trainer.get("norms", {}).get(kind, ()))
+    zeros = trainer.get("zeros", {})
     found: dict[str, Pieces] = {}
+    problems: list[str] = []
+    maps = FileMaps()
     for theirs, (piece,) in tensors.items():
         if theirs in trainer.get("left_out", ()):
+            continue
+        if (form := next((form for form in zeros if re.search(form, theirs)), None)) is not None:
+            if piece.load(maps).any():
+                problems.append(f"{reader.home}: {theirs} is not zero: {zeros[form]}")
             continue
         ours = renamed(theirs, names)
         if _EXPERT in ours:
@@ -272,6 +280,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
             heads = [reader.config.get(key) for key in _HEADS[match[1]]]
             piece = _in_halves(ours, piece, next(filter(None, heads), None))
         found[ours] = (piece,)
+    refuse(listed(problems))
     return dataclasses.replace(reader, tensors=found)
 
 
