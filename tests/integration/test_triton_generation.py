@@ -211,7 +211,7 @@ def test_dead_worker_fails_requests_with_the_reason_and_ends_the_server(
                 in_flight.result(20)
         until(lambda: server.poll() is not None, "the end of the server")
         assert f"{MODEL} is out of service: rank 1" in (server.failure() or "")
-    assert not [pid for pid in running if lives(pid)]
+    until(lambda: not any(map(lives, running)), "the end of its processes")
 
 
 def _command(pid: int) -> bytes:

@@ -368,7 +368,7 @@ def test_the_server_says_how_long_to_wait(
     server.abilities = FULL
     model = timed(server, tmp_path, retry_s=10.0)
     waits: list[float] = []
-    monkeypatch.setattr("inference.evaluation.retry.time.sleep", waits.append)
+    monkeypatch.setattr("inference.evaluation.retry._interrupted.wait", waits.append)
     later = email.utils.formatdate(time.time() + 5, usegmt=True)
     server.faults = [(429, {"retry-after": "3"}), (503, {"retry-after": later}), (429, {})]
     assert model.complete_text("abc", output_len=2).text == "de"
