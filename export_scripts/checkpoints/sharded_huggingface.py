@@ -14,7 +14,7 @@ import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
@@ -26,7 +26,6 @@ from export_scripts.checkpoints.base import (
     json_file,
     json_table,
     read_name,
-    yaml_table,
 )
 from export_scripts.checkpoints.chunks import (
     ChunkedTensor,
@@ -55,6 +54,7 @@ from export_scripts.checkpoints.rank_files import (
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Fields
+from foundations.files.yaml_content import read_own_table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -236,8 +236,7 @@ _EXPERT = "{}"  # in the name of a tensor that holds all experts of a layer
 
 @functools.cache
 def _trainers() -> Mapping[str, Any]:
-    path = Path(__file__).with_name("trainer_names.yaml")
-    return yaml_table(path.read_bytes(), path)
+    return cast(Mapping[str, Any], read_own_table(Path(__file__).with_name("trainer_names.yaml")))
 
 
 def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from export_scripts.families import gptj, gptneox, hybrid, mixture
 from export_scripts.families.dense import operations
 from export_scripts.families.dense.huggingface import (
@@ -23,6 +21,7 @@ from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Trai
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
+from foundations.files.yaml_content import read_own_table
 
 _OF_GPT = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
 _FAMILIES = {each.name: each for each in (*_OF_GPT, DENSE, mixture.MIXTURE, hybrid.HYBRID)}
@@ -112,8 +111,7 @@ def _as_tuples(table: Table) -> Fields:
 
 
 def _mappings() -> dict[str, SourceMapping]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    records = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    records = read_own_table(Path(__file__).with_suffix(".yaml"))
     return {
         name: _decoder(name, _whole(name, records)).mapping()
         for name in records

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter
 
+from foundations.files.yaml_content import read_own_table
 from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
@@ -85,7 +85,7 @@ class TextTaskKind:
     recipe: str = ""
 
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("text_tasks.yaml").read_text(encoding="utf-8"))
+_TABLE = read_own_table(Path(__file__).with_name("text_tasks.yaml"))
 TEXT_TASKS = {
     name: TypeAdapter(TextTaskKind).validate_python({"name": name, **values})
     for name, values in _TABLE.items()
