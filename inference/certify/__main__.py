@@ -55,8 +55,10 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, action=argparse.BooleanOptionalAction, help=words)
         else:
             numbers = (each for each in (int, float) if each in key.kinds)
-            kind = _numbers if key.name == "batch_sizes" else next(numbers, str)
-            add(flag, type=kind, action="append" if key.name == "lora" else "store", metavar="X",
+            number = next(numbers, None)
+            is_repeated = key.is_list and number is None
+            kind = _numbers if key.is_list and number else number or str
+            add(flag, type=kind, action="append" if is_repeated else "store", metavar="X",
                 help=words)  # fmt: skip
     return parser
 

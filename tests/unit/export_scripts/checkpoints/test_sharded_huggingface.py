@@ -270,12 +270,7 @@ OLDER = {"qkv_linear.": "", "lm_head.": "output."}
 
 def titan(tensors: Tensors, heads: dict[str, int], *, older: bool) -> Tensors:
     """Return a Llama's tensors as torchtitan keeps them."""
-    out = {}
-    for name, tensor in turned_rows(tensors, heads):
-        for theirs, ours in (TITAN | (OLDER if older else {})).items():
-            name = name.replace(theirs, ours)
-        out[name] = tensor
-    return out
+    return renamed(dict(turned_rows(tensors, heads)), TITAN | (OLDER if older else {}))
 
 
 def turned_rows(tensors: Tensors, heads: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
