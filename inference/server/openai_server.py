@@ -42,39 +42,29 @@ class OpenAIServer(ServedProcess):
         self._headers = {"authorization": f"Bearer {tokens[0]}"} if tokens else {}
         self._silent_since: float | None = None
 
-    def start(
+    def _launch(self) -> None:
+        command, port, folder = list(self.command), str(self.ports["http"]), str(self.folder)
+        values = {HOST_FIELD: self.host, PORT_FIELD: port, MODEL_FIELD: folder}
+        for field, value in values.items():
+            command = [word.replace(field, value) for word in command]
+        self._process = self._started(supervisor.PROGRAM, ["", f"{_GRACE_S:g}", *command])
+
+    def _await_ready(
         self,
-        *,
+        deadline: float,
         timeout_s: float,
         progress: Callable[[str], None],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None],
     ) -> None:
-        """Start the server and return once it has answered a small request.
-
-        `check` is called repeatedly; an exception that it raises ends the start. Raises
-        ServerStartError if the port is taken, the server ended, or time ran out.
-        """
-        self._check_ports()
-        self._choose_ports()
-        deadline = time.monotonic() + timeout_s
-        try:
-            command, port, folder = list(self.command), str(self.ports["http"]), str(self.folder)
-            values = {HOST_FIELD: self.host, PORT_FIELD: port, MODEL_FIELD: folder}
-            for field, value in values.items():
-                command = [word.replace(field, value) for word in command]
-            self._process = self._started(supervisor.PROGRAM, ["", f"{_GRACE_S:g}", *command])
-            progress(f"waiting for {self.name}")
-            while not self._is_healthy():
-                check()
-                self._fail_if_ended("before it was ready")
-                if time.monotonic() > deadline:
-                    self._fail(f"{self.name} was not ready after {timeout_s:g} s:")
-                time.sleep(_POLL_S)
-            progress("sending a first request")
-            self._ask_once()
-        except BaseException:
-            self.stop(drain_s=0)
-            raise
+        progress(f"waiting for {self.name}")
+        while not self._is_healthy():
+            check()
+            self._fail_if_ended("before it was ready")
+            if time.monotonic() > deadline:
+                self._fail(f"{self.name} was not ready after {timeout_s:g} s:")
+            time.sleep(_POLL_S)
+        progress("sending a first request")
+        self._ask_once()
 
     def ask(
         self,

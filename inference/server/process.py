@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -15,7 +15,7 @@ from inference.front.access import OPEN_ACCESS, Access
 from inference.server.log import ServerStartError, last_lines
 from inference.server.processes import descendants, is_running
 from inference.system.parent_process import LinkedProcess
-from inference.system.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
+from inference.system.ports import TRITON_PORTS, free_ports, host_and_port, ports_problems
 
 _END_S = 5.0  # for processes that were killed to go
 _POLL_S = 0.02
@@ -69,6 +69,46 @@ class ServedProcess:
         keys = {name: f"{name}_port" for name in self.ports} | {"host": "host", **self.port_keys}
         return ports_problems(self.host, self._wanted_ports, keys=keys)
 
+    def start(
+        self,
+        *,
+        timeout_s: float,
+        progress: Callable[[str], None] = lambda _: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the server and return once it has answered a small request to every model.
+
+        `check` is called repeatedly; an exception that it raises ends the start. Raises
+        ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
+        process is left then.
+        """
+        assert self._process is None, "a server object can be started once"
+        if problems := self.port_problems():
+            self._fail(f"{self.name} was not started:", problems)
+        missing = [name for name, port in self._wanted_ports.items() if port == 0]
+        with free_ports(self.host, len(missing)) as chosen:
+            self.ports = self._wanted_ports | dict(zip(missing, chosen, strict=True))
+            try:
+                self._launch()
+                self._await_ready(time.monotonic() + timeout_s, timeout_s, progress, check)
+            except BaseException:
+                self.stop(drain_s=0)
+                raise
+
+    def _launch(self) -> None:
+        """Start the process."""
+        raise NotImplementedError
+
+    def _await_ready(
+        self,
+        deadline: float,
+        timeout_s: float,
+        progress: Callable[[str], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Return once the server is ready; `deadline` is `timeout_s` after the start."""
+        raise NotImplementedError
+
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
@@ -111,16 +151,6 @@ class ServedProcess:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.stop(drain_s=30.0 if error is None else 0)
-
-    def _check_ports(self) -> None:
-        assert self._process is None, "a server object can be started once"
-        if problems := self.port_problems():
-            self._fail(f"{self.name} was not started:", problems)
-
-    def _choose_ports(self) -> None:
-        missing = [name for name, port in self._wanted_ports.items() if port == 0]
-        chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
-        self.ports = self._wanted_ports | dict(chosen)
 
     def _started(
         self,

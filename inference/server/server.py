@@ -72,28 +72,6 @@ class ModelServer(ServedProcess):
         scheme = "https" if self.uses_tls else "http"
         return f"{scheme}://{self.address('openai')}/v1"
 
-    def start(
-        self,
-        *,
-        timeout_s: float,
-        progress: Callable[[str], None] = lambda _: None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Start the server and return once every model has answered a small request.
-
-        `check` is called repeatedly; an exception that it raises ends the start. Raises
-        ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
-        process is left then.
-        """
-        self._check_ports()
-        self._choose_ports()
-        try:
-            self._launch()
-            self._await_ready(time.monotonic() + timeout_s, timeout_s, progress, check)
-        except BaseException:
-            self.stop(drain_s=0)
-            raise
-
     def _launch(self) -> None:
         process = self._process = self._taken_standby() or self._prepared(self.log_path)
         self._link, self._watch = HostLink(process.link), ServerWatch(process.pid)

@@ -6,7 +6,7 @@ import ipaddress
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 TRITON_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -28,11 +28,12 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def pick_free_ports(host: str, count: int) -> list[int]:
-    """Return `count` different ports that are free on `host` now.
+@contextlib.contextmanager
+def free_ports(host: str, count: int) -> Iterator[list[int]]:
+    """Yield `count` different ports that are free on `host`, and are given to nobody meanwhile.
 
-    They lie below the ports that the kernel gives to outgoing connections: those of ranks could
-    otherwise take a port between this choice and the start of the server that listens there.
+    A server can listen at them: both sockets allow the reuse of their address, and this one does
+    not listen. They lie below the ports that the kernel gives to outgoing connections.
     """
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii")  # ip(7)
     wanted = list(range(_LOWEST, int(ephemeral.split()[0])))
@@ -46,10 +47,18 @@ def pick_free_ports(host: str, count: int) -> list[int]:
             probe = stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
             with contextlib.suppress(OSError):
                 probe.bind((host, port))
+                # After the binding, which fails at a port that another process holds so.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 found.append(int(probe.getsockname()[1]))
-    if len(found) < count:
-        raise OSError(errno.EADDRINUSE, f"no {count} ports are free on {host}")
-    return found
+        if len(found) < count:
+            raise OSError(errno.EADDRINUSE, f"no {count} ports are free on {host}")
+        yield found
+
+
+def pick_free_ports(host: str, count: int) -> list[int]:
+    """Return `count` different ports that are free on `host` now."""
+    with free_ports(host, count) as ports:
+        return ports
 
 
 def port_problem(host: str, port: int) -> str | None:

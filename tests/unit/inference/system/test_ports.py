@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.system.ports import pick_free_ports, port_problem
+from inference.system.ports import free_ports, pick_free_ports, port_problem
 
 
 def test_picked_ports_differ_and_are_free() -> None:
@@ -36,6 +36,14 @@ def test_picked_ports_are_not_those_of_outgoing_connections() -> None:
     assert len(set(found)) == 4
     assert all(port < low for port in found) or low <= 10_000
     assert pick_free_ports("127.0.0.1", 0) == []
+
+
+def test_held_port_is_given_to_nobody_and_a_server_can_listen_there() -> None:
+    with free_ports("127.0.0.1", 1) as held, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", held[0]))
+        assert port_problem("127.0.0.1", held[0]) is None
+        socket.create_server(("127.0.0.1", held[0])).close()
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
