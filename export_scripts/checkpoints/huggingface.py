@@ -63,6 +63,8 @@ _FOREIGN = {
     "consolidated*": "the publisher's own layout: fetch the model's Hugging Face form",
     "lit_model.pth": "LitGPT's own form: `litgpt convert_from_litgpt FOLDER OUT`, and name "
     "OUT/model.pth with the model's config.json",
+    "checkpoint_metadata.json": "nanotron's own form: its examples/llama/convert_nanotron_to_hf.py "
+    "--checkpoint_path=FOLDER --save_path=OUT makes a Hugging Face folder",
     "adapter_model.*": f"an adapter without its model: {_MERGE}",
 }
 

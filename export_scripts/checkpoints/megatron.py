@@ -58,11 +58,12 @@ def open_megatron(path: Path) -> CheckpointReader:
     if is_distributed(root):
         return _open_distributed(path, root, remarks)
     files = _rank_files(root)
+    by_experts = (
+        f"{root} has a file for each rank of expert parallelism, whose experts are not "
+        "numbered: save it as a distributed checkpoint (--ckpt-format torch_dist)"
+    )
     if not files and any(root.glob("mp_rank_*_*_*")):
-        raise CheckpointMismatchError(
-            f"{root} has a file for each rank of expert parallelism, whose experts are not "
-            "numbered: save it as a distributed checkpoint (--ckpt-format torch_dist)"
-        )
+        raise CheckpointMismatchError(by_experts)
     if not files:
         raise CheckpointMismatchError(
             f"{root} has no {FILE_NAMES[0]} in mp_rank_<TP>[_<PP>] folders or itself, and no "
@@ -70,6 +71,8 @@ def open_megatron(path: Path) -> CheckpointReader:
         )
     trees = {rank: read_torch_table(file, "a Megatron checkpoint") for rank, file in files.items()}
     config = _config(trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))])
+    if config.get("expert_model_parallel_size") not in (None, 1):
+        raise CheckpointMismatchError(by_experts)
     tp_ranks, pp_ranks = [rank.tp_rank for rank in files], [rank.pp_rank for rank in files]
     for kind, ranks in (("tensor", tp_ranks), ("pipeline", pp_ranks)):
         key = f"{kind}_model_parallel_size"

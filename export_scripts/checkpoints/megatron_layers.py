@@ -49,7 +49,7 @@ _BLOCK = re.compile(r"\*?[-E]|\*")
 # Where MLPs and experts both stand, what a block without either lacks is not known.
 _DECODER = re.compile(r"[*-]+|[*E]+|(\*?[-E])+")
 # With Mamba, layers stay what they are; the formats whose trainers have them.
-_WITH_MAMBA, _MAMBA_FORMATS = re.compile(r"[-*E]*M[-*EM]*"), ("megatron", "bridge")
+_WITH_MAMBA, _MAMBA_FORMATS = re.compile(r"[-*E]*M[-*EM]*"), ("megatron", "nemo2", "bridge")
 _HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
 _HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
 _PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
@@ -197,8 +197,8 @@ def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     )
     raise CheckpointMismatchError(
         f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
-        "and MLPs (-) or experts (E), and where both stand, one in each block; of Megatron-LM and "
-        "Megatron Bridge, all of these with Mamba (M) in any order, too. Megatron Bridge writes "
+        "and MLPs (-) or experts (E), and where both stand, one in each block; of Megatron-LM, "
+        "NeMo 2 and Megatron Bridge, all of these with Mamba (M) in any order, too. Bridge writes "
         "other models as Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which "
         "deploy.engine=vllm serves"
     )

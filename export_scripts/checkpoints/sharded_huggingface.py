@@ -232,6 +232,8 @@ _HEADS = {
     "k": ("num_key_value_heads", "num_attention_heads"),
 }
 _EXPERT = "{}"  # in the name of a tensor that holds all experts of a layer
+_HALVES = re.compile(r"\{(\w+),(\w+)\}")  # in that of one whose rows are two tensors
+_IN_MEMORY = "transformers"  # whose names are told from those of its files one by one
 
 
 @functools.cache
@@ -247,17 +249,18 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
             cannot compute.
     """
     tensors = reader.tensors
-    trainers = _trainers()
-    name = next((name for name, each in trainers.items() if each["has"] in tensors), None)
-    if name is None:
-        return reader
-    trainer, kind = trainers[name], str(reader.config.get("model_type"))
+    trainers, kind = _trainers(), str(reader.config.get("model_type"))
+    named = (name for name, each in trainers.items() if each.get("has") in tensors)
+    name = next(named, _IN_MEMORY)
+    trainer = trainers[name]
     if kind not in (models := trainer["models"]):
+        if name == _IN_MEMORY:
+            return reader
         raise CheckpointMismatchError(
             f"{reader.home}: {name}'s names with model_type = {kind!r:.100}: known are "
             f"{', '.join(models)}; {trainer['others']}"
         )
-    names = (*trainer["names"], *trainer.get("norms", {}).get(kind, ()))
+    names = (*trainer.get("own", {}).get(kind, ()), *trainer["names"])
     zeros = trainer.get("zeros", {})
     found: dict[str, Pieces] = {}
     problems: list[str] = []
@@ -270,10 +273,11 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
                 problems.append(f"{reader.home}: {theirs} is not zero: {zeros[form]}")
             continue
         ours = renamed(theirs, names)
-        if _EXPERT in ours:
+        if _EXPERT in ours and len(piece.shape) == 3:
             whole = chunked(piece)
-            numbers = range(whole.shape[0])
-            found |= {ours.replace(_EXPERT, str(n)): whole.select(n).pieces for n in numbers}
+            for number in range(whole.shape[0]):
+                (expert,) = whole.select(number).pieces
+                found |= _parts(ours.replace(_EXPERT, str(number)), expert)
             continue
         if (match := _TURNED.search(ours)) and match[1] in models[kind]:
             heads = [reader.config.get(key) for key in _HEADS[match[1]]]
@@ -281,6 +285,25 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
         found[ours] = (piece,)
     refuse(listed(problems))
     return dataclasses.replace(reader, tensors=found)
+
+
+def _parts(name: str, rows: Piece) -> dict[str, Pieces]:
+    """Return the tensors, by name, of the rows of one, which may be two."""
+    match = _HALVES.search(name)
+    if match is None:
+        return {name: (rows,)}
+    shape = (rows.shape[0] // 2, *rows.shape[1:])
+    parts = slice(shape[0]), slice(shape[0], None)
+    return {
+        name.replace(match[0], part): (
+            ComputedPiece(rows.dtype, shape, rows.stored, functools.partial(_some, rows, own)),
+        )
+        for part, own in zip(match.groups(), parts, strict=True)
+    }
+
+
+def _some(rows: Piece, own: slice, maps: FileMaps) -> Array:
+    return rows.load(maps)[own]
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:

@@ -57,7 +57,7 @@ _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # other that is set, of this or a later version, is refused.
 PEFT_KNOWN = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora",
-    "init_lora_weights",
+    "init_lora_weights", "use_dora",
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "modules_to_save",
@@ -66,7 +66,8 @@ PEFT_KNOWN = frozenset({
 # Initial values that leave the model's own weights as they are.
 _PEFT_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 _PEFT_FACTOR = re.compile(
-    r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?$"
+    r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB]|magnitude_vector)"
+    r"(?:\.default)?(?:\.weight)?$"
 )
 # With the model's tables of tokens, PEFT saves the originals and a second copy of trained ones.
 _PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
@@ -123,6 +124,7 @@ class Update:
     down_axis: int = 0  # axis along which training ranks cut the first factor
     is_transposed: bool = False  # whether the matrix is stored as (in, out)
     part: RowBlocks | None = None  # the rows, where they are not all
+    magnitude: Piece | None = None  # of DoRA: the length that each row of the sum gets (out,)
 
     @property
     def rank(self) -> int:
@@ -132,7 +134,8 @@ class Update:
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The stored tensors of both factors."""
-        return tuple(part for piece in (*self.down, *self.up) for part in piece.stored)
+        pieces = (*self.down, *self.up, *filter(None, [self.magnitude]))
+        return tuple(part for piece in pieces for part in piece.stored)
 
     def first_factor(self, maps: FileMaps) -> Array:
         """Return the whole first factor (r, in) in fp32."""
@@ -230,7 +233,14 @@ class Sum:
         down = self.update.first_factor(maps)[:, self.columns()]
         delta: Array = (up @ down) * np.float32(self.update.scale)
         values: Array = to_float32(self.base.load(maps))
-        return values + (delta.T if self.update.is_transposed else delta)
+        total = values + (delta.T if self.update.is_transposed else delta)
+        if self.update.magnitude is None:
+            return total
+        # peft, tuners/lora/variants.py, DoraLinearVariant.merge_safe
+        lengths = np.linalg.norm(total, axis=0 if self.update.is_transposed else 1, keepdims=True)
+        wanted = to_float32(self.update.magnitude.load(maps)).reshape(lengths.shape)
+        scaled: Array = wanted / lengths * total
+        return scaled
 
     @property
     def piece(self) -> ComputedPiece:
@@ -367,6 +377,8 @@ def _with_update(key: str, tensors: Mapping[str, Pieces], update: Update) -> Pie
             return None
         rows = part.groups * part.size
     size = (rows or 0, columns or 0)
+    if update.magnitude and (update.magnitude.shape != size[:1] or len(pieces) != 1):
+        return None
     if update.is_transposed:
         fits = [p.shape for p in pieces] == [size[::-1]]
         return (Sum(pieces[0], update, size, 0, slice(rows), 1).piece,) if fits else None
@@ -515,7 +527,8 @@ def _part(
 
 def _lone(path: Path, factors: Mapping[str, Table], *sides: str) -> list[str]:
     alone = [name for name, found in factors.items() if set(found) != set(sides)]
-    return [f"{path} has only one factor of {first_names(alone)}"] if alone else []
+    expected = ", ".join(sides)
+    return [f"{path}: {first_names(alone)}: expected each of {expected}"] if alone else []
 
 
 def _number(value: Any, what: str, problems: list[str]) -> float:
@@ -630,16 +643,23 @@ def _peft_changes(
             replaced[role[0]] = (tensor,)
         if (other := roles.setdefault(role, name)) != name:
             problems.append(f"{source}: {other} and {name} are two values of one tensor")
-    problems += _lone(where.parent, factors, "A", "B")
+    sides = ("A", "B", *(["magnitude_vector"] if config.get("use_dora") else []))
+    problems += _lone(where.parent, factors, *sides)
     if not factors and not replaced:
         problems.append(f"{source} holds nothing")
     changes: list[_Change] = [((name,), pieces) for name, pieces in replaced.items()]
     conv1d = base.config.get("model_type") == "gpt2"
-    for module, sides in factors.items():
-        if set(sides) == {"A", "B"}:
-            scale = _peft_scale(config, module, sides["B"], where, problems)
+    for module, found in factors.items():
+        if {"A", "B"} <= found.keys():
+            scale = _peft_scale(config, module, found["B"], where, problems)
             turned = module in embeddings or (conv1d and _CONV1D.search(module) is not None)
-            update = Update((sides["A"],), (sides["B"],), scale, is_transposed=turned)
+            update = Update(
+                (found["A"],),
+                (found["B"],),
+                scale,
+                is_transposed=turned,
+                magnitude=found.get("magnitude_vector"),
+            )
             changes.append(((f"{module}.weight",), update))
     refuse(listed(problems))
     return changes

@@ -386,5 +386,5 @@ HYBRID_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         written=None,
     )
     for dense in core.DENSE_CORE_MAPPINGS
-    if dense.format in ("megatron", "bridge")
+    if dense.format in ("megatron", "nemo2", "bridge")
 )

@@ -6,13 +6,16 @@ NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gpt_provider.py; megatro
 megatron/core/transformer/transformer_config.py.
 """
 
+import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Table
+from foundations.files.yaml_content import read_own_table
 
 # NeMo spells the fused variants with a "fast-" prefix; they compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -206,39 +209,13 @@ def missing_sizes(traits: MegatronTraits) -> list[str]:
     ]
 
 
-# The classes of a format whose models compute only what their configuration states, without the
-# size that may end a name; others add, for example, a scaled embedding.
-KNOWN_MODELS = {
-    "nemo2": ("GPTModel", "LlamaModel", "MistralModel", "MixtralModel", "NemotronModel",
-              "Qwen2Model", "Qwen3Model", "Starcoder2Model", "StarcoderModel"),
-    "bridge": ("BridgeGPTModelConfig", "CodeLlamaModelProvider", "GPTModelConfig",
-               "GPTModelProvider", "GPTOSSProvider", "GPTProvider", "Gemma2ModelProvider",
-               "Gemma3ModelProvider",
-               "GemmaModelProvider", "HybridModelConfig", "HybridModelProvider",
-               "Llama2ModelProvider", "Llama3ModelProvider", "Llama31ModelProvider",
-               "Llama32ModelProvider", "LlamaModelProvider", "MLAModelProvider",
-               "MambaModelProvider",
-               "MistralModelProvider", "MistralSmall3ModelProvider", "MixtralModelProvider",
-               "Nemotron3ModelProvider", "Nemotron3NanoProvider", "Nemotron4ModelProvider",
-               "NemotronHModelProvider", "NemotronModelProvider",
-               "NemotronNanoModelProvider9Bv2", "NemotronNanoModelProvider12Bv2",
-               "Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen3ModelProvider",
-               "Qwen3MoEModelProvider", "Starcoder2ModelProvider"),
-}  # fmt: skip
 # As in Qwen2ModelProvider1P5B, MixtralModelProvider8x7B, Qwen3MoEModelProvider30B_A3B.
 _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
-# The functions of Megatron Bridge that build megatron-core's own layers.
-_KNOWN_LAYERS = ("default_layer_spec", "get_gpt_decoder_block_spec", "get_gpt_layer_local_spec",
-                 "get_gpt_layer_with_transformer_engine_spec", "local_layer_spec",
-                 "modelopt_transformer_layer_spec", "transformer_engine_full_layer_spec",
-                 "transformer_engine_layer_spec")  # fmt: skip
 
-# Those of a class whose layers are of another kind.
-_OWN_LAYERS = {
-    "Gemma2ModelProvider": ("gemma2_layer_spec",),
-    "Gemma3ModelProvider": ("gemma3_layer_spec",),
-}
+@functools.cache
+def _known() -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], read_own_table(Path(__file__).with_name("megatron_models.yaml")))
 
 
 def _function_name(value: Any) -> str:
@@ -250,7 +227,7 @@ def _function_name(value: Any) -> str:
 def unknown_model(facts: Facts) -> list[str]:
     """Return every reason the computation of a class of models is unknown."""
     name = _SIZE_OF_NAME.sub("", str(facts.config.get("model_class") or ""))
-    known = KNOWN_MODELS.get(facts.reader.format, ())
+    known = _known()["models"].get(facts.reader.format, ())
     reasons = []
     if known and name and name not in known:
         reasons.append(
@@ -258,7 +235,7 @@ def unknown_model(facts: Facts) -> list[str]:
             f"{', '.join(known)}"
         )
     layers = _function_name(facts.config.get("transformer_layer_spec"))
-    known_layers = _OWN_LAYERS.get(name, _KNOWN_LAYERS)
+    known_layers = _known()["own_layers"].get(name, _known()["layers"])
     if layers and layers not in known_layers:
         reasons.append(
             f"transformer_layer_spec = {layers}: layers of its own, which may compute something "

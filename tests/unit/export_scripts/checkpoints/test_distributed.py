@@ -277,8 +277,9 @@ def test_the_newest_last_checkpoint_of_a_nemo_run_is_taken(state: Tensors, tmp_p
     assert contents(converted(run, tmp_path / "out")) == classic(state, tmp_path)
 
 
-def write_nemo2(folder: Path, state: Tensors, **changes: Any) -> Path:
-    write(folder / "weights", state, prefix="module.", common={"state_dict": {}})
+def write_nemo2(folder: Path, state: Tensors, *, stacked: bool = True, **changes: Any) -> Path:
+    weights = folder / "weights"
+    write(weights, state, stacked=stacked, prefix="module.", common={"state_dict": {}})
     context = folder / "context"
     (context / "nemo_tokenizer").mkdir(parents=True)
     model = CONTEXT | {"config": {**CONTEXT["config"], **changes}}  # type: ignore[dict-item]

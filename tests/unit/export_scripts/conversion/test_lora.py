@@ -166,6 +166,12 @@ PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "a head saved whole": (
         "llama", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     ),
+    "magnitudes": (
+        "llama", {"r": 4, "lora_alpha": 7, "target_modules": ALL_LLAMA, "use_dora": True},
+    ),
+    "magnitudes of (in, out)": (
+        "gpt2", {"r": 4, "target_modules": ["wte", "c_attn", "c_proj"], "use_dora": True},
+    ),
     "fused heads": (
         "gptneox-parallel", {"r": 4, "target_modules": ["query_key_value", "dense_4h_to_h"]},
     ),
@@ -240,7 +246,7 @@ def edit(adapter: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"use_dora": True}, "use_dora = True"),
+        ({"use_dora": True}, "expected each of A, B, magnitude_vector"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
         ({"lora_bias": True}, "lora_bias = True"),
@@ -272,9 +278,9 @@ def test_adapters_of_other_models_are_refused_all_at_once(tmp_path: Path) -> Non
     other = write_model("gpt2", tmp_path / "other")
     first = write_peft(tmp_path / "first", wide, r=4, target_modules=["up_proj"])
     second = write_peft(tmp_path / "second", other, r=4, target_modules=["c_attn"])
-    dora = write_peft(tmp_path / "dora", base, r=4, target_modules=["q_proj"], use_dora=True)
+    dora = write_peft(tmp_path / "dora", wide, r=4, target_modules=["up_proj"], use_dora=True)
     text = refusal(base, tmp_path / "out", first, second, dora)
-    assert "use_dora = True" in text
+    assert f"{dora}: model.layers.0.mlp.up_proj.weight is [56, 24]" in text
     assert "up_proj.weight is [56, 24], the adapter's factors are [4, 24] and [48, 4]" in text
     assert "c_attn.weight" in text
     assert "which the model does not have" in text
@@ -287,7 +293,7 @@ def test_factors_that_are_damaged_are_refused(tmp_path: Path) -> None:
     whole = load_file(file)
     name = next(key for key in whole if key.endswith("lora_A.weight"))
     save_file({key: tensor for key, tensor in whole.items() if key != name}, file)
-    assert "only one factor" in refusal(base, tmp_path / "out", adapter)
+    assert "expected each of A, B" in refusal(base, tmp_path / "out", adapter)
     save_file(whole | {name: torch.full_like(whole[name], float("nan"))}, file)
     assert "not a number" in refusal(base, tmp_path / "out", adapter)
     file.write_bytes(file.read_bytes()[:-7])

@@ -12,6 +12,7 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from export_scripts.conversion.convert import (
     ConversionRequest,
@@ -23,7 +24,13 @@ from export_scripts.ft.config_ini import read_config
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
-from tests.tiny_transformers import MIXTURES, OTHER_MIXTURES, SHARED_EXPERTS, write_model
+from tests.tiny_transformers import (
+    MIXTURES,
+    OTHER_MIXTURES,
+    SHARED_EXPERTS,
+    model_of,
+    write_model,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 GIVEN = (("start_id", "1"), ("end_id", "2"))
@@ -104,6 +111,24 @@ def test_a_mixture_of_transformers_comes_back(name: str, tmp_path: Path) -> None
     folder = convert(request(source, tmp_path / "out")).ft_dir
     assert folder_problems(folder) == []
     torch.testing.assert_close(logits(folder), logits(source), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen3-moe", "deepseek_v3", "ernie4_5-moe", "granitemoe", "nemotron_h", "exaone3"],
+)
+def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Path) -> None:
+    """As trainers save a state, which since transformers 5 is not what save_pretrained writes."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path / "files")
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    save({"model": model.state_dict()}, checkpoint_id=tmp_path / "trainer", no_dist=True)
+    expected = read_tensors(convert(request(tmp_path / "files", tmp_path / "out")).ft_dir)
+    for source, settings in (("memory", None), ("trainer", tmp_path / "files")):
+        asked = request(tmp_path / source, tmp_path / f"{source}-out", model_config=settings)
+        found = read_tensors(convert(asked).ft_dir)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[each], expected[each]) for each in expected)
 
 
 @pytest.mark.parametrize(

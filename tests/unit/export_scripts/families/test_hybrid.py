@@ -21,6 +21,7 @@ from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
+from tests.unit.export_scripts.checkpoints.test_distributed import write_nemo2
 from tests.unit.export_scripts.conversion.test_mixtures import logits, request
 
 PATTERN = "M*-EM-"
@@ -137,7 +138,8 @@ def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
     }
 
 
-def test_megatron_bridge_states_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["bridge", "nemo2"])
+def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path: Path) -> None:
     folder = original(tmp_path)
     renamed = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon",
                "max_position_embeddings": "seq_length"}  # fmt: skip
@@ -149,7 +151,14 @@ def test_megatron_bridge_states_the_same(tmp_path: Path) -> None:
         "activation_func": {"_target_": "megatron.core.activations.squared_relu", "_call_": False},
         "share_embeddings_and_output_weights": False,
     }  # fmt: skip
-    source = write_bridge(tmp_path / "run", core_hybrid(folder), model, stacked=False)
+    if form == "bridge":
+        source = write_bridge(tmp_path / "run", core_hybrid(folder), model, stacked=False)
+    else:
+        own = {"gated_linear_unit": False, "_target_": "nemo.collections.llm.gpt.model.ssm.Mine"}
+        state = core_hybrid(folder)
+        source = write_nemo2(tmp_path / "run", state, stacked=False, **model | own)
+        context = source / "context" / "model.yaml"
+        context.write_text(context.read_text().replace("LlamaModel", "MambaModel"))
     made = convert(request(source, tmp_path, allow=("tokenizer",))).ft_dir
     torch.testing.assert_close(logits(made), logits(folder), rtol=0, atol=0)
 
