@@ -30,7 +30,7 @@ def host_and_port(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def free_ports(host: str, count: int) -> Iterator[list[int]]:
-    """Yield `count` different ports that are free on `host`, and are given to nobody meanwhile.
+    """Yield `count` different ports that are free on `host`, and not given again meanwhile.
 
     A server can listen at them: both sockets allow the reuse of their address, and this one does
     not listen. They lie below the ports that the kernel gives to outgoing connections.
