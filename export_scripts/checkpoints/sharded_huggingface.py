@@ -233,7 +233,7 @@ _HEADS = {
 }
 _EXPERT = "{}"  # in the name of a tensor that holds all experts of a layer
 _HALVES = re.compile(r"\{(\w+),(\w+)\}")  # in that of one whose rows are two tensors
-_IN_MEMORY = "transformers"  # whose names are told from those of its files one by one
+_IN_MEMORY = "transformers"  # whose names are distinguished from those of its files one by one
 
 
 @functools.cache
