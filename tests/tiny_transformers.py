@@ -27,7 +27,8 @@ _MINISTRAL3 = {
         "mscale_all_dim": 1.0, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7,
     },
 }  # fmt: skip
-_GEMMA = {**_LLAMA, "sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": None}
+_GEMMA_1 = {**_LLAMA, "tie_word_embeddings": True, "pad_token_id": None}
+_GEMMA = {**_GEMMA_1, "sliding_window": 5}
 _UNSIZED = {name: value for name, value in _LLAMA.items() if name != "head_dim"}
 _FALCON = {
     **_DECODER, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2,
@@ -123,7 +124,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "falcon-sequential": (
         "FalconForCausalLM", {**_FALCON, "parallel_attn": False, "multi_query": False},
     ),
-    "gemma": ("GemmaForCausalLM", {**_GEMMA, "hidden_act": "gelu"}),
+    "gemma": ("GemmaForCausalLM", {**_GEMMA_1, "hidden_act": "gelu"}),
     "gemma2": ("Gemma2ForCausalLM", {**_GEMMA, "query_pre_attn_scalar": 11}),
     "gemma3": (
         "Gemma3ForCausalLM",

@@ -147,7 +147,7 @@ class MixtureConfig(DenseConfig, Experts):
         """Parameters of rotary scaling, under Hugging Face's names."""
         scaling = super().rotary_scaling
         if self.kv_lora_rank and scaling:
-            del scaling["attention_factor"]
+            scaling.pop("attention_factor", None)
             scaling |= {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
         return scaling
 
@@ -224,12 +224,13 @@ def _listed_layers(settings: Settings, values: Fields) -> Fields:
     """Return the layers without experts by a list, the first one without it."""
     count = values["num_layer"]
     kinds = settings.value("mlp_layer_types", default=["dense", *["sparse"] * (count - 1)])
-    if not isinstance(kinds, list) or len(kinds) != count or {*kinds} - {"dense", "sparse"}:
+    known = ("dense", "sparse")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         settings.note(
             f"mlp_layer_types = {kinds!r:.200}: expected dense or sparse for each of the {count} "
             "layers"
         )
-        return {}
+        kinds = []
     values["first_dense"] = 0
     dense = tuple(number for number, kind in enumerate(kinds) if kind == "dense")
     return {**_sigmoid_groups(settings, values), **_dense(settings, dense)}

@@ -25,7 +25,10 @@ def window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
     window = facts.config.get("sliding_window")
     if window is None:
         return []
-    return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
+    return [
+        f"config.json: sliding_window = {window} is left out: a Llama has none in transformers, "
+        "whose cache forgets earlier tokens nevertheless while it generates"
+    ]
 
 
 def _from_layer(first: int, count: int) -> list[bool]:

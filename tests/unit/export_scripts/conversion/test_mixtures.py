@@ -158,6 +158,26 @@ def test_ernie_with_biases_is_refused(tmp_path: Path) -> None:
     assert "use_bias = True" in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_layer_types": ["dense"]}, "expected dense or sparse for each of the 4 layers"),
+        ({"mlp_layer_types": [{}, [], 1, None]}, "expected dense or sparse for each"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "expected yarn without"),
+        ({"attention_chunk_size": 8}, "forgets the tokens before a chunk"),
+        ({"sliding_window": 8}, "forgets the tokens before a window"),
+    ],
+    ids=str,
+)
+def test_what_no_model_computes_is_refused_by_name(
+    changes: Mapping[str, Any], words: str, tmp_path: Path
+) -> None:
+    source = write_model("glm4_moe_lite", tmp_path / "source")
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
+
+
 CONFIG: Mapping[str, Any] = {
     "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56, "num_attention_heads": 4,
     "num_query_groups": 2, "kv_channels": 8, "seq_length": 40, "layernorm_epsilon": 1e-6,
