@@ -11,6 +11,7 @@ import contextlib
 import os
 import pkgutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -30,6 +31,7 @@ from inference.backend.requests import (
     InferRequest,
     ModelError,
     ModelHost,
+    Outputs,
     Responses,
     Submitted,
 )
@@ -62,12 +64,16 @@ class EngineModel(TritonModel):
 
     `engine_class` is `module:class`; the module imports torch. `served_by` has the types of weights
     that can serve a model_type, where that is not its own.
+
+    Attributes:
+        running: requests that the engine has taken, and not answered.
     """
 
     engine_class: ClassVar[str]
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase
     former: EngineModel | None = None  # whose engine this one takes over, if their models agree
+    running: set[AskedEngine]
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
         """Start the engine.
@@ -96,7 +102,7 @@ class EngineModel(TritonModel):
             served_identity(self.settings.checkpoint_path, arguments.parameters),
         )
         host.show(self.metrics)
-        self._running = 0  # requests
+        self.running = set()
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self.engine.when_failed = host.leave
         if (reason := self.engine.healthy()) is not None:  # already
@@ -175,71 +181,33 @@ class EngineModel(TritonModel):
         """
         raise NotImplementedError
 
-    async def infer(
-        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
-    ) -> Responses:
+    async def infer(self, request: InferRequest) -> Responses:
         """Yield the responses, see `TritonModel`."""
-        if request.is_canary:
-            self._check_progress()
-        began = time.perf_counter()
         came: asyncio.Queue[Any] = asyncio.Queue()
 
-        def put(item: Any) -> None:  # from any thread
-            self.host.post(partial(came.put_nowait, item))
+        def put(step: Any) -> None:  # from any thread
+            self.host.post(partial(came.put_nowait, step))
 
+        asked = AskedEngine(self, request, put)
         try:
-            future, outputs_of = await self._submitted(request, put)
-        except Exception as error:  # whatever it is, it is this request's answer alone
-            answer, reason = _failure(error)
-            if reason:
-                self.metrics.refused(reason)
+            if asked.is_large:
+                await asyncio.to_thread(asked.submit)
             else:
-                self.metrics.ended("failed")
-            raise answer from None
-        # After the steps that it consists of, which were put before.
-        future.add_done_callback(lambda _: put(None))
-        self._running += 1
-        outcome = "cancelled"
-        try:
-            while (step := await came.get()) is not None:
-                if (outputs := outputs_of(step)) is not None:
-                    yield outputs, False
-            times = getattr(future.result(), "times", None)
-            queued(getattr(times, "queued_s", None) or 0.0)
-            last = outputs_of(future.result())
-            assert last is not None, "the last step is never reported on its own"
-            outcome = "completed"
-        except CancelledError:
-            raise ModelError("the request was cancelled", "CANCELLED") from None
-        except Exception as error:  # found by the engine's thread, such as an ended session
-            outcome = "failed"
-            raise _failure(error)[0] from None
+                asked.submit()
+            final = False
+            while not final:
+                outputs, final = asked.response(await came.get())
+                if outputs is not None:
+                    yield outputs, final
         finally:
-            self._running -= 1
-            future.cancel()  # it may have been given up
-            if outcome != "completed" and not (request.is_canary and outcome == "cancelled"):
-                self.metrics.ended(outcome)
-        if not request.is_canary:
-            self.metrics.completed(time.perf_counter() - began, times)
-        yield last, True
+            asked.end()
 
-    def _check_progress(self) -> None:
+    def check_progress(self) -> None:
         """Refuse a canary where the engine is busy, and has made steps since the last one."""
         steps, before = self.engine.steps, self._canary_steps
         self._canary_steps = steps
-        if self._running and steps != before:
+        if self.running and steps != before:
             raise ModelError(BUSY, "UNAVAILABLE")
-
-    async def _submitted(self, request: InferRequest, put: Callable[[Any], None]) -> Submitted:
-        """Queue a request; a large one is read in a thread."""
-        if sum(each.nbytes for each in request.tensors.values()) <= _INLINE_BYTES:
-            return self.submit(request, put)
-        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, request, put))
-        try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(_give_up)
-            raise
 
     def close(self) -> None:
         """Stop the engine."""
@@ -258,15 +226,95 @@ def fork_ranks(arguments: ModelArguments) -> None:
             fork_workers(settings.checkpoint_path, settings.placement.world_size)
 
 
+class AskedEngine:
+    """One request to an engine, whose thread puts what it makes where the host will read it.
+
+    Attributes:
+        queued_s: seconds in the engine's queue, once the last response is made.
+    """
+
+    queued_s = 0.0
+
+    def __init__(
+        self, model: EngineModel, request: InferRequest, put: Callable[[Any], None]
+    ) -> None:
+        """`put` is called from any thread: with each step, and at last with None."""
+        self._model, self._request, self._put = model, request, put
+        self._began = time.perf_counter()
+        self._future: Future[Any] = Future()  # of a refusal, or else the engine's
+        self._outputs_of: Callable[[Any], Outputs | None] = lambda _: None
+        self._outcome = "cancelled"
+        self._is_refused = self._is_given_up = False
+        self._submitting = threading.Lock()  # a first step may come before it is submitted
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes some time to read."""
+        return sum(each.nbytes for each in self._request.tensors.values()) > _INLINE_BYTES
+
+    def submit(self) -> None:
+        """Queue it; a refusal is its response."""
+        with self._submitting:
+            try:
+                if self._request.is_canary:
+                    self._model.check_progress()
+                self._future, self._outputs_of = self._model.submit(self._request, self._put)
+                self._model.running.add(self)
+            except Exception as error:  # whatever it is, it is this request's answer alone
+                self._is_refused = True
+                self._future.set_exception(error.with_traceback(None))  # which holds this one
+        # After the steps that it consists of, which were put before.
+        self._future.add_done_callback(lambda _: self._put(None))
+        if self._is_given_up:  # while it was read
+            self._free()
+
+    def response(self, step: Any) -> tuple[Outputs | None, bool]:
+        """Return the outputs of what was put, None for none, and whether they are the last.
+
+        Raises ModelError.
+        """
+        with self._submitting:
+            pass
+        try:
+            if step is not None:
+                return self._outputs_of(step), False
+            result = self._future.result()
+            times = getattr(result, "times", None)
+            self.queued_s = getattr(times, "queued_s", None) or 0.0
+            last = self._outputs_of(result)
+        except CancelledError:
+            raise ModelError("the request was cancelled", "CANCELLED") from None
+        except ModelError:  # a canary's
+            self._outcome = ""
+            raise
+        except Exception as error:  # a refusal, or found by the engine's thread
+            answer, reason = _failure(error)
+            self._outcome = "failed"
+            if self._is_refused and reason:
+                self._outcome = ""
+                self._model.metrics.refused(reason)
+            raise answer from None
+        assert last is not None, "the last step is never reported on its own"
+        self._outcome = ""
+        if not self._request.is_canary:
+            self._model.metrics.completed(time.perf_counter() - self._began, times)
+        return last, True
+
+    def end(self) -> None:
+        """Give up what is not finished; called once."""
+        self._is_given_up = True
+        self._free()
+        if self._outcome and not (self._request.is_canary and self._outcome == "cancelled"):
+            self._model.metrics.ended(self._outcome)
+
+    def _free(self) -> None:
+        self._future.cancel()
+        self._model.running.discard(self)
+
+
 def _failure(error: Exception) -> tuple[ModelError, str]:
     """Return the answer to a request that has failed; of one that is refused also the reason."""
     for kind, (code, reason) in _FAILURES.items():
         if isinstance(error, kind):
             return ModelError(str(error), code), reason
     return ModelError(str(error) or type(error).__name__, "INTERNAL"), ""
-
-
-def _give_up(submitting: asyncio.Future[tuple[Future[Any], Any]]) -> None:
-    """Cancel a request that was queued after its client had left."""
-    if submitting.exception() is None:
-        submitting.result()[0].cancel()

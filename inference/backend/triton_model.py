@@ -281,12 +281,10 @@ class TritonModel:
         """Load the model. Raises ValueError if that is impossible."""
         raise NotImplementedError
 
-    def infer(
-        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
-    ) -> Responses:
+    def infer(self, request: InferRequest) -> Responses:
         """Yield the responses, each with whether it is the last. Raises ModelError.
 
-        Closing it gives the request up. `queued` gets the seconds that an engine kept it waiting.
+        Closing it gives the request up.
         """
         raise NotImplementedError
 

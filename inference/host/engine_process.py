@@ -1,30 +1,31 @@
 """A model with an engine, in a process of its own, with the arguments FD and FOLDER.
 
-The server's process sends orders over the connection FD, and gets batches of answers: all that a
-turn of the event loop has made goes out at once. The engine thereby shares no interpreter with the
-protocols. FOLDER, the model's, is for the list of processes alone.
+The server's process sends orders over the connection FD, and gets batches of answers: all that has
+come meanwhile goes out at once. The engine thereby shares no interpreter with the protocols.
+FOLDER, the model's, is for the list of processes alone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import logging
 import os
 import pickle
+import queue
 import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from inference.backend.arguments import ModelArguments
-from inference.backend.engine_model import EngineModel, fork_ranks
+from inference.backend.engine_model import AskedEngine, EngineModel, fork_ranks
 from inference.backend.metrics import ModelMetrics
 from inference.backend.requests import TOKENS, InferRequest, ModelError, RawTensor
 from inference.system.parent_process import end_with_parent
@@ -32,11 +33,11 @@ from inference.system.parent_process import end_with_parent
 LOST = 0  # the number of an answer that no order asked for: why the engine has failed
 READ_METRICS = "read metrics"
 GIVE_UP, TAKEN = "give up", "taken"  # the order, and one of the answers, of the same number
-AT_ONCE = 16
 # Tensors of a request that its client has not read: each is as large as the whole answer, and the
 # next ones are not made before.
 MOST_UNREAD = 64
 _STEPS_S = 0.5  # between two reports of steps that have made no answer
+_LARGE_AT_ONCE = 4  # requests that take some time to read
 # With all that a model imports when it is loaded, and a forked rank.
 _MODULES = ("inference.engine.engine", "inference.ranks.worker")
 
@@ -51,48 +52,24 @@ class LoadOrder:
     arguments: ModelArguments
 
 
-class Mailbox:
-    """Calls to the event loop from any thread: one wake-up for all that wait.
+class ModelProcess:
+    """This process as the server around its model.
 
-    A step of an engine has an answer for every sequence. Between a few of them the loop does other
-    work, so that a new request reaches the engine before the next step.
+    One thread takes orders, whatever the others do: the server's process never waits for its
+    answers. Requests go from there to the engine at once. A second one makes the answers, and sends
+    all that have come meanwhile together.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._calls: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
-        self._is_woken = False
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Call a function in the event loop's thread, in the order of posting."""
-        with self._lock:
-            self._calls.append(call)
-            wakes, self._is_woken = not self._is_woken, True
-        if wakes:
-            self._loop.call_soon_threadsafe(self._run)
-
-    def _run(self) -> None:
-        with self._lock:
-            calls = [self._calls.popleft() for _ in range(min(AT_ONCE, len(self._calls)))]
-            goes_on = self._is_woken = bool(self._calls)
-        for call in calls:
-            self._loop.call_soon(call)
-        if goes_on:
-            self._loop.call_soon(self._run)
-
-
-class ModelProcess:
-    """This process as the server around its model."""
-
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        self._connection, self._loop = connection, loop
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._model: EngineModel | None = None
         self._metrics: ModelMetrics | None = None
-        self._running: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
+        self._running: dict[int, _Running] = {}
         self._batch: list[tuple[int, Any]] = []
         self._steps = 0  # of the engine, as reported
-        self.post = Mailbox(loop).post
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.post = self._calls.put
+        self._readers = ThreadPoolExecutor(_LARGE_AT_ONCE)
 
     def show(self, metrics: ModelMetrics) -> None:
         """Keep metrics for the orders that read them."""
@@ -106,44 +83,30 @@ class ModelProcess:
         """Report that the engine has failed, once every request has its answer."""
         self.post(partial(self._send, LOST, reason))
 
-    async def serve(self, number: int, order: Any) -> None:
+    def serve(self, number: int, order: Any) -> NoReturn:
         """Obey a first order, and others until the server's process closes the connection."""
-        self._obey(number, order)
-        # Orders are taken in whatever the event loop does: the sender never waits for its answers.
-        threading.Thread(target=self._read, name="orders", daemon=True).start()
-        while True:
-            await asyncio.sleep(_STEPS_S)
-            if self._model is not None and self._model.engine.steps != self._steps:
-                self._flush()
-
-    def _read(self) -> None:
+        threading.Thread(target=self._work, name="answers", daemon=True).start()
         with contextlib.suppress(EOFError, OSError):
             while True:
+                self._obey(number, order)
                 number, order = pickle.loads(self._connection.recv_bytes())
-                self._loop.call_soon_threadsafe(self._obey, number, order)
-        self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
         if self._model is not None:
             self._model.close()
         os._exit(0)
 
     def _obey(self, number: int, order: Any) -> None:
         if isinstance(order, InferRequest):
-            room = asyncio.Semaphore(MOST_UNREAD)
-            task = self._loop.create_task(self._answer(number, order, room))
-            self._running[number] = task, room
-            task.add_done_callback(lambda _: self._running.pop(number))
-        elif isinstance(order, LoadOrder):
-            self._send(number, self._load(order))
-        elif order == READ_METRICS:
-            self._send(number, [] if self._metrics is None else [*self._metrics.read()])
-        elif number in self._running:
-            task, room = self._running[number]
-            if order == TAKEN:
-                room.release()
+            assert self._model is not None
+            asked = AskedEngine(self._model, order, partial(self._put, number))
+            self._running[number] = _Running(asked)
+            if asked.is_large:
+                self._readers.submit(asked.submit)
             else:
-                task.cancel()
+                asked.submit()
+        elif isinstance(order, LoadOrder):
+            self.post(partial(self._send, number, self._load(order)))
+        else:
+            self.post(partial(self._note, number, order))
 
     def _load(self, order: LoadOrder) -> str:
         """Load a model; return why that is impossible, "" if it is not."""
@@ -157,34 +120,80 @@ class ModelProcess:
         self._model = model
         return ""
 
-    async def _answer(self, number: int, request: InferRequest, room: asyncio.Semaphore) -> None:
-        assert self._model is not None
-        waited: list[float] = []  # seconds in the queue
-        try:
-            responses = self._model.infer(request, queued=waited.append)
-            async with contextlib.aclosing(responses):
-                async for outputs, final in responses:
-                    if TOKENS not in outputs:
-                        await room.acquire()
-                    portable = {name: _portable(each) for name, each in outputs.items()}
-                    self._send(number, (portable, final, sum(waited)))
-        except ModelError as error:
-            self._send(number, error)
-        except Exception as error:  # of this program
-            logger.exception("a request has failed")
-            self._send(number, ModelError(str(error) or type(error).__name__, "INTERNAL"))
+    def _put(self, number: int, step: Any) -> None:
+        """Have what an engine has made answered."""
+        self.post(partial(self._note, number, step))
 
-    def _send(self, number: int, answer: Any) -> None:
-        if not self._batch:
-            self._loop.call_soon(self._flush)
-        self._batch.append((number, answer))
+    def _work(self) -> None:
+        """Do what is posted, and send the answers; a failure of this program ends the process."""
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    self._calls.get(timeout=_STEPS_S)()
+                    for _ in range(self._calls.qsize()):
+                        self._calls.get()()
+                self._flush()
+        except Exception:
+            logger.exception("the answers of an engine cannot be made")
+            os._exit(1)
 
     def _flush(self) -> None:
-        batch, self._batch = self._batch, []
-        if self._model is not None:
-            self._steps = self._model.engine.steps
-        with contextlib.suppress(OSError):  # the server's process has ended
-            self._connection.send_bytes(pickle.dumps((self._steps, batch), pickle.HIGHEST_PROTOCOL))
+        steps = self._steps if self._model is None else self._model.engine.steps
+        if self._batch or steps != self._steps:
+            self._steps, batch, self._batch = steps, self._batch, []
+            with contextlib.suppress(OSError):  # the server's process has ended
+                data = pickle.dumps((steps, batch), pickle.HIGHEST_PROTOCOL)
+                self._connection.send_bytes(data)
+
+    def _note(self, number: int, news: Any) -> None:
+        """Take in an order without a request, or what an engine has made of one."""
+        running = self._running.get(number)
+        if news == READ_METRICS:
+            self._send(number, [] if self._metrics is None else [*self._metrics.read()])
+        elif running is None:  # it has ended
+            pass
+        elif news == GIVE_UP:
+            self._end(number)
+        elif news == TAKEN:
+            running.room += 1
+        else:
+            running.came.append(news)
+        while running is not None and running.came and running.room:
+            self._respond(number, running)
+
+    def _respond(self, number: int, running: _Running) -> None:
+        try:
+            outputs, final = running.asked.response(running.came.popleft())
+            if outputs is None:
+                return
+            portable = {name: _portable(each) for name, each in outputs.items()}
+            answer: Any = portable, final, running.asked.queued_s
+            running.room -= TOKENS not in outputs
+        except Exception as error:
+            answer, final = error, True
+            if not isinstance(error, ModelError):  # of this program
+                logger.exception("a request has failed")
+                answer = ModelError(str(error) or type(error).__name__, "INTERNAL")
+        self._send(number, answer)
+        if final:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        running = self._running.pop(number)
+        running.came.clear()
+        running.asked.end()
+
+    def _send(self, number: int, answer: Any) -> None:
+        self._batch.append((number, answer))
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request, what its engine has made and was not answered yet, and the room for answers."""
+
+    asked: AskedEngine
+    came: deque[Any] = field(default_factory=deque)
+    room: int = MOST_UNREAD
 
 
 def _portable(value: Any) -> Any:
@@ -212,5 +221,4 @@ def main() -> None:
     except EOFError:  # the server needs no engine
         return
     fork_ranks(order.arguments)
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(ModelProcess(connection, loop).serve(number, order))
+    ModelProcess(connection).serve(number, order)

@@ -16,10 +16,11 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
-from inference.host.engine_process import AT_ONCE, GIVE_UP, LOST, READ_METRICS, TAKEN, LoadOrder
+from inference.host.engine_process import GIVE_UP, LOST, READ_METRICS, TAKEN, LoadOrder
 from inference.host.engine_start import started_engine
 from inference.server.processes import how_ended
 
+_AT_ONCE = 16  # requests, between which the loop reads its sockets
 _END_S = 10.0  # for the ranks to end
 _GONE_S = 0.5
 
@@ -165,7 +166,7 @@ class EngineProcess:
 
     def _wake(self) -> None:
         """Wake a few requests; the loop reads its sockets, and more answers, before the next."""
-        for _ in range(min(AT_ONCE, len(self._due))):
+        for _ in range(min(_AT_ONCE, len(self._due))):
             self._due.popleft().wake()
         if self._due:
             self._loop.call_soon(self._wake)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inference.backend.engine_model import EngineModel
+from inference.backend.engine_model import AskedEngine, EngineModel
 from inference.backend.requests import InferRequest, ModelError, Outputs
 from inference.backend.triton_model import TritonHost
 from inference.engine.errors import EngineBusyError
@@ -35,7 +36,7 @@ class Model(EngineModel):
             ended=self.noted.append,
             completed=lambda *_: self.noted.append("completed"),
         )
-        self._running, self._canary_steps = 0, -1
+        self.running, self._canary_steps = set(), -1
         self.future: Future[Any] = Future()
         self.begins, self.goes_on = threading.Event(), threading.Event()
         self.error = error
@@ -96,6 +97,23 @@ def test_each_request_that_fails_has_its_answer(
         assert model.noted == ["failed" if is_taken else noted]
 
     asyncio.run(main())
+
+
+def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> None:
+    model, put = Model(post), list[Any]()
+    asked = AskedEngine(model, LARGE, put.append)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(asked.submit)
+        assert model.begins.wait(10)
+        step = pool.submit(asked.response, "one")
+        time.sleep(0.1)  # enough to go wrong
+        model.goes_on.set()
+        assert step.result() == ({"y": "one"}, False)
+    model.future.set_result("all")
+    assert put == [None]
+    assert asked.response(None) == ({"y": "all"}, True)
+    asked.end()
+    assert (model.noted, model.running) == (["completed"], set())
 
 
 @pytest.mark.parametrize("request_", [REQUEST, LARGE])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,8 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.instances import ONLY
 from inference.backend.metrics import ModelMetrics
-from inference.backend.requests import TOKENS, InferRequest, ModelError, ModelHost, Responses
+from inference.backend.requests import TOKENS, InferRequest, ModelHost, Outputs, Submitted
+from inference.engine.errors import EngineBusyError
 from inference.engine.load import EngineLoad
 
 
@@ -24,7 +25,7 @@ class Scripted(EngineModel):
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
         if "refuse" in arguments.parameters:
             raise ValueError("its weights are \udcff none")
-        self.host, self.parameters = host, arguments.parameters
+        self.host, self.parameters, self.running = host, arguments.parameters, set()
         self.engine = SimpleNamespace(steps=7)  # type: ignore[assignment]
         self.metrics = ModelMetrics("m", ONLY, EngineLoad, {})
         host.show(self.metrics)
@@ -32,39 +33,46 @@ class Scripted(EngineModel):
     def close(self) -> None:
         pass
 
-    async def infer(
-        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
-    ) -> Responses:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         does = bytes(request.tensors["do"].flat[0]).decode()
+        future: Future[Any] = Future()
+        steps: list[Outputs] = []
         if does == "end":
             os._exit(3)
-        if does == "leave":
-            self.host.leave("a rank is gone")
-            await self._never()
-        if does == "wait":
-            try:
-                await self._never()
-            finally:
-                self.metrics.ended("cancelled")
         if does == "fault":
             raise KeyError("a fault")
         if does == "refuse":
-            raise ModelError("too busy", "UNAVAILABLE")
+            raise EngineBusyError("too busy")
+        if does == "leave":
+            self.host.leave("a rank is gone")
         if does == "tokens":
-            for step in ([[1], [2]], [[3], []], [[4], [5, 6]]):
-                yield {TOKENS: step}, False
-            queued(0.5)
-            yield {TOKENS: [[1, 3, 4], [2, 5, 6, 7]]}, True
-            return
+            steps = [{TOKENS: each} for each in ([[1], [2]], [[3], []], [[4], [5, 6]])]
+            steps.append({TOKENS: [[1, 3, 4], [2, 5, 6, 7]]})
         if does == "flood":
-            for number in range(1000):
-                self.engine.steps = number
-                yield {"step": np.array([number])}, number == 999
-            return
-        import torch  # takes time
+            steps = [{"step": np.array([number])} for number in range(1000)]
+        if does == "tensors":
+            import torch  # takes time
 
-        yield {"half": torch.ones(2, dtype=torch.bfloat16), "whole": torch.arange(2)}, False
-        yield {"text": np.array([b"a"], object), "said": np.array([len(self.parameters)])}, True
+            steps = [{"half": torch.ones(2, dtype=torch.bfloat16), "whole": torch.arange(2)}]
+            steps.append(
+                {"text": np.array([b"a"], object), "said": np.array([len(self.parameters)])}
+            )
+        for each in steps[:-1]:
+            on_step(each)
+        if steps:
+            future.set_result(Result(steps[-1]))
+        return future, self._outputs
 
-    async def _never(self) -> Any:
-        await asyncio.Event().wait()
+    def _outputs(self, made: Any) -> Outputs:
+        outputs: Outputs = getattr(made, "outputs", made)
+        if "step" in outputs:
+            self.engine.steps = int(outputs["step"][0])
+        return outputs
+
+
+class Result:
+    """The last outputs of a request, and its times."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self.times = SimpleNamespace(queued_s=0.5)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from inference.front.infer_messages import read_message
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import GenerateRequest, read_generate, read_infer
-from inference.host.engine_process import Mailbox
 from inference.host.messages import (
     generate_request,
     generated,
@@ -322,49 +319,3 @@ def test_parameters_of_strangers_keep_their_sign() -> None:
     )
     answer = infer_response(model, sent, {})
     assert answer.parameters["sequence_id"].int64_param == -1
-
-
-def test_calls_of_threads_run_in_the_event_loop_in_their_order() -> None:
-    async def main() -> list[tuple[int, bool]]:
-        mailbox, seen = Mailbox(asyncio.get_running_loop()), list[tuple[int, bool]]()
-        own = threading.get_ident()
-
-        def note(number: int) -> None:
-            seen.append((number, threading.get_ident() == own))
-
-        def post() -> None:
-            for number in range(200):
-                mailbox.post(partial(note, number))
-
-        threads = [threading.Thread(target=post) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        while len(seen) < 800:
-            await asyncio.sleep(0.001)
-        return seen
-
-    seen = asyncio.run(asyncio.wait_for(main(), 30))
-    assert all(is_here for _, is_here in seen)
-    assert sorted(number for number, _ in seen) == sorted([*range(200)] * 4)
-
-
-def test_other_work_of_the_event_loop_goes_on_between_calls_of_threads() -> None:
-    async def main() -> list[int | None]:
-        loop, seen = asyncio.get_running_loop(), list[int | None]()
-        mailbox = Mailbox(loop)
-        for number in range(100):
-            mailbox.post(partial(seen.append, number))
-
-        def turn() -> None:
-            seen.append(None)
-            if 99 not in seen:
-                loop.call_soon(turn)
-
-        turn()
-        while 99 not in seen:
-            await asyncio.sleep(0)
-        return seen
-
-    seen = asyncio.run(asyncio.wait_for(main(), 30))
-    assert [number for number in seen if number is not None] == [*range(100)]
-    assert seen.index(99) - 99 > 4  # turns of the loop in between
