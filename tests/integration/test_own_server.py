@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,8 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
+from tritonclient.utils import InferenceServerException
 
+from inference.front.access import OpenAIOptions
+from inference.server.client import TritonClient
 from inference.server.kinds import SLIPWAY
 from inference.server.log import ServerStartError
 from inference.server.process import kill
@@ -81,6 +86,16 @@ def held(port: int) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
+def engine_of(server: ModelServer) -> int:
+    """Return the process of the engine."""
+    (found,) = (
+        pid
+        for pid in processes(server)
+        if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return found
+
+
 def end_of(server: ModelServer, number: int) -> str:
     """Send a signal to the server's first process; return what is noticed, with nothing left."""
     everything = processes(server)
@@ -97,24 +112,63 @@ def test_a_stopped_process_is_noticed(server: ModelServer) -> None:
     assert "stopped for 1 s" in end_of(server, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stream_that_loses_its_engine_ends_with_an_error(
-    server: ModelServer, number: int
-) -> None:
-    everything = processes(server)
+def error_over_http(server: ModelServer, each: Callable[[], object]) -> str:
+    """Return the error that a stream ends with; call `each` with every event."""
     body = json.dumps({**ASKED, "INPUT_1": 400, "min_length": 400}).encode()
     url = f"http://127.0.0.1:{server.ports['http']}/v2/models/ensemble/generate_stream"
+    last = b""
+    with urllib.request.urlopen(url, data=body, timeout=240) as answer:
+        for line in answer:
+            if line.startswith(b"data: "):
+                last = line[6:]
+                each()
+    return str(json.loads(last)["error"])
+
+
+def error_over_grpc(server: ModelServer, each: Callable[[], object]) -> str:
+    """Return the same over gRPC."""
+    with TritonClient(server.address("grpc"), protocol="grpc", timeout_s=240) as client:
+        pieces = client.stream_text("It was", output_len=400, options={"min_length": 400})
+        with pytest.raises(InferenceServerException) as caught:
+            deque((each() for _ in pieces), maxlen=0)
+    return str(caught.value)
+
+
+def error_over_openai(server: ModelServer, each: Callable[[], object]) -> str:
+    """Return the same in OpenAI's protocol."""
+    with openai.OpenAI(base_url=server.openai_url, api_key="-", max_retries=0) as client:
+        events = client.completions.create(
+            model=MODEL,
+            prompt="It was",
+            max_tokens=400,
+            stream=True,
+            extra_body={"min_tokens": 400},
+        )
+        with pytest.raises(openai.APIError) as caught:
+            deque((each() for _ in events), maxlen=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_that_lose_their_engine_end_with_an_error(
+    repository: Path, tmp_path: Path, number: int
+) -> None:
+    protocols = (error_over_http, error_over_grpc, error_over_openai)
     with (
-        urllib.request.urlopen(url, data=body, timeout=240) as answer,
+        hosted(SLIPWAY, repository, tmp_path, openai=OpenAIOptions(port=0)) as server,
         ThreadPoolExecutor() as pool,
     ):
-        assert answer.readline().startswith(b"data: {")
-        rest = pool.submit(answer.read)
-        os.kill(everything[1], number)
+        server.start(timeout_s=START_S)
+        everything = processes(server)
+        begun = [threading.Event() for _ in protocols]
+        errors = [
+            pool.submit(ask, server, each.set) for ask, each in zip(protocols, begun, strict=True)
+        ]
+        assert all(each.wait(60) for each in begun)
+        os.kill(engine_of(server), number)
         until(lambda: server.failure() is not None, "the notice")
         server.stop(drain_s=0)
-        last = rest.result().split(b"data: ")[-1]
-    assert "out of service" in json.loads(last)["error"]
+        assert all("out of service" in each.result() for each in errors)
     assert not [pid for pid in everything if lives(pid)]
 
 
