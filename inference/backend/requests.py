@@ -55,6 +55,7 @@ class InferRequest:
         wants_tokens: an engine's responses have the new tokens of each row in place of tensors, and
             the last one all.
         parameters: those that only models of others read.
+        fits: whether its names, types and shapes are known to be those of the model.
     """
 
     tensors: dict[str, Array]
@@ -65,6 +66,7 @@ class InferRequest:
     streams: bool | None = None
     wants_tokens: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    fits: bool = False
 
 
 class ModelHost(Protocol):

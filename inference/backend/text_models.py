@@ -9,7 +9,7 @@ other requests of its batch their answers.
 import csv
 import math
 from collections.abc import Collection, Sequence
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain, product, takewhile
 
 import numpy as np
 
@@ -129,7 +129,7 @@ class Postprocessing(TensorModel):
             raise ValueError(f"TOKENS_BATCH: {tokens.size} tokens; {_MOST_TOKENS} at most")
         starts = self._starts(tensors, tokens.shape[:2])
         counts = self._counts(tensors, starts, tokens.shape)
-        finished = np.zeros(tokens.shape[:2], np.bool_)
+        finished = None
         if "IS_FINISHED" in tensors:
             finished = _one_each("IS_FINISHED", tensors, tokens.shape[:2])
         # Without the count, an answer goes up to its first end token.
@@ -137,14 +137,15 @@ class Postprocessing(TensorModel):
         room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
         prefix = self.tokenizer.prefix_ids  # the markers that preprocessing has put before a text
         texts = np.empty(tokens.shape[:2], dtype=object)  # (B, K)
-        for b, k in np.ndindex(*texts.shape):
+        for b, k in product(*map(range, texts.shape)):
             start = 0 if starts is None else int(starts[b, k])
             ids = tokens[b, k, : counts[b, k]].tolist()
             if self.output_holds_prompt and tuple(ids[: len(prefix)]) == prefix:
                 ids, start = ids[len(prefix) :], max(start - len(prefix), 0)
             answer = _without_end(ids[start:], self.end_ids, first=first_end)
-            more = self.streaming and not finished[b, k] and len(answer) < room
-            texts[b, k] = self._text(ids[:start], answer, partial=bool(more)).encode()
+            more = self.streaming and len(answer) < room
+            more = more and (finished is None or not finished[b, k])
+            texts[b, k] = self._text(ids[:start], answer, partial=more).encode()
         return {"OUTPUT": texts}
 
     def _counts(self, tensors: Tensors, starts: Array | None, shape: tuple[int, ...]) -> Array:

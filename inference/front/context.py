@@ -45,12 +45,12 @@ class FrontContext(Generic[_T]):
     @contextmanager
     def use(self) -> Iterator[_T]:
         """Yield the models, which stay in use for the duration of the block."""
-        served = self.current
-        self._users[served] += 1
+        served, users = self.current, self._users
+        users[served] += 1
         try:
             yield served
         finally:
-            self._users[served] -= 1
+            users[served] -= 1
 
     def users(self) -> int:
         """Return the number of blocks that use models, current or former."""

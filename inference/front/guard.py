@@ -117,13 +117,15 @@ class Guard:
         """
         self.note_use()
         limit = min(limit or self._limit, self._limit)
-        coding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
+        headers, coding = request.headers, ""
+        if "Content-Encoding" in headers:
+            coding = ", ".join(headers.getall("Content-Encoding")).strip().lower()
         if coding not in ("", "identity", *_WINDOW_BITS):
             reason = f"Content-Encoding: {coding[:40]} is not one of gzip, deflate"
             raise RejectedError(reason, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         if (request.content_length or 0) > limit:
             raise too_large(limit)
-        if "Expect" in request.headers:
+        if "Expect" in headers:
             await ask_for_body(request)
         try:
             if request.content.is_eof():  # a small one has come with its head

@@ -6,11 +6,14 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpProcessingError
 
 from inference.front.access import Access
@@ -37,6 +40,47 @@ async def http_server(
     await runner.setup()
     await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
+
+
+class EventStream(web.StreamResponse):
+    """A response whose head goes out with the first event."""
+
+    _send_headers_immediately = False
+
+
+class Reply(web.StreamResponse):
+    """A whole answer of status 200, written at once; one of aiohttp's takes five times as long."""
+
+    def __init__(self, body: bytes, content_type: str, headers: Mapping[str, str]) -> None:
+        size = str(len(body))
+        super().__init__(headers={**headers, "Content-Type": content_type, "Content-Length": size})
+        self._whole = body
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter:
+        """Write it (called by aiohttp)."""
+        self._keep_alive, self._eof_sent = True, True
+        self.headers["Date"] = rfc822_formatted_time()
+        await request.writer.write_headers("HTTP/1.1 200 OK", self.headers)
+        await request.writer.write_eof(self._whole)
+        return request.writer
+
+
+def whole_answer(
+    request: web.BaseRequest,
+    body: bytes,
+    *,
+    content_type: str = "application/json",
+    headers: Mapping[str, str] = MappingProxyType({}),
+    compresses: bool = False,
+) -> web.StreamResponse:
+    """Return an answer of status 200, which `compresses` where the client takes that."""
+    is_coded = compresses and "Accept-Encoding" in request.headers
+    if request.keep_alive and request.version == HttpVersion11 and not is_coded:
+        return Reply(body, content_type, headers)
+    response = web.Response(body=body, content_type=content_type, headers=headers)
+    if is_coded:
+        response.enable_compression()
+    return response
 
 
 class _Port(web.TCPSite):
@@ -125,7 +169,10 @@ class BoundServer(web.Server):
 
     async def _answered(self, handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
         protocol, transport = request.protocol, request.transport
-        request.content.on_eof(partial(self._forget, protocol))
+        if request.content.is_eof():
+            self._forget(protocol)
+        else:
+            request.content.on_eof(partial(self._forget, protocol))
         try:
             return await handler(request)
         finally:

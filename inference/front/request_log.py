@@ -34,9 +34,9 @@ def accepted_id(given: str) -> str:
 
 def request_id(request: web.BaseRequest) -> str:
     """Return the id of a request of HTTP."""
-    if _KEY not in request:
-        request[_KEY] = accepted_id(request.headers.get(REQUEST_ID, ""))
-    return str(request[_KEY])
+    if (name := request.get(_KEY)) is None:
+        name = request[_KEY] = accepted_id(request.headers.get(REQUEST_ID, ""))
+    return str(name)
 
 
 def log_call(

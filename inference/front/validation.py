@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -232,6 +232,12 @@ class SentRequest(_Record):
     # A list that is made is cheaper than a copy of a default.
     inputs: list[SentTensor] = Field(max_length=MOST_ENTRIES, default_factory=list)
     outputs: list[_Output] = Field(max_length=MOST_ENTRIES, default_factory=list)
+    # The model that has found names, types and shapes right; no field of a client's.
+    fitting: ClassVar[object] = None
+
+    def fits(self, model: object) -> None:
+        """Note that they are a model's: a client repeats what it sends, see `read_head`."""
+        self.__dict__["fitting"] = model
 
     def wants_bytes(self, output: str) -> bool:
         """Return whether the values of an output are wanted as bytes."""

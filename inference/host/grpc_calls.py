@@ -155,6 +155,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             if model.decoupled:
                 raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
             answer = infer_response(model, sent, await model.answer(asked))
+            sent.fits(model)
             return bytes(answer.SerializeToString())
         data = await self._context.guard.message(request)
         name = call.removeprefix(rules.SERVICE)

@@ -18,6 +18,7 @@ from inference.backend.requests import InferRequest, Outputs
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
+from inference.front.http_server import EventStream, whole_answer
 from inference.front.request_log import REQUEST_ID, request_id
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
@@ -153,16 +154,17 @@ class KServeHttp:
         parts = parts_of(sent, memoryview(body)[length:])
         asked = with_bytes(model, sent, parts, lambda: self._sessions(request, owner))
         outputs = await model.answer(asked)
+        sent.fits(model)
         answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
-        headers = {_JSON_LENGTH: str(len(answer))} if raw else {}
-        response = web.Response(
-            body=b"".join((answer, *raw)),
-            headers=headers,
-            content_type="application/octet-stream" if raw else "application/json",
+        if not raw:
+            return whole_answer(request, answer, compresses=len(answer) > _LEAST_COMPRESSED_BYTES)
+        return whole_answer(
+            request,
+            b"".join((answer, *raw)),
+            headers={_JSON_LENGTH: str(len(answer))},
+            content_type="application/octet-stream",
+            compresses=True,
         )
-        if len(answer) > _LEAST_COMPRESSED_BYTES or raw:
-            response.enable_compression()
-        return response
 
     async def _generated(
         self,
@@ -183,7 +185,7 @@ class KServeHttp:
                 raise InferError(_ONE_RESPONSE)
             outputs = await model.answer(asked)
             answer = await _written(outputs, partial(encoded, outputs))
-            return web.Response(body=answer, content_type="application/json")
+            return whole_answer(request, answer)
         async with contextlib.aclosing(_frames(model, asked)) as frames:
             return await _streamed(request, frames, encoded)
 
@@ -224,8 +226,9 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
 
 async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:
     """Return what writes outputs, in a thread where there are many elements."""
-    if sum(math.prod(value.shape) for value in outputs.values()) > _MOST_INLINE:
-        return await asyncio.to_thread(write)
+    for value in outputs.values():
+        if math.prod(value.shape) > _MOST_INLINE // len(outputs):
+            return await asyncio.to_thread(write)
     return write()
 
 
@@ -235,7 +238,7 @@ async def _streamed(
     encoded: Callable[[Outputs], bytes],
 ) -> web.StreamResponse:
     """Send the frames as events; an error before the first decides the status of the answer."""
-    response = web.StreamResponse(headers=_EVENTS | {REQUEST_ID: request_id(request)})
+    response = EventStream(headers=_EVENTS | {REQUEST_ID: request_id(request)})
     response.enable_chunked_encoding()
     try:
         async for outputs in frames:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -12,11 +13,17 @@ from inference.backend.requests import Array, InferRequest, Outputs
 from inference.decoding.rows import SessionTurn
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
-from inference.front.validation import GenerateRequest, RequestParameters, SentRequest
+from inference.front.validation import (
+    GenerateRequest,
+    RequestParameters,
+    SentRequest,
+    SentTensor,
+)
 from inference.host.models import HostedModel
 from inference.host.tensors import array_of, compact_json, datatype_of, json_elements, raw_of
 
 FINAL_PARAMETER = "triton_final_response"
+_quoted = functools.lru_cache(maxsize=1024)(compact_json)  # names of models and outputs
 # Parameters of `generate` that other servers read: order and time of requests, and their stream.
 _WITHOUT_EFFECT = frozenset({"priority", "timeout", "stream"})
 
@@ -66,19 +73,19 @@ def parts_of(sent: SentRequest, rest: memoryview) -> list[memoryview]:
 
     Raises InferError if they are not as many as their parameters say.
     """
-    sizes = []
+    parts, end = list[memoryview](), 0
     for each in sent.inputs:
         if each.data is None:
             if (size := each.parameters.binary_data_size) is None:
                 raise InferError(f"input '{each.name}' has neither data nor binary_data_size")
-            sizes.append(size)
-    if sum(sizes) != len(rest):
+            parts.append(rest[end : end + size])
+            end += size
+    if end != len(rest):
         raise InferError(
             f"unexpected additional input data, or too little: {len(rest)} bytes follow the JSON, "
-            f"and the inputs' binary_data_size is {sum(sizes)} in all"
+            f"and the inputs' binary_data_size is {end} in all"
         )
-    ends = [sum(sizes[:number]) for number in range(1, len(sizes) + 1)]
-    return [rest[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return parts
 
 
 def with_bytes(
@@ -92,16 +99,10 @@ def with_bytes(
     Raises InferError.
     """
     tensors: dict[str, Array] = {}
-    about, parts = f"[request id: {sent.id or '<id_unknown>'}] ", iter(raw)
+    parts, fits = iter(raw), sent.fitting is model
     for each in sent.inputs:
-        if each.name in tensors:
-            raise InferError(f"{about}input '{each.name}' already exists in request")
-        facts = model.inputs.get(each.name)
-        if facts is not None and each.datatype != facts.datatype:
-            raise InferError(
-                f"{about}inference input '{each.name}' data-type is '{each.datatype}', but model "
-                f"'{model.name}' expects '{facts.datatype}'"
-            )
+        if not fits:
+            _check_type(model, sent, each, tensors)
         if each.data is not None:
             tensors[each.name] = each.data
             continue
@@ -113,7 +114,22 @@ def with_bytes(
         raise InferError(f"unexpected additional input data for model '{model.name}'")
     turn, wanted = _turn(sent.parameters, sessions), tuple(each.name for each in sent.outputs)
     others = sent.parameters.others() if model.takes_parameters else {}
-    return InferRequest(tensors, wanted, turn, sent.id, parameters=others)
+    return InferRequest(tensors, wanted, turn, sent.id, parameters=others, fits=fits)
+
+
+def _check_type(
+    model: HostedModel, sent: SentRequest, tensor: SentTensor, before: Mapping[str, Array]
+) -> None:
+    """Check that an input is of the model's type, and not among those before. Raises InferError."""
+    about = f"[request id: {sent.id or '<id_unknown>'}] "
+    if tensor.name in before:
+        raise InferError(f"{about}input '{tensor.name}' already exists in request")
+    facts = model.inputs.get(tensor.name)
+    if facts is not None and tensor.datatype != facts.datatype:
+        raise InferError(
+            f"{about}inference input '{tensor.name}' data-type is '{tensor.datatype}', but model "
+            f"'{model.name}' expects '{facts.datatype}'"
+        )
 
 
 def json_answer(
@@ -122,24 +138,22 @@ def json_answer(
     """Return the JSON of an answer to `infer`, and the bytes of the outputs that follow it."""
     described, raw = list[bytes](), list[bytes]()
     for name, value in outputs.items():
-        entry: dict[str, Any] = {
-            "name": name,
-            "datatype": datatype_of(value),
-            "shape": list(value.shape),
-        }
-        if sent.wants_bytes(name) or entry["datatype"] in ("FP16", "BF16"):
+        datatype, shape = datatype_of(value), ",".join(map(str, value.shape))
+        start = b'{"name":%b,"datatype":"%b","shape":[%b],' % (
+            _quoted(name), datatype.encode(), shape.encode()
+        )  # fmt: skip
+        if sent.wants_bytes(name) or datatype in ("FP16", "BF16"):
             raw.append(raw_of(value))
-            entry["parameters"] = {"binary_data_size": len(raw[-1])}
-            described.append(compact_json(entry))
+            rest = b'"parameters":{"binary_data_size":%d}}' % len(raw[-1])
         else:
-            start = compact_json(entry).removesuffix(b"}")
-            described.append(b'%b,"data":[%b]}' % (start, json_elements(value)))
-    about: dict[str, Any] = {"id": sent.id} if sent.id else {}
-    about |= {"model_name": model.name, "model_version": model.version}
+            rest = b'"data":[%b]}' % json_elements(value)
+        described.append(start + rest)
+    about = [b'"id":' + compact_json(sent.id)] if sent.id else []
+    about += [b'"model_name":' + _quoted(model.name), b'"model_version":' + _quoted(model.version)]
     if parameters := session_parameters(model, sent.parameters):
-        about["parameters"] = parameters
-    start = compact_json(about).removesuffix(b"}")
-    return b'%b,"outputs":[%b]}' % (start, b",".join(described)), raw
+        about.append(b'"parameters":' + compact_json(parameters))
+    about.append(b'"outputs":[%b]' % b",".join(described))
+    return b"{%b}" % b",".join(about), raw
 
 
 def generated(model: HostedModel, sent: GenerateRequest, outputs: Outputs) -> bytes:
@@ -157,7 +171,7 @@ def generated(model: HostedModel, sent: GenerateRequest, outputs: Outputs) -> by
 
 def session_parameters(model: HostedModel, given: RequestParameters) -> dict[str, Any]:
     """Return the parameters of an ensemble's answer: the session that the client has named."""
-    if not model.config.HasField("ensemble_scheduling"):
+    if not model.is_ensemble:
         return {}
     return given.model_dump(include={"sequence_id", "sequence_start", "sequence_end"})
 

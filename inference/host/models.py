@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any
+from typing import Any, Self
 
 from tritonclient.grpc import model_config_pb2 as schema
 
@@ -118,7 +118,11 @@ class HostedModel:
         self.about: Mapping[str, str] = {}
         self.inputs = {each.name: _facts(each) for each in config.input}
         self.outputs = {each.name: _facts(each) for each in config.output}
+        self.is_ensemble = config.HasField("ensemble_scheduling")
         self._is_batched = config.max_batch_size > 0
+        self._shapes = {name: self.shape(each) for name, each in self.inputs.items()}
+        self._required = {name for name, each in self.inputs.items() if not each.is_optional}
+        self._reshapes = any(each.reshape is not None for each in self.inputs.values())
 
     def shape(self, tensor: TensorFacts) -> list[int]:
         """Return the shape of a tensor in requests."""
@@ -171,6 +175,11 @@ class HostedModel:
 
         Raises InferError, in Triton's words.
         """
+        if not request.fits:
+            self._check(request)
+        return self._reshaped(request) if self._reshapes else request
+
+    def _check(self, request: InferRequest) -> None:
         for name in request.wanted:
             if name not in self.outputs:
                 raise InferError(f"unexpected inference output '{name}' for model '{self.name}'")
@@ -180,24 +189,18 @@ class HostedModel:
             if name not in self.inputs:
                 raise InferError(f"unexpected inference input '{name}' for model '{self.name}'")
             rows = self._check_shape(about, name, value, rows)
-        missing = [
-            name
-            for name, each in self.inputs.items()
-            if not each.is_optional and name not in request.tensors
-        ]
-        if missing:
-            names = ", ".join(map(repr, missing))
+        if not request.tensors.keys() >= self._required:
+            missing = [name for name in self.inputs if name in self._required]
+            names = ", ".join(repr(name) for name in missing if name not in request.tensors)
             raise InferError(f"the request lacks {names}, which the model requires")
         if self.keeps_sessions and request.turn is None:
             raise InferError(
                 f"{about}inference request to model '{self.name}' must specify a non-zero or "
                 "non-empty correlation ID"
             )
-        return self._reshaped(request)
 
     def _check_shape(self, about: str, name: str, value: Array, rows: int | None) -> int | None:
-        shape, most = list(value.shape), self.config.max_batch_size
-        expected = self.shape(self.inputs[name])
+        shape, expected = list(value.shape), self._shapes[name]
         if self._is_batched:
             given = shape[0] if shape else 1
             if rows is not None and given != rows:
@@ -205,15 +208,13 @@ class HostedModel:
                     f"{about}input '{name}' batch size does not match other inputs for "
                     f"'{self.name}'"
                 )
-            if given > most:
+            if given > (most := self.config.max_batch_size):
                 raise InferError(
                     f"{about}inference request batch-size must be <= {most} for '{self.name}'"
                 )
             rows = given
-        fits = len(shape) == len(expected) and all(
-            size in (-1, own) for size, own in zip(expected, shape, strict=True)
-        )
-        if not fits:
+        sizes = zip(expected, shape, strict=False)
+        if len(shape) != len(expected) or any(size not in (-1, own) for size, own in sizes):
             texts = ["[" + ",".join(map(str, each)) + "]" for each in (expected, shape)]
             raise InferError(
                 f"{about}unexpected shape for input '{name}' for model '{self.name}'. Expected "
@@ -241,7 +242,7 @@ class _Counted:
         self._is_new = turn is not None and not model.sessions.has(turn.session_id)
         self._reason = "CANCELED"  # why it has failed, "" once it has not
 
-    def __enter__(self) -> _Counted:
+    def __enter__(self) -> Self:
         self._model.statistics.pending += 1
         self._began = time.perf_counter_ns()
         return self
@@ -256,7 +257,9 @@ class _Counted:
         model, statistics = self._model, self._model.statistics
         taken_ns = time.perf_counter_ns() - self._began
         statistics.pending -= 1
-        if isinstance(error, InferError):
+        if error is None:
+            pass
+        elif isinstance(error, InferError):
             self._reason = _REASONS.get(error.grpc_code, "OTHER")
             turn = self._request.turn
             if turn is not None and self._is_new:  # a server that ends would wait for its next one

@@ -54,7 +54,8 @@ class ModelStatistics:
         self.success_ns += taken_ns
         self.infer_ns += taken_ns
         self.last_ms = time.time_ns() // 1_000_000
-        batch = self.batches.setdefault(rows, [0, 0])
+        if (batch := self.batches.get(rows)) is None:
+            batch = self.batches[rows] = [0, 0]
         batch[0] += 1
         batch[1] += taken_ns
 
