@@ -1,6 +1,5 @@
 """The files around a job: its configuration, script, command line and record."""
 
-import hashlib
 import itertools
 import os
 import shutil
@@ -8,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,15 @@ from stages.base import as_json
 from stages.progress import DamagedFileError, write_json
 
 
-def as_yaml(record: Any, **changes: Any) -> str:
-    """Return sections of the configuration as YAML, in their order."""
-    values = as_json(asdict(record)) | changes
+def as_yaml(record: Any) -> str:
+    """Return the configuration, or a section of it, as YAML in the order of its keys."""
+    values = as_json(asdict(record))
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
 def repeatable(config: Config) -> str:
     """Return the whole configuration as YAML that repeats the run; without dry_run."""
-    return as_yaml(config, dry_run=False)
-
-
-def _stage_config(job: Job) -> str:
-    """Return the sections of a job's stage as YAML; further ones become part of the first."""
-    first, *others = job.stage.sections
-    more = {name: as_json(asdict(getattr(job.config, name))) for name in others}
-    return as_yaml(getattr(job.config, first), **more)
+    return as_yaml(replace(config, dry_run=False))
 
 
 def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:
@@ -55,7 +47,6 @@ def write_job_files(
     """
     folder = job.folder
     files = {
-        folder / f"{job.name}_hydra.yaml": _stage_config(job),
         job.whole_config_path: repeatable(job.config),
         folder / f"{job.full_name}_{launcher.script_name}": launcher.render(job, after),
     }
@@ -107,7 +98,6 @@ def prepare_submission(
             process=os.getpid(),
             submitted_at=record.now(),
             git_revision=job.git_revision,
-            config_sha256=hashlib.sha256(_stage_config(job).encode()).hexdigest(),
             outputs=tuple(str(path) for path in job.stage.outputs()),
         )
         write_json(path, asdict(new))

@@ -96,9 +96,8 @@ class Run:
             time_limit = slurm_notation(asked.time_limit_min)
             rows.append((f"{name} ({job_id})", str(asked.nodes), gpus, time_limit, after or "-"))
             written = job_folder.write_job_files(job, self.launcher, after)
-            for path in written:
-                if path != job.whole_config_path:
-                    self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
+            for path in written[bool(rows[1:]) :]:  # the configuration, which all share, once
+                self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
             if self.launcher.only_renders:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
             given.append((job, job_id))
@@ -110,9 +109,6 @@ class Run:
             return
         header = ("job", "nodes", "GPUs", "time", "depends on")
         self.console.say(self.console.table(header, rows))
-        for name, job in self.jobs.items():
-            for forecast in job.stage.forecasts():
-                self.console.say(f"{name}: {forecast}")
         count = "one job" if len(self.jobs) == 1 else f"{len(self.jobs)} jobs"
         self.console.say(f"\ndry run: {count} written, nothing started")
 

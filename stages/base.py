@@ -112,8 +112,6 @@ class Stage(Checkpointable):
     """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
 
     name: ClassVar[str]
-    # Sections of the configuration that are saved with its job, as one.
-    sections: ClassVar[tuple[str, ...]] = ()
     # Whether outputs of another configuration, or of inputs that have changed since, stop the run.
     # Outputs that are not guarded are made again.
     guards_configuration: ClassVar[bool] = True
@@ -129,10 +127,6 @@ class Stage(Checkpointable):
 
     def unreachable(self) -> list[str]:
         """Return what the job needs and is not there now; a dry run does not ask."""
-        return []
-
-    def forecasts(self) -> list[str]:
-        """Return what can be said of the result before the job starts, for a dry run."""
         return []
 
     def outputs(self) -> list[Path]:

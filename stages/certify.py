@@ -34,7 +34,6 @@ class CertifyStage(Stage):
     """
 
     name = "certify"
-    sections = ("certify",)
     guards_configuration = False
 
     options: CertifySection

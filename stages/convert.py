@@ -42,7 +42,6 @@ class ConvertStage(Stage):
     """
 
     name = "convert"
-    sections = ("export", "convert")
     guards_inputs = True
     takes_outputs = True
 

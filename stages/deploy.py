@@ -35,7 +35,6 @@ class DeployStage(Stage):
     """
 
     name = "deploy"
-    sections = ("deploy",)
 
     config: DeployConfig
     predecessor: str = ""
@@ -76,8 +75,8 @@ class DeployStage(Stage):
         """Whether the server outlives the time limit of one job."""
         return self.config.uptime_s is not None and self.config.uptime_s > self.serving_s
 
-    def forecasts(self) -> list[str]:
-        """Return the chain of jobs of a long uptime, for a dry run."""
+    def _chain(self) -> list[str]:
+        """Return a remark on the chain of jobs of a long uptime."""
         uptime_s = self.config.uptime_s
         if uptime_s is None:
             return []
@@ -116,7 +115,7 @@ class DeployStage(Stage):
 
     def notes(self) -> list[str]:
         """Return remarks, and the command of NVIDIA's server to show beforehand."""
-        config, notes = self.config, list(self.config.remarks)
+        config, notes = self.config, [*self.config.remarks, *self._chain()]
         if config.max_restarts and not config.may_start_again:
             notes.append(
                 f"deploy.max_restarts={config.max_restarts} has no effect with NVIDIA's backend "

@@ -69,7 +69,6 @@ class EvaluateStage(Stage):
     """
 
     name = "evaluate"
-    sections = ("evaluate",)
     # A report of another configuration is kept under another name.
     guards_configuration = False
 

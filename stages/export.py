@@ -44,7 +44,6 @@ class ExportStage(Stage):
     """
 
     name = "export"
-    sections = ("export",)
 
     request: RepositoryRequest
     kind: str | None = None

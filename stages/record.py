@@ -29,7 +29,6 @@ class JobRecord:
         dependency: the jobs it waits for, in the scheduler's notation.
         exit_code: 0, or not; None while it is not known.
         process: the job's root process, where there is no scheduler.
-        config_sha256: of the saved stage configuration.
         error: the reason of a failure, cause first.
         predecessor, successor: the jobs before and after it in a server's chain.
         summary: what the stage has to say about its result.
@@ -50,7 +49,6 @@ class JobRecord:
     exit_code: int | None = None
     process: int | None = None
     git_revision: str = ""
-    config_sha256: str = ""
     error: str = ""
     predecessor: str = ""
     successor: str = ""

@@ -127,9 +127,12 @@ class Tokenizer:
         """
         text = ""
         mended = self._mended([*map(int, ids)], partial=partial)
-        for known, run in groupby(mended, key=range(self.vocab_size).__contains__):
-            group = list(run)
-            text += self._decode_known(group) if known else REPLACEMENT * len(group)
+        if mended and 0 <= min(mended) <= max(mended) < self.vocab_size:
+            text = self._decode_known(mended)
+        else:
+            for known, run in groupby(mended, key=range(self.vocab_size).__contains__):
+                group = list(run)
+                text += self._decode_known(group) if known else REPLACEMENT * len(group)
         # A token of several bytes can end within a character, which decodes to one of these.
         return text.removesuffix(REPLACEMENT) if partial else text
 

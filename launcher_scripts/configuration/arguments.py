@@ -131,8 +131,8 @@ def _pass_through(override: str) -> str:
     if match is None:
         return override
     name, value = match.groups()
-    if f"cluster.{name}" in KEYS:
-        return f"cluster.{name}={value}"
+    if (key := f"cluster.{name.replace('-', '_')}") in KEYS:
+        return f"{key}={value}"
     return f"+cluster.additional_parameters.{name}={value}"
 
 

@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 300.0  # before a further attempt
 _ORDER_S = 20.0  # for which an order is repeated; the job must be able to end meanwhile
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
 # Fields that the records of all jobs of a chain have in common.
-_SHARED = ("stage", "name", "cluster", "submitted_at", "git_revision", "config_sha256", "outputs")
+_SHARED = ("stage", "name", "cluster", "submitted_at", "git_revision", "outputs")
 
 
 def serve_in_chain(

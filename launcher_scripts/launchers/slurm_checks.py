@@ -21,9 +21,9 @@ from stages.base import Stage
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
 # Options that belong to the launcher, which would lose the job, its logs or its result.
 _OWN = (
-    "array", "clusters", "dependency", "error", "help", "input", "job-name", "kill-on-invalid-dep",
-    "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "quiet", "signal",
-    "test-only", "time", "usage", "version", "wait", "wrap",
+    "array", "clusters", "cpus_per_task", "error", "help", "input", "job_name",
+    "kill_on_invalid_dep", "nodes", "ntasks", "ntasks_per_node", "open_mode", "output", "parsable",
+    "quiet", "signal", "test_only", "time", "usage", "version", "wait", "wrap",
 )  # fmt: skip
 _DEPENDENCY_KEYS = ("cluster.dependency", "export.run.dependency")
 # An option in a #SBATCH line of the script ends with its line.
@@ -84,8 +84,8 @@ def _problems_of_mpi(kind: str) -> Iterator[str]:
 
 def _options(config: Config) -> Iterator[str]:
     for name, value in config.cluster.additional_parameters.items():
-        key = f"cluster.{name}"
-        if str(name).replace("_", "-") in _OWN:
+        key, plain = f"cluster.{name}", str(name).replace("-", "_")
+        if plain in _OWN or f"cluster.{plain}" in KEYS:
             yield (
                 f"{key}={value}: the launcher sets this option itself, from the keys of the stages "
                 "and of the cluster; leave it out."

@@ -13,6 +13,7 @@ import numpy as np
 from inference.backend.tokenizer import REPLACEMENT
 from inference.front.openai.codec import WINDOW, Codec
 
+_MOST_WINDOWS = 3  # of tokens that are decoded again with the next ones
 _MOST_PENDING = 16  # tokens that are held back for a character that does not end
 Array = np.ndarray[Any, np.dtype[Any]]
 TokenLogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
@@ -71,6 +72,9 @@ class Answer:
         self._decoded = 0  # number of tokens whose text it has
         self._ids: list[int] = []  # without the end token
         self.end_id: int | None = None  # that it has ended with
+        # Tokens before those to decode next, and their text.
+        self._window = self._shown(self.prompt[-WINDOW:])
+        self._start: str | None = None
         self._is_sent = False
         self._sent_characters = self._sent_tokens = self._sent_ids = 0
 
@@ -79,7 +83,9 @@ class Answer:
         if self.finish_reason is not None:
             return
         new = candidate.ids[self.tokens : self.limit]
-        end = next((number for number, each in enumerate(new) if each in self.end_ids), None)
+        end = None
+        if not self.end_ids.isdisjoint(new):
+            end = next(number for number, each in enumerate(new) if each in self.end_ids)
         is_ended, shown = end is not None, new[:end]
         self._ids += shown
         self.tokens += len(shown) + is_ended
@@ -97,22 +103,23 @@ class Answer:
                 shown=self.end_ids,
             )
         searched = max(len(self._whole) - self._longest_stop + 1, 0)
-        self._whole += self._new_text(more=more)
-        text = self._whole
-        found = ((at, len(s)) for s in self.stops if (at := text.find(s, searched)) >= 0)
-        stop, length = min(found, default=(None, 0))
+        self._whole = text = self._whole + self._new_text(more=more)
+        stop: int | None = None
+        if self.stops:
+            found = ((at, len(s)) for s in self.stops if (at := text.find(s, searched)) >= 0)
+            stop, length = min(found, default=(None, 0))
         if stop is not None:
             self.text = text[:stop]
             self.scored = [token for token in self.scored if token.first < stop]
             self.tokens = bisect_left(
                 range(len(self._ids)),
                 stop + length,
-                key=lambda count: len(self._decoded_after(self.prompt, self._ids[:count])),
+                key=lambda count: len(self._text_of(self._ids[:count])),
             )
             self.finish_reason = "stop"
         elif more:
-            held_back = max((_beginning(text, stop) for stop in self.stops), default=0)
-            self.text = text[: len(text) - held_back]
+            held_back = max((_beginning(text, each) for each in self.stops), default=0)
+            self.text = text[: len(text) - held_back] if held_back else text
         else:
             self.text = text
             # The model ends short of the limit only at an end token or a stop word.
@@ -124,8 +131,13 @@ class Answer:
         end = [] if self.end_id is None else [self.end_id]
         return [*self._ids[first : self.tokens], *end][: self.tokens - first]
 
-    def _decoded_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        return self.codec.text_after(before, ids, special=self.shows_special)
+    def _shown(self, ids: Sequence[int]) -> list[int]:
+        return self.codec.shown(ids, special=self.shows_special)
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        before = self._shown(self.prompt[-WINDOW:])
+        start = self.codec.tokenizer.decode(before)
+        return self.codec.extended(before, start, self._shown(ids))[1]
 
     def unsent(self) -> tuple[str, list[ScoredToken], list[int]] | None:
         """Return the text, the scored and all tokens to send in a chunk now; None for nothing."""
@@ -152,12 +164,16 @@ class Answer:
         """
         if not (pending := self._ids[self._decoded :]):
             return ""
-        start = max(self._decoded - WINDOW, 0)
-        before = [*self.prompt[-WINDOW:], *self._ids[start : self._decoded]]
-        text = self._decoded_after(before, pending)
+        if self._start is None or len(self._window) > _MOST_WINDOWS * WINDOW:
+            self._window = self._window[-WINDOW:]
+            self._start = self.codec.tokenizer.decode(self._window)
+        shown = self._shown(pending)
+        whole, text = self.codec.extended(self._window, self._start, shown)
         if more and text.endswith(REPLACEMENT) and len(pending) < _MOST_PENDING:
             return ""
         self._decoded = len(self._ids)
+        self._window += shown
+        self._start = whole
         return text
 
 

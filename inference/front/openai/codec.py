@@ -108,23 +108,27 @@ class Codec:
             return [*end]
         return list(self.encode(text)) if special else self.tokenizer.encode(text)
 
-    def text_after(self, before: Sequence[int], ids: Sequence[int], *, special: bool) -> str:
-        """Return the text that `ids` add to that of `before`, `special` tokens as spelled."""
-        hidden = frozenset() if special else self._hidden
-        shown = [index for index in ids if index not in hidden]
-        return self._added([index for index in before[-WINDOW:] if index not in hidden], shown)
+    def shown(self, ids: Sequence[int], *, special: bool) -> list[int]:
+        """Return the tokens that are text, `special` ones as spelled where they are wanted."""
+        return [*ids] if special else [index for index in ids if index not in self._hidden]
+
+    def extended(
+        self, window: list[int], start: str, ids: list[int], *, partial: bool = False
+    ) -> tuple[str, str]:
+        """Return the text of a window, alone `start`, with `ids` after it, and what these add."""
+        whole = self.tokenizer.decode([*window, *ids], partial=partial)
+        if whole.startswith(start):
+            return whole, whole[len(start) :]
+        return whole, self.tokenizer.decode(ids)
 
     def piece(self, before: Sequence[int], token: int) -> str:
         """Return what a token adds to a text; markers as they are spelled.
 
         A token that leaves a character incomplete adds nothing, the one that completes it all.
         """
-        return self._added(list(before[-WINDOW:]), [token], partial=True)
-
-    def _added(self, window: list[int], ids: list[int], *, partial: bool = False) -> str:
-        start = self.tokenizer.decode(window, partial=partial)
-        whole = self.tokenizer.decode([*window, *ids], partial=partial)
-        return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode(ids)
+        window = list(before[-WINDOW:])
+        start = self.tokenizer.decode(window, partial=True)
+        return self.extended(window, start, [token], partial=True)[1]
 
     def name(self, before: Sequence[int], token: int) -> str:
         """Return what an alternative token would add, by itself where that is not a text."""

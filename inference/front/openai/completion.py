@@ -21,6 +21,7 @@ from inference.front.openai.codec import Codec
 from inference.front.openai.prepare import ModelFacts, PreparedRequest, Prompt, generation_jobs
 
 _MOST_JOBS = 64  # of one request that run at a time
+_MOST_SHORT = 1 << 12  # tokens, whose text takes a few milliseconds
 
 
 class TokenModel(Protocol):
@@ -77,6 +78,13 @@ class CompletionRun:
     def model(self) -> str:
         """Name of the model."""
         return self._model.facts.name
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its answers are written in a moment."""
+        sampling = self._request.sampling
+        is_scored = sampling.best is not None or sampling.prompt_best is not None
+        return not is_scored and self.usage["total_tokens"] < _MOST_SHORT
 
     @property
     def ends(self) -> list[str | None]:
@@ -218,6 +226,10 @@ class CompletionRun:
         """Take in a frame; names for scores take long, and are looked up in a thread."""
         sampling = self._request.sampling
         of_prompt, ids = sampling.prompt_best, run.prompt.ids
+        if sampling.best is None and of_prompt is None:
+            for place, candidate in zip(answers, candidates, strict=True):
+                run.answers[place].update(candidate, final=final)
+            return
 
         def take() -> None:
             if of_prompt is not None and not run.scored:
@@ -230,10 +242,7 @@ class CompletionRun:
             for place, candidate in zip(answers, candidates, strict=True):
                 run.answers[place].update(candidate, final=final)
 
-        if sampling.best is None and of_prompt is None:
-            take()
-        else:
-            await asyncio.to_thread(take)
+        await asyncio.to_thread(take)
 
     def _part(
         self, run: PromptRun, answer: Answer, number: int, *, whole: bool

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from inference.front.guard import Guard, RejectedError, refusal
+from inference.front.http_server import EventStream, whole_answer
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
 from inference.front.openai.description import described
@@ -26,6 +27,7 @@ from inference.front.openai.prepare import (
     tokenize,
 )
 from inference.front.openai.requests import (
+    SPELLINGS,
     ChatRequest,
     CompletionRequest,
     Sampling,
@@ -49,6 +51,10 @@ _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-A
 _COMPLETION = (CompletionRequest, "cmpl", "text_completion", "text_completion")
 _CHAT = (ChatRequest, "chatcmpl", "chat.completion", "chat.completion.chunk")
 
+# In a small body that has none of them, no form of an answer is to be compiled: it is read at once.
+_SLOW_WORDS = (b"\\u", *(name.encode() for name in SPELLINGS["structured_outputs"]))
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 logger = logging.getLogger(__name__)
 Answer = Awaitable[web.StreamResponse]
 
@@ -183,7 +189,10 @@ class OpenAIEndpoint:
         self, kind: tuple[type[Sampling], str, str, str], request: web.BaseRequest
     ) -> web.StreamResponse:
         record, prefix, whole_object, chunk_object = kind
-        prepared = await self._read(request, partial(prepare_generation, record), self._generators)
+        # A template of a checkpoint, which may compute anything, is never rendered here.
+        is_quick = record is CompletionRequest
+        work = partial(prepare_generation, record)
+        prepared = await self._read(request, work, self._generators, is_quick=is_quick)
         asked = prepared.sampling
         run = CompletionRun(self._models[asked.model], self._codec, prepared)
         request[_RUN_KEY] = run
@@ -200,10 +209,14 @@ class OpenAIEndpoint:
             headers = self._page_headers(request) | {REQUEST_ID: request_id(request)}
             return await _streamed(request, run, about, headers, asked.stream_options)
         whole = await run.whole()
-        choices = await asyncio.to_thread(lambda: [json.dumps(each).encode() for each in whole])
+
+        def write() -> list[bytes]:
+            return [json.dumps(each).encode() for each in whole]
+
+        choices = write() if run.is_short else await asyncio.to_thread(write)
         rest = json.dumps({"usage": _usage(run), **run.about_prompt}).encode()
         body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
-        return web.Response(body=body, content_type="application/json")
+        return whole_answer(request, body)
 
     async def _embeddings(self, request: web.BaseRequest) -> web.Response:
         asked, rows = await self._read(request, prepare_embeddings, self._encoders)
@@ -228,9 +241,14 @@ class OpenAIEndpoint:
 
         return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
 
-    async def _read(self, request: web.BaseRequest, work: Callable[..., Any], *args: Any) -> Any:
+    async def _read(
+        self, request: web.BaseRequest, work: Callable[..., Any], *args: Any, is_quick: bool = True
+    ) -> Any:
+        """Return what a function makes of a body: where it `is_quick`, of a small one at once."""
         data = await self._guard.body(request, limit=MOST_JSON_BYTES)
-        return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
+        is_quick = is_quick and not any(each in data for each in _SLOW_WORDS)
+        run = self._workers.check if is_quick else self._workers.run
+        return await run(work, self._texts, *args, data, size_bytes=len(data))
 
     async def _description(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(described())
@@ -295,25 +313,28 @@ async def _streamed(
     start, first = b"data: " + _opened(about), b"data: " + _opened({**about, **run.about_prompt})
     end = b'], "usage": null}\n\n' if options.include_usage else b"]}\n\n"
     response: web.StreamResponse | None = None
+    last = b""  # goes out with the end of the stream, which follows at once
     try:
         async for chunk in run.chunks():
             opening = start
             if response is None:
-                response, opening = web.StreamResponse(headers=_EVENTS | dict(headers)), first
+                response, opening = EventStream(headers=_EVENTS | dict(headers)), first
                 await response.prepare(request)
             if options.include_usage and options.continuous_usage_stats:
                 end = b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
-            await response.write(opening + json.dumps(chunk, ensure_ascii=False).encode() + end)
+            event = opening + _encode(chunk).encode() + end
+            if all(run.ends):
+                last += event
+            else:
+                await response.write(event)
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
         body = json.dumps(refused(error, request_id(request))[1]).encode()
-        await response.write(b"data: " + body + b"\n\n")
-        await response.write_eof()
+        await response.write_eof(last + b"data: " + body + b"\n\n")
         return response
     assert response is not None, "every answer has a chunk"
     if options.include_usage:
-        await response.write(start + b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
+        last += start + b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
+    await response.write_eof(last + b"data: [DONE]\n\n")
     return response

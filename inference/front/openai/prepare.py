@@ -100,7 +100,9 @@ def prepare_generation(
         assert isinstance(request, CompletionRequest)
         prompts = [_prompt(codec, request, given) for given in cast(list[Any], request.prompt)]
     # The prompts need not come back.
-    rest = request.model_copy(update=dict.fromkeys(("prompt", "messages", "tools"), ()))
+    rest = request.model_copy(
+        update={"model": facts.name, **dict.fromkeys(("prompt", "messages", "tools"), ())}
+    )
     ends = () if request.ignore_eos else codec.end_ids
     prepared = PreparedRequest(
         rest,
@@ -139,7 +141,7 @@ def prepare_embeddings(
                 param="input",
                 code="context_length_exceeded" if row else None,
             )
-    return request.model_copy(update={"input": ()}), rows
+    return request.model_copy(update={"model": facts.name, "input": ()}), rows
 
 
 def tokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
@@ -176,11 +178,10 @@ def model_facts(models: Mapping[str, Any], name: str) -> Any:
 def _read(
     kind: type[_T], models: Mapping[str, ModelFacts], codec: Codec, data: bytes
 ) -> tuple[_T, ModelFacts]:
-    """Return a request, with the model's defaults and its name, and the model."""
+    """Return a request, with the model's defaults, and the model."""
     defaults = {name: value for name, value in codec.defaults.items() if name != "max_tokens"}
     request = read_request(kind, parse_json(data), defaults)
-    facts: ModelFacts = model_facts(models, request.model)
-    return request.model_copy(update={"model": facts.name}), facts
+    return request, model_facts(models, request.model)
 
 
 def _stop_ids(codec: Codec, request: Sampling) -> tuple[int, ...]:
@@ -200,7 +201,7 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     _check_ids(facts, "logit_bias", sampling.biases)
     if facts.encoder_decoder and sampling.prompt_best is not None:
         raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
-    for name in _row(facts, request, ()).keys() - facts.inputs - _REQUIRED:
+    for name in {each for each, _, _ in _values(facts, request, ())} - facts.inputs - _REQUIRED:
         needs = _FIELD_OF.get(name, name)
         raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     field = "messages" if sampling.kind == "chat" else "prompt"
@@ -260,7 +261,17 @@ def generation_jobs(
 
 
 def _row(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> dict[str, Array]:
-    """Return the tensors of one candidate; those that would change nothing are left out."""
+    """Return the tensors of one candidate."""
+    return {
+        name: np.array(value, kind, ndmin=1)
+        for name, kind, value in _values(facts, request, prompt)
+    }
+
+
+def _values(
+    facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]
+) -> Iterator[tuple[str, type, Any]]:
+    """Yield name, type and value of each tensor; those that would change nothing are left out."""
     sampling, biases = request.sampling, request.sampling.biases
     lengths = ("input_lengths", "request_output_len")
     if facts.encoder_decoder:
@@ -302,12 +313,8 @@ def _row(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> 
         },
         np.object_: {"structured_output": json.dumps(structure).encode() if structure else None},
     }
-    return {
-        name: np.atleast_1d(np.array(value, kind))
-        for kind, named in values.items()
-        for name, value in named.items()
-        if value is not None
-    }
+    for kind, named in values.items():
+        yield from ((name, kind, value) for name, value in named.items() if value is not None)
 
 
 def _unless(nothing: float, value: float) -> float | None:

@@ -4,6 +4,7 @@ A field that is null is as good as absent. Every wrong field is reported in one 
 change nothing here are in fields.tsv.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -179,6 +180,7 @@ class RequestRecord(BaseModel):
     kind: ClassVar[str] = ""
 
     @classmethod
+    @functools.cache
     def fixed(cls) -> dict[str, _Fixed]:
         """Return the fields that change nothing here."""
         return {name: field for kind, name, field in _FIXED if kind in ("*", cls.kind)}

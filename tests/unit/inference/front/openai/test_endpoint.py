@@ -17,12 +17,13 @@ import pytest
 from inference.front.access import Access, OpenAIOptions
 from inference.front.openai.answers import Answer, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
-from inference.front.workers import Workers
+from inference.front.workers import INLINE_BYTES, Workers
 from tests.unit.inference.front.openai.fake_backend import (
     END,
     INPUTS,
     FakeModel,
     Letters,
+    NoProcesses,
     run,
     with_facts,
 )
@@ -388,6 +389,41 @@ def test_what_is_not_a_json_object_is_refused(body: bytes, said: str) -> None:
             assert said in (await response.json())["error"]["message"]
 
     run(check)
+
+
+class CountedWorkers(NoProcesses):
+    """Notes the paths of a process's work."""
+
+    count = 0
+
+    async def run(self, work: Any, *args: Any, **more: int) -> Any:
+        self.count += 1
+        return await super().run(work, *args, **more)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_apart"),
+    [
+        (COMPLETIONS, json.dumps(ASKED), False),
+        (COMPLETIONS, json.dumps({**ASKED, "prompt": [1, 2]}), False),
+        ("/tokenize", json.dumps({"prompt": "Oh"}), False),
+        (COMPLETIONS, json.dumps({**ASKED, "prompt": "h" * INLINE_BYTES}), True),
+        (COMPLETIONS, json.dumps({**ASKED, "guided_regex": "h*"}), True),
+        (COMPLETIONS, '{"prompt": "Oh", "guided\\u005fregex": "h*"}', True),
+        (CHAT, json.dumps({"messages": TALK}), True),
+    ],
+)
+def test_templates_forms_and_large_bodies_are_read_in_a_process_of_their_own(
+    path: str, body: str, is_apart: bool
+) -> None:
+    workers = CountedWorkers()
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        async with client.post(path, data=body) as response:
+            await response.read()
+
+    run(check, workers=workers)
+    assert workers.count == is_apart
 
 
 def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
