@@ -221,14 +221,15 @@ _ZERO_UNIVERSAL = "zero/*/fp32.pt"
 
 
 @dataclass(frozen=True)
-class _Reshaped:
-    """Values of a flat tensor in another shape."""
+class Reshaped:
+    """Computes a tensor's values in another shape."""
 
-    flat: ChunkedTensor
+    values: Piece
     shape: Shape
 
     def __call__(self, maps: FileMaps) -> Any:
-        return self.flat.load(maps).reshape(self.shape)
+        """Return the values in that shape."""
+        return self.values.load(maps).reshape(self.shape)
 
 
 def zero_tensors(folder: Path) -> dict[str, Piece]:
@@ -469,4 +470,4 @@ def _joined(
             f"{folder}: ranks hold {at} of the {size} values of {name}; copy the files of one run"
         )
     flat = ChunkedTensor(next(iter(dtypes), "fp32"), (size,), chunks)
-    return ComputedPiece(flat.dtype, shape, flat.stored, _Reshaped(flat, shape))
+    return ComputedPiece(flat.dtype, shape, flat.stored, Reshaped(flat, shape))

@@ -47,6 +47,7 @@ from export_scripts.checkpoints.partitioned import renamed
 from export_scripts.checkpoints.rank_files import (
     ZERO_LATEST,
     ZERO_STATES,
+    Reshaped,
     is_rank_file,
     rank_tensors,
     zero_tensors,
@@ -290,20 +291,13 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
 def _parts(name: str, rows: Piece) -> dict[str, Pieces]:
     """Return the tensors, by name, of the rows of one, which may be two."""
     match = _HALVES.search(name)
-    if match is None:
+    if match is None or rows.shape[0] % 2:
         return {name: (rows,)}
-    shape = (rows.shape[0] // 2, *rows.shape[1:])
-    parts = slice(shape[0]), slice(shape[0], None)
+    shape = (2, rows.shape[0] // 2, *rows.shape[1:])
+    both = ComputedPiece(rows.dtype, shape, rows.stored, Reshaped(rows, shape))
     return {
-        name.replace(match[0], part): (
-            ComputedPiece(rows.dtype, shape, rows.stored, functools.partial(_some, rows, own)),
-        )
-        for part, own in zip(match.groups(), parts, strict=True)
+        name.replace(match[0], part): (both.select(n),) for n, part in enumerate(match.groups())
     }
-
-
-def _some(rows: Piece, own: slice, maps: FileMaps) -> Array:
-    return rows.load(maps)[own]
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:
