@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -52,8 +52,6 @@ _Launched = tuple[PlannedStep, StepResult, float]
 # and recorded graphs hold its address: workspaces are freed with the last of the engines.
 _gpu_engines: set[EngineBase] = set()
 _gpu_lock = threading.Lock()
-
-EngineT = TypeVar("EngineT", bound="EngineBase")
 
 
 class EngineBase(ABC):
@@ -150,7 +148,7 @@ class EngineBase(ABC):
     def _make_scheduler(self) -> StepScheduler:
         """Return the scheduler of the requests."""
 
-    def __enter__(self: EngineT) -> EngineT:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -347,7 +345,7 @@ class EngineBase(ABC):
         began = perf_counter()
         try:
             return step, ranks.run(step.plan, step.embeddings), began
-        except Exception as error:  # any error becomes the answer to the step's requests
+        except Exception as error:  # any error becomes the answer to what runs
             if self._settings.layout.world_size > 1:
                 raise  # the ranks no longer agree on the next step
             self._give_up(scheduler, step, error)
@@ -362,16 +360,18 @@ class EngineBase(ABC):
             self._last_finished = perf_counter()
             scheduler.finish(step, result, seconds=self._last_finished - began)
             self.after_step()
-        except Exception as error:  # any error becomes the answer to the step's requests
+        except Exception as error:  # any error becomes the answer to what runs
             self._give_up(scheduler, step, error)
 
     def _give_up(self, scheduler: StepScheduler, step: PlannedStep, error: Exception) -> None:
         logger.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # its frames would keep the model alive
-        for owner in step.owners:
-            owner.fail(error)
-            if owner in scheduler.requests:
-                scheduler.drop(owner)
+        # Others that have begun may read what this step was to store, such as a shared beginning.
+        begun = [request for request in scheduler.requests if request.has_begun]
+        for request in dict.fromkeys((*step.owners, *begun)):
+            request.fail(error)
+            if request in scheduler.requests:
+                scheduler.drop(request)
 
     def _watch(self) -> None:
         """Watch for ranks that end or hang while the engine's own thread waits for them."""

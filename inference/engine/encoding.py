@@ -134,6 +134,11 @@ class RunningEncoding(QueuedRequest):
     def __post_init__(self) -> None:
         self.waiting = list(range(len(self.request.rows)))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step took some of its rows."""
+        return len(self.waiting) < len(self.request.rows)
+
     def result(self) -> EncodingResult:
         """Return the answer, once all rows are done."""
         rows, width = len(self.request.rows), self.request.width

@@ -21,6 +21,11 @@ class QueuedRequest:
     arrival: int
     waiting: Sequence[object]
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether steps may have stored something for it."""
+        raise NotImplementedError
+
     def fail(self, error: BaseException) -> None:
         """Answer with an error, unless the client has gone."""
         with suppress(InvalidStateError):

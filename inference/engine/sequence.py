@@ -301,6 +301,11 @@ class RunningRequest(QueuedRequest):
         self.results: list[SequenceResult | None] = [None] * len(self.request.rows)
         self._reported = [0] * len(self.request.rows)  # tokens of each sequence
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a sequence holds a part of the cache."""
+        return bool(self.active)
+
     def progress(self) -> GenerationStep:
         """Return the results so far."""
         results = list(self.results)

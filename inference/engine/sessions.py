@@ -17,6 +17,7 @@ from inference.decoding.rows import (
     SequenceResult,
     SessionTurn,
 )
+from inference.decoding.word_lists import ends_with
 from inference.engine.capacity import Capacity
 from inference.engine.sequence import RunningRequest, RunningSequence, Session
 
@@ -104,8 +105,12 @@ class Sessions:
         """Keep a sequence that was answered; its conversation goes on from the best hypothesis."""
         session, request, table = sequence.owner.session, sequence.request, sequence.table
         assert session is not None
-        answer = result.output_ids[0]
-        if result.finish_reasons[0] in ("end", "stop"):
+        answer, reason = result.output_ids[0], result.finish_reasons[0]
+        # An answer whose form is complete stops, too, with a token that belongs to it.
+        stops = reason == "stop" and ends_with(
+            request.context_ids + answer, request.options.stop_words
+        )
+        if reason == "end" or stops:
             # As in FasterTransformer, the next turn's first token takes this one's place.
             answer = answer[:-1]
         sequence.prompt = [*sequence.prompt, *answer]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
 from inference.engine.sequence import GenerationStep
 from inference.model.token_feed import marks_bytes
+from inference.ranks.decoder_rank import DecoderRank
+from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement, RankSettings
 from tests.contract import request_of
 from tests.ft_folders import write_gpt
@@ -109,6 +112,37 @@ def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
     with pytest.raises(ValueError, match="listener broke"):
         bad.result(10)
     assert len(good.result(10).rows) == 1
+
+
+def test_a_failed_step_leaves_no_answer_that_reads_what_it_did_not_store(
+    engine: Engine, ft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[*range(1, 25), last] for last in (20, 21, 22)]
+    alone = [answers(engine, request_of(engine, [prompt])) for prompt in prompts]
+    # A step takes 16 tokens, once one is measured: those of two prompts of three.
+    options = replace(paged_options(40, block_tokens=4), max_stall_s=1e-9)
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as paged:
+        assert answers(paged, request_of(paged, [[50] * 20], 1))
+        run = DecoderRank.run
+        steps: list[StepPlan] = []
+
+        def fail_once(rank: DecoderRank, plan: StepPlan, embeddings: Any = None) -> Any:
+            steps.append(plan)
+            if len(steps) == 1:
+                raise MemoryError("no memory for a step")
+            return run(rank, plan, embeddings)
+
+        monkeypatch.setattr(DecoderRank, "run", fail_once)
+        with paged._wake:  # they come together
+            sent = [paged.submit(request_of(paged, [prompt])) for prompt in prompts]
+        for future, expected in zip(sent, alone, strict=True):
+            error = future.exception(10)
+            if error is None:
+                assert [row.output_ids[0] for row in future.result().rows] == expected
+            else:
+                assert str(error) == "no memory for a step"
+        assert {segment.slot for segment in steps[0].segments} == {0, 1}
+        assert paged.load().blocks_used == 0
 
 
 def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:

@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from inference.decoding.grammars import Constraint
 from inference.decoding.rows import GenerationRequest, RequestError, SessionTurn
+from inference.decoding.tensor_fields import Array
 from inference.engine import sessions
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineBusyError
@@ -90,6 +94,37 @@ def test_beams_go_on_from_the_best_hypothesis(ft_dir: Path, block_tokens: int) -
 def test_a_turn_that_ended_early_gives_its_last_token_away(engine: Engine) -> None:
     answer = engine.generate(request_of(engine, [[3, 9, 4]])).rows[0].output_ids[0]
     converse(engine, [turn[:1] for turn in TURNS], end_id=answer[2])
+
+
+class OfTwoTokens(Constraint):
+    """A form that any two tokens have."""
+
+    problem = ""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def mask(self) -> Array:
+        return np.full(7, 255, np.uint8)
+
+    def take(self, token: int) -> bool:
+        del token
+        self._taken += 1
+        return self._taken == 2
+
+
+def test_a_turn_whose_form_is_complete_keeps_all_tokens(engine: Engine) -> None:
+    start = begin(engine, [[3, 9, 4]])
+    (row,) = start.rows
+    start = replace(start, rows=(replace(row, constraint=OfTwoTokens()),))
+    (first,) = engine.generate(start, turn=START).rows
+    assert first.finish_reasons == ("stop",)
+    last = engine.generate(request_of(engine, [[5]]), turn=LAST)
+    whole = [3, 9, 4, *first.output_ids[0], 5]
+    assert last.request.rows[0].returned_ids == tuple(whole)
+    assert (
+        last.rows[0].output_ids == engine.generate(request_of(engine, [whole])).rows[0].output_ids
+    )
 
 
 def test_long_turns_come_in_chunks(ft_dir: Path) -> None:
