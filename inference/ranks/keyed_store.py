@@ -75,6 +75,16 @@ def read_private(path: Path) -> bytes:
         return file.read()
 
 
+def _operation(name: str) -> Any:
+    """Return the method of a store that applies one of the `_OPERATIONS` to its values."""
+
+    def apply(store: KeyedStore, *arguments: Any) -> Any:
+        found = store._answer(name, *map(_sent, arguments))
+        return found.encode("latin-1") if isinstance(found, str) else found
+
+    return apply
+
+
 class KeyedStore(Store):
     """One connection to the values of a launch; raises RuntimeError, as torch's stores do.
 
@@ -90,35 +100,18 @@ class KeyedStore(Store):
         self.address = address
         self._answer, self._connect, self._timeout_s = answer, connect, timeout_s
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
-        self._answer("set", key, _text(value))
+    set: Any = _operation("set")
+    add: Any = _operation("add")
+    check: Any = _operation("check")
+    compare_set: Any = _operation("compare_set")
+    delete_key: Any = _operation("delete_key")
+    num_keys: Any = _operation("num_keys")
 
     def get(self, key: str) -> bytes:
         """Return a value, waiting for it."""
         self.wait([key])
-        return str(self._answer("get", key)).encode("latin-1")
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0, and return it."""
-        return int(self._answer("add", key, amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all values are there."""
-        return bool(self._answer("check", list(keys)))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value if it is the expected one; return what it is then."""
-        found = self._answer("compare_set", key, _text(expected), _text(desired))
-        return str(found).encode("latin-1")
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a value; return whether there was one."""
-        return bool(self._answer("delete_key", key))
-
-    def num_keys(self) -> int:
-        """Return how many values there are."""
-        return int(self._answer("num_keys"))
+        value: bytes = _operation("get")(self, key)
+        return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return once all values are there."""
@@ -254,6 +247,8 @@ def _greeted(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:
     return connection
 
 
-def _text(value: str | bytes) -> str:
-    """Return bytes as text of one character each; text is its UTF-8."""
-    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
+def _sent(value: Any) -> Any:
+    """Return a value as JSON takes it: bytes as text of one character each, text as its UTF-8."""
+    if isinstance(value, str | bytes):
+        return (value.encode() if isinstance(value, str) else value).decode("latin-1")
+    return value

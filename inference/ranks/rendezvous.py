@@ -300,9 +300,15 @@ def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) 
         RendezvousError: Rank 0 does not answer, or another process listens there.
     """
     deadline = monotonic() + JOIN_TIMEOUT_S
-    refused_since: float | None = None
-    unreached_since: float | None = None
     noted = b""
+    since: dict[str, float] = {}
+
+    def lasts(state: str, limit_s: float, *, is_so: bool = True) -> bool:
+        """Return whether a state has been seen at every attempt for longer than a limit."""
+        if not is_so:
+            since.pop(state, None)
+        return is_so and monotonic() - since.setdefault(state, monotonic()) > limit_s
+
     while True:
         key = b""
         try:
@@ -310,8 +316,7 @@ def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) 
             return connect_store(host, port, key, timeout_s=timeout_s)
         except KeyRefusedError as error:
             # The key may be that of an earlier launch, which this one's is about to replace.
-            refused_since = refused_since or monotonic()
-            if monotonic() - refused_since > _FOREIGN_S:
+            if lasts("foreign", _FOREIGN_S):
                 raise RendezvousError(
                     f"{host}:{port} is in use by a process that does not hold the key in "
                     f"{key_file} ({error}); choose another MASTER_PORT, or end that process"
@@ -321,15 +326,13 @@ def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) 
         except OSError as error:
             # Rank 0 writes its key as soon as it listens.
             lacks_key = isinstance(error, FileNotFoundError) and _listens(host, port)
-            refused_since = (refused_since or monotonic()) if lacks_key else None
-            if refused_since is not None and monotonic() - refused_since > _FOREIGN_S:
+            if lasts("foreign", _FOREIGN_S, is_so=lacks_key):
                 raise RendezvousError(
                     f"rank 0 at {host}:{port} belongs to another launch (it left no key in "
                     f"{key_file}); choose another MASTER_PORT, end that one, or check that all "
                     "nodes see that folder"
                 ) from error
-            unreached_since = (unreached_since or monotonic()) if key else None
-            if unreached_since is not None and monotonic() - unreached_since > _UNREACHED_S:
+            if lasts("unreached", _UNREACHED_S, is_so=bool(key)):
                 words = (
                     f"process {os.getpid()} on {socket.gethostname()} cannot reach {host}:{port} "
                     f"({error.strerror or error})"
