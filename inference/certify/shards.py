@@ -26,6 +26,7 @@ from inference.certify.activations import (
     Activations,
     ModelInputs,
 )
+from inference.model.encoder import Encoder
 from inference.model.encoder_decoder import EncoderDecoder
 from inference.model.rotary import position_shift
 from inference.model.step import Segment
@@ -100,7 +101,7 @@ def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor 
     if isinstance(architecture, EncoderArchitecture):
         assert states is not None, "nothing to begin with"
         row = EncoderRow(len(states))
-        return StepPlan((), (), (), embedding_rows=row.count, encoder_rows=(row,))
+        return StepPlan((), (), (), embedding_rows=row.tokens, encoder_rows=(row,))
     if isinstance(architecture, DecoderArchitecture):
         count = len(inputs.ids)
         segment = Segment(0, 0, count, position_shift(architecture.rotary, count))
@@ -117,8 +118,12 @@ def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor 
 
 def _tap(model: Any, noted: Activations) -> None:
     """Let a rank's model note its first layer's input, and every layer's output."""
-    stacks = {"encoder": "encoder ", "decoder": "decoder "}
-    for name, stack in (stacks if isinstance(model, EncoderDecoder) else {"layers": ""}).items():
+    stacks = {"layers": ""}
+    if isinstance(model, Encoder):
+        stacks = {"encoder": ""}
+    if isinstance(model, EncoderDecoder):
+        stacks = {"encoder": "encoder ", "decoder": "decoder "}
+    for name, stack in stacks.items():
         layers = enumerate(getattr(model, name))
         setattr(model, name, [_Watched(each, noted, stack, number) for number, each in layers])
 

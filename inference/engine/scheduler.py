@@ -203,7 +203,7 @@ class Scheduler(StepScheduler):
         if result.chosen is not None:
             by_ranks = [sequence for sequence in sampled if sequence.answer.rank_chooses]
             chosen = {sequence: sampled.pop(sequence)[0] for sequence in by_ranks}
-            grown = self._take_chosen(chosen, result.chosen.array())
+            grown = self._take_chosen(chosen, result.chosen.numpy())
         return grown | self._choose(sampled, result.logits)
 
     def _take_prompt(self, chunk: Chunk, number: int, result: StepResult, rows: slice) -> None:

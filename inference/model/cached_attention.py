@@ -83,7 +83,7 @@ class GroupedAttention:
         first_row = 0
         for run in _runs(segments):
             self.groups.append(self._group(first_row, run))
-            first_row += sum(segment.count for segment in run)
+            first_row += sum(segment.tokens for segment in run)
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
 
     @cached_property
@@ -107,7 +107,7 @@ class GroupedAttention:
         return torch.cat([self._attend(query[each.rows], each, layer) for each in self.groups])
 
     def _group(self, first_row: int, run: list[Segment]) -> AttentionGroup:
-        new_tokens, length = run[0].count, max(s.stop for s in run)
+        new_tokens, length = run[0].tokens, max(s.stop for s in run)
         windows = {self._rules.window(layer) for layer in range(self._cache.shape.num_layer)}
         # A window that holds the longest context hides nothing.
         reach = {each: each if each is not None and each < length else None for each in windows}
@@ -118,7 +118,7 @@ class GroupedAttention:
         return AttentionGroup(rows, len(run), new_tokens, masks, read)
 
     def _mask(self, run: list[Segment], window: int | None) -> AttentionMask:
-        rules, new_tokens, length = self._rules, run[0].count, max(s.stop for s in run)
+        rules, new_tokens, length = self._rules, run[0].tokens, max(s.stop for s in run)
         if new_tokens == 1 and self._takes_spans:
             firsts = [0 if window is None else max(s.stop - window, 0) for s in run]
             spans = torch.tensor((firsts, [s.stop for s in run]))
@@ -185,7 +185,7 @@ def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 def _may_join(run: list[Segment], segment: Segment) -> bool:
     """Return whether single tokens of neighbouring slots are padded to the longest, in one call."""
-    if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
+    if segment.tokens != 1 or run[-1].tokens != 1 or segment.slot != run[-1].slot + 1:
         return False
     lengths = [each.stop for each in (*run, segment)]
     padded, true = max(lengths) * len(lengths), sum(lengths)

@@ -30,7 +30,6 @@ from inference.model.rotary import RotaryTable
 from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, Step
 from inference.model.weights import LayerLoader, RankWeights
-from inference.parallel.epilogue import GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
 # The norms before and after attention and MLP, and the adapter.
@@ -262,9 +261,9 @@ class Decoder(GeneratorModel):
 
     architecture: DecoderArchitecture
 
-    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
+    def _load(self, weights: RankWeights) -> None:
         layout, architecture = weights.layout, self.architecture
-        loader = DecoderLoader(weights, architecture, reduce, gemm)
+        loader = DecoderLoader(weights, architecture)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.layers = [loader.layer(number) for number in layout.layers(architecture.num_layer)]
         self.head = loader.head() if layout.is_last_stage else None

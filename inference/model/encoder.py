@@ -1,6 +1,6 @@
-"""BERT-like encoders: post-layernorm layers from hidden states to hidden states.
+"""Encoders over whole rows, and BERT-like ones: post-layernorm layers from states to states.
 
-Embeddings, pooler and heads run outside, as FasterTransformer has it.
+BERT's embeddings, pooler and heads run outside, as FasterTransformer has it.
 """
 
 # Shapes: N tokens of all rows, E hidden
@@ -10,32 +10,55 @@ import math
 from torch import Tensor
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
-from inference.model.layers import MLP, Attention, Sublayer, Sublayers
+from inference.model.layers import MLP, Attention, Normalise, Sublayer, Sublayers, normalised
 from inference.model.ragged import EncoderStep, RaggedRows
 from inference.model.stage import StageModel
-from inference.model.step import AttentionRules
+from inference.model.step import AttentionRules, Tokens
 from inference.model.weights import LayerLoader, RankWeights
-from inference.parallel.epilogue import GemmOptions
-from inference.parallel.linear import AllReduce
 
 
 class Encoder(StageModel):
-    """One rank's part of a BERT-like encoder."""
+    """One rank's part of an encoder."""
+
+    encoder: list[Sublayers]
+    encoder_layers: range  # their global numbers
+    encoder_rules: AttentionRules
+    _encoder_norm: Normalise | None = None  # of the last stage
+
+    def run_encoder(self, x: Tensor, step: EncoderStep, layers: range) -> Tensor:
+        """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
+
+        `layers` are global numbers.
+        """
+        for number in layers:
+            x = self.encoder[number - self.encoder_layers.start](x, step)
+        return x
+
+    def encode(self, ids: Tensor, rows: RaggedRows) -> Tensor:
+        """Return the encoder's output (N, E) for the ids of plain rows, of a single stage."""
+        step = EncoderStep(rows, self.encoder_rules)
+        x = self.embed(Tokens(ids=ids, positions=rows.positions))
+        return self.finish_encoder(self.run_encoder(x, step, self.encoder_layers))
+
+    def finish_encoder(self, x: Tensor) -> Tensor:
+        """Return the encoder's output (N, E) for that of its last layer."""
+        return normalised(x, self._encoder_norm)
+
+
+class Bert(Encoder):
+    """One rank's part of a BERT-like encoder, whose ids are hidden states (N, E)."""
 
     architecture: EncoderArchitecture
 
-    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
-        loader = LayerLoader(weights, self.architecture, reduce, gemm)
-        numbers = weights.layout.layers(self.architecture.num_layer)
-        self.layers = [_layer(loader, number) for number in numbers]
-
-    def run_layers(self, x: Tensor, step: RaggedRows) -> Tensor:
-        """Return the output of this stage's last layer (N, E) for its first layer's input."""
-        scale = 1 / (math.sqrt(self.architecture.size_per_head) * self.architecture.q_scaling)
-        inputs = EncoderStep(step, AttentionRules(scale=scale))
-        for layer in self.layers:
-            x = layer(x, inputs)
-        return x
+    def _load(self, weights: RankWeights) -> None:
+        choice = self.architecture
+        loader = LayerLoader(weights, choice)
+        dtype = weights.dtype
+        self._embedding = lambda tokens: tokens.ids.to(dtype)
+        self.encoder_layers = weights.layout.layers(choice.num_layer)
+        self.encoder = [_layer(loader, number) for number in self.encoder_layers]
+        scale = 1 / (math.sqrt(choice.size_per_head) * choice.q_scaling)
+        self.encoder_rules = AttentionRules(scale=scale)
 
 
 def _layer(parts: LayerLoader[EncoderArchitecture], number: int) -> Sublayers:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
+from inference.model.encoder import Encoder
 from inference.model.kv_cache import KVCache
 from inference.model.layers import (
     MLP,
@@ -26,13 +27,12 @@ from inference.model.layers import (
     Sublayers,
     scaled,
 )
-from inference.model.ragged import EncoderStep, RaggedRows
+from inference.model.ragged import EncoderStep
 from inference.model.stage import GeneratorModel
-from inference.model.step import AttentionRules, Segment, Step, Tokens
+from inference.model.step import AttentionRules, Segment, Step
 from inference.model.weights import LayerLoader, RankWeights
-from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm import Gemm, Product
-from inference.parallel.linear import AllReduce, VocabParallelHead
+from inference.parallel.linear import VocabParallelHead
 
 
 @dataclass(frozen=True)
@@ -223,27 +223,28 @@ def reading_segments(segments: Sequence[Segment], encoded: Sequence[EncodedRow])
     """
     reading: list[Segment] = []
     for segment, each in zip(segments, encoded, strict=True):
-        count = segment.count
+        count = segment.tokens
         if reading and reading[-1].slot == each.slot:
-            count += reading.pop().count
+            count += reading.pop().tokens
         reading.append(Segment(each.slot, each.length - count, count))
     return reading
 
 
-class EncoderDecoder(GeneratorModel):
+class EncoderDecoder(Encoder, GeneratorModel):
     """One rank's part of a T5 model; without a decoder where the folder has none."""
 
     architecture: EncoderDecoderArchitecture
 
-    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
+    def _load(self, weights: RankWeights) -> None:
         layout, architecture = weights.layout, self.architecture
         self.encoder_layers = layout.layers(architecture.num_layer)
-        loader = T5Loader(weights, architecture, reduce, gemm)
+        loader = T5Loader(weights, architecture)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self.encoder_rules = loader.rules("encoder")
         final_norm = "encoder.final_layer_norm"
-        self._encoder_norm = loader.norm(final_norm) if layout.is_last_stage else None
+        if layout.is_last_stage:
+            self._encoder_norm = loader.norm(final_norm)
         self.decoder: list[Sublayers] = []
         self.cross: list[CrossAttention] = []  # of each layer of the decoder
         self.head = None
@@ -256,27 +257,6 @@ class EncoderDecoder(GeneratorModel):
             self.rules = loader.rules("decoder")
             if layout.is_last_stage:
                 self.head = loader.head()
-
-    def run_encoder(self, x: Tensor, step: EncoderStep, layers: range) -> Tensor:
-        """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
-
-        `layers` are global numbers.
-        """
-        for number in layers:
-            x = self.encoder[number - self.encoder_layers.start](x, step)
-        return x
-
-    def encode(self, ids: Tensor, rows: RaggedRows) -> Tensor:
-        """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
-        step = EncoderStep(rows, self.encoder_rules)
-        x = self.embed(Tokens(ids=ids, positions=rows.positions))
-        return self.finish_encoder(self.run_encoder(x, step, self.encoder_layers))
-
-    def finish_encoder(self, x: Tensor) -> Tensor:
-        """Return the encoder's output (N, E): the last layer's, normalised."""
-        assert self._encoder_norm is not None, "only the last stage ends the encoder"
-        y: Tensor = self._encoder_norm(x)
-        return y
 
     def cache_encoded(
         self, encoded: Tensor, step: EncoderStep, slots: Sequence[int], cache: KVCache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from inference.model.kv_cache import Array
 from inference.model.rotary import Angles, AnglesOf
 
 
-@dataclass(slots=True)
-class Segment:
-    """New tokens of one sequence: `count` of them from place `start` of `slot` on.
+class Segment(NamedTuple):
+    """New tokens of one sequence, from place `start` of `slot` on.
 
     A token's position is its place there, shifted: by the tokens that the slot has forgotten, and
     see `rotary.position_shift`.
@@ -30,24 +29,23 @@ class Segment:
 
     slot: int
     start: int
-    count: int
+    tokens: int
     shift: int = 0
 
     @property
     def stop(self) -> int:
         """Cached tokens of the slot after the step."""
-        return self.start + self.count
+        return self.start + self.tokens
 
 
 def segment_numbers(segments: Sequence[Segment]) -> Array:
-    """Return slot, start and count of each segment, (B, 3) int64."""
-    numbers = np.array([(s.slot, s.start, s.count) for s in segments], np.int64)
-    return numbers.reshape(-1, 3)
+    """Return slot, start, tokens and shift of each segment, (B, 4) int64."""
+    return np.array(segments, np.int64).reshape(-1, 4)
 
 
 def token_places(segments: Array) -> tuple[Array, Array]:
-    """Return the slot of each token of segments (B, 3), and its place there, (N,) each."""
-    slots, starts, counts = segments.T
+    """Return the slot of each token of segments (B, 3 or 4), and its place there, (N,) each."""
+    slots, starts, counts = segments.T[:3]
     rows = np.cumsum(counts) - counts
     return np.repeat(slots, counts), np.repeat(starts - rows, counts) + np.arange(counts.sum())
 
@@ -108,13 +106,13 @@ class CachedAttention(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The tokens of one forward pass.
+    """The tokens of one forward pass, or their states where a model's embeddings run outside.
 
     With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
     after those, of `embeddings`.
     """
 
-    ids: Tensor  # (N,)
+    ids: Tensor  # (N,), of states (N, E)
     positions: Tensor  # (N,)
     has_virtual: bool = False
     embeddings: Tensor | None = None  # (rows, hidden)

@@ -7,7 +7,6 @@ logits are changed first is the contract of `inference.decoding.draws`.
 # Shapes: n tokens whose logits are given, V vocabulary, T ranks that share it
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +17,6 @@ from inference.model.kv_cache import Array, on_device
 # In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
 _LOWEST = torch.finfo(torch.float32).min
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Tokens being copied to the host, (n, 2) int32: the bits of each row's best logit, and the id.
-
-    The best logit is finite if the row is usable.
-    """
-
-    values: Tensor
-    arrived: torch.cuda.Event | None = None
-
-    def array(self) -> Array:
-        """Return them once they have arrived."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.numpy()
 
 
 class TokenFeed:
@@ -90,10 +72,10 @@ class TokenFeed:
         draws: Tensor | None = None,
         penalties: Tensor | None = None,
     ) -> Tensor:
-        """Store the best or a drawn token of each row of logits; return them as in `Chosen`.
+        """Store the best or a drawn token of each row of logits; return them.
 
-        Of equal logits the lower id comes first. A row with NaN has a best logit that is not
-        finite.
+        These are (n, 2) int32: the bits of the row's best logit, and the id. Of equal logits the
+        lower id comes first. A row with NaN has a best logit that is not finite.
 
         Args:
             logits: Of this rank's ids (n, V / T or more) fp32. A row with a forbidden id or a draw
@@ -153,12 +135,9 @@ def marks_bytes(slots: int, vocab_size: int) -> int:
     return (slots + 1) * vocab_size * 5
 
 
-def chosen_to_host(chosen: Tensor) -> Chosen:
-    """Start the copy of the chosen tokens (n, 2) to the host."""
+def on_host(chosen: Tensor) -> Tensor:
+    """Return the chosen tokens (n, 2) on the host, to which a GPU begins to copy them."""
     if chosen.device.type == "cpu":
-        return Chosen(chosen)
+        return chosen
     host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-    host.copy_(chosen, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-    return Chosen(host, arrived)
+    return host.copy_(chosen, non_blocking=True)

@@ -32,7 +32,9 @@ _ROWS_OF_TABLES = 16
 class RankWeights:
     """Reads one rank's tensors from a folder that `FTReader` has validated.
 
-    Tensors with values that are not finite are collected for one error that names them all.
+    Tensors with values that are not finite are collected for one error that names them all. What
+    the rank's products take besides goes along: `reduce` sums over the ranks of the stage, None for
+    a single one, and `gemm` is the form of all matrices, the head's too.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class RankWeights:
         dtype: torch.dtype,
         device: torch.device,
         matrix_dtype: torch.dtype | None = None,
+        reduce: AllReduce | None = None,
+        gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
         """Bind the folder to a rank, which computes in `dtype`.
 
@@ -61,6 +65,7 @@ class RankWeights:
         self.layout = layout
         self.dtype = dtype
         self.device = device
+        self.reduce, self.gemm = reduce, gemm
         self._matrix_dtype = matrix_dtype or dtype
         self._unusable: list[str] = []
         self._tables: dict[tuple[str, range, torch.dtype], Tensor] = {}
@@ -164,24 +169,14 @@ ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
 
 
 class LayerLoader(Generic[ArchitectureT]):
-    """Makes the parts of layers from one rank's tensors.
+    """Makes the parts of layers from one rank's tensors."""
 
-    `reduce` sums over the ranks of the stage, None for a single one; `gemm` goes for all matrices,
-    the head's too.
-    """
-
-    def __init__(
-        self,
-        weights: RankWeights,
-        architecture: ArchitectureT,
-        reduce: AllReduce | None,
-        gemm: GemmOptions = PLAIN_GEMM,
-    ) -> None:
+    def __init__(self, weights: RankWeights, architecture: ArchitectureT) -> None:
         """Check the architecture, see `check_architecture`."""
         check_architecture(architecture, weights.layout.tp_size)
         self.weights = weights
         self.architecture = architecture
-        self.reduce = reduce
+        self.reduce, gemm = weights.reduce, weights.gemm
         # A folder that is in FP8 is taken as it is: its tables are wide, and so are the rows of
         # products whose scales are those of groups. Groups of other sizes are widened.
         group = weights.reader.fp8_group

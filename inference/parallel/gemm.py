@@ -87,8 +87,6 @@ def _is_native(weight: Weight, options: GemmOptions) -> bool:
 
 def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
     is_cpu = weight.device.type == "cpu"
-    if isinstance(weight, Tensor) and not weight.numel():
-        return _PlainGemm(weight, epilogue)
     if not is_cpu and weight.dtype.itemsize == 2:
         from inference.parallel.gemm_cuda import CudaGemm
 

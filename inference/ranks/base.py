@@ -3,10 +3,9 @@
 # Shapes: n tokens whose logits are wanted, V vocabulary, N tokens of a step, E hidden
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +19,15 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.ft.reader import FTReader
 from inference.model.kv_cache import CacheShape, KVCache
-from inference.model.ragged import RaggedRows
 from inference.model.stage import StageModel
-from inference.model.step import Step
-from inference.model.token_feed import Chosen
 from inference.model.weights import RankWeights
-from inference.parallel.epilogue import ordered_sum
+from inference.parallel.epilogue import GemmOptions, ordered_sum
 from inference.parallel.groups import RankGroups
-from inference.parallel.linear import AllReduce
 from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.keyed_store import KeyedStore
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 from inference.system.process_memory import give_back_memory
-
-StepT = TypeVar("StepT", Step, RaggedRows)
 
 MOST_PROMPT_TOKENS = 8192  # of a step on a GPU; fewer would leave it idle
 
@@ -45,14 +38,15 @@ class StepResult:
 
     An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
     `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` are the tokens
-    of a plan with choices. `done` is the event after the last kernel, None on CPU.
+    of a plan with choices, on the host, as `TokenFeed.choose` has them. `done` is the event after
+    the last kernel and copy, None on CPU.
     """
 
     logits: Tensor  # (n, V or more) fp32
     pooled: Tensor | None = None  # (segments, E) fp32
     hidden: Tensor | None = None  # (N, E)
     attentions: Tensor | None = None
-    chosen: Chosen | None = None
+    chosen: Tensor | None = None  # (n, 2) int32
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -118,6 +112,12 @@ class RankBase(ABC):
             dtype=compute_dtype(settings.data_type, self.device),
             device=self.device,
             matrix_dtype=matrix_dtype(settings.data_type, reader.weight_data_type, self.device),
+            reduce=self._reduce if self.layout.tp_size > 1 else None,
+            gemm=GemmOptions(
+                int8=settings.int8_mode == 1,
+                fp8=settings.fp8,
+                batch_invariant=settings.batch_invariant,
+            ),
         )
 
     @property
@@ -125,11 +125,6 @@ class RankBase(ABC):
         """The connection to the other ranks."""
         assert self._groups is not None, "ranks are not connected"
         return self._groups
-
-    @property
-    def all_reduce(self) -> AllReduce | None:
-        """The sum over the ranks of this stage, None for a single one."""
-        return self._reduce if self.layout.tp_size > 1 else None
 
     def connect(self, store: Store, settings: RankSettings) -> RankGroups:
         """Join the other ranks, all of which do so at the same time."""
@@ -175,14 +170,15 @@ class RankBase(ABC):
         `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
         """
         with torch.inference_mode():
+            # First, whatever fails later: a plan's moves and entries come once.
+            if plan.moves or plan.entries:
+                self.cache.update(plan.moves, plan.entries)
             if plan.embedding_rows:
                 if embeddings is None:
                     embeddings = torch.empty(plan.embedding_rows, self.architecture.hidden)
                 if self._groups is not None:
                     embeddings = self._groups.share(embeddings)
                 embeddings = embeddings.to(self.device)
-            if plan.moves or plan.entries:
-                self.cache.update(plan.moves, plan.entries)
             return self._run(plan, embeddings)
 
     @abstractmethod
@@ -203,30 +199,6 @@ class RankBase(ABC):
         is_gated = not isinstance(model, EncoderArchitecture) and model.gated
         layer = model.hidden * (attention + (3 if is_gated else 2) * model.inter_size)
         return model.num_layer * layer // self.layout.tp_size
-
-    def _run_stage(
-        self, micro_batches: Sequence[StepT], embed: Callable[[StepT], Tensor]
-    ) -> list[Tensor]:
-        """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
-
-        While a stage works on one micro-batch, the next stage works on the one before. `embed`
-        returns the input of the model's first layer (N, E).
-        """
-        outputs, sends = [], []
-        for step in micro_batches:
-            if self.layout.is_first_stage:
-                x = embed(step)
-            else:
-                room = self.model.empty_hidden(len(step.positions))
-                x = self.groups.receive(room, self.layout.previous_rank)
-            x = self.model.run_layers(x, step)
-            if self.layout.is_last_stage:
-                outputs.append(x)
-            else:
-                sends.append(self.groups.send(x, self.layout.next_rank))
-        for sent in sends:
-            sent.wait()
-        return outputs
 
     def _reduce(
         self,

@@ -16,7 +16,6 @@ from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder import Decoder
 from inference.model.step import Step
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
-from inference.ranks.device import gemm_options
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -38,8 +37,7 @@ class DecoderRank(GeneratorRank):
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
         weights, architecture = self.open_weights(settings), self.architecture
-        gemm = gemm_options(settings)
-        self.model = Decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
+        self.model = Decoder(weights, architecture)
         config, layers = weights.reader.config, self.layout.layers(architecture.num_layer)
         prefixes = []  # of this stage's layers, (L, 2, H, tokens, D) each
         if config.prompt_learning_type == PREFIX_PROMPT:
@@ -86,7 +84,7 @@ class DecoderRank(GeneratorRank):
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
         sums = None
         if hidden:
-            counts = [segment.count for segment in plan.segments]
+            counts = [segment.tokens for segment in plan.segments]
             parts = torch.split(torch.cat(list(hidden)).float(), counts)
             sums = torch.stack([part.sum(0) for part in parts])
         shape = (len(plan.segments), self.architecture.hidden)

@@ -6,7 +6,6 @@ import socket
 import torch
 
 from export_scripts.numeric.dtypes import torch_dtype
-from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
 from inference.parallel.native_cpu import has_native
 from inference.ranks.settings import RankSettings
@@ -30,13 +29,6 @@ def rank_device(settings: RankSettings) -> torch.device:
         )
     place = settings.rank if settings.device_index is None else settings.device_index
     return torch.device("cuda", (settings.first_device + place) % visible)
-
-
-def gemm_options(settings: RankSettings) -> GemmOptions:
-    """Return the form of all matrices."""
-    return GemmOptions(
-        int8=settings.int8_mode == 1, fp8=settings.fp8, batch_invariant=settings.batch_invariant
-    )
 
 
 def has_row_kernels(device: torch.device, dtype: torch.dtype) -> bool:

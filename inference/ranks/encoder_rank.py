@@ -1,63 +1,167 @@
-"""One rank of a BERT-like encoder: rows of hidden states in, rows of hidden states out."""
+"""One rank of an encoder: BERT, a T5 encoder, or the encoder of a whole T5.
 
-# Shapes: N tokens of all rows, E hidden
+An encoder's rows cannot be split like a decoder's prompts, since every token sees all others. Its
+layers can be spread over several steps: a long row then does not delay the rows that decode.
+"""
+
+# Shapes: N tokens of an encoder pass, E hidden, H local heads, S longest row
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from export_scripts.families.layout.architecture import EncoderArchitecture
-from inference.model.encoder import Encoder
-from inference.model.ragged import ragged_rows
+from export_scripts.families.layout.architecture import (
+    EncoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from inference.model.encoder import Bert, Encoder
+from inference.model.encoder_decoder import EncoderDecoder
+from inference.model.kv_cache import on_device
+from inference.model.ragged import EncoderStep, ragged_rows
+from inference.model.step import Tokens
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import has_row_kernels
-from inference.ranks.plan import StepPlan
+from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
     from inference.model.gpu.encoder_graph import EncoderGraphs
 
 
-class EncoderRank(RankBase):
-    """A rank that holds a part of a BERT-like encoder."""
+@dataclass
+class _EncoderPass:
+    """One batch in the encoder; every rank advances in the same steps."""
 
-    architecture: EncoderArchitecture
-    _graphs: EncoderGraphs | None = None
+    rows: tuple[EncoderRow, ...]
+    tokens: Tokens
+    step: EncoderStep
+    tasks: list[int]  # of IA3, by row
+    done: int = 0  # layers, of all stages
+    x: Tensor | None = None  # (N, E) while this stage computes, and the last one's output
+
+
+class EncoderRank(RankBase):
+    """A rank that holds a part of an encoder."""
+
+    architecture: EncoderArchitecture | EncoderDecoderArchitecture
+    model: Encoder
+    _encoder_graphs: EncoderGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
         weights = self.open_weights(settings)
-        self.model = Encoder(weights, self.architecture, reduce=self.all_reduce)
+        if isinstance(self.architecture, EncoderDecoderArchitecture):
+            if settings.encoder_only:
+                self.architecture = replace(self.architecture, decoder_num_layer=0)
+            self._no_task = self.architecture.ia3_num_tasks  # names a row of ones in every table
+            kind: type[Encoder] = EncoderDecoder
+        else:
+            self._no_task, kind = 0, Bert
+        self.model = kind(weights, self.architecture)
         self._tiled = has_row_kernels(self.device, weights.dtype)
+        self._pass: _EncoderPass | None = None
 
     def prepare(self) -> None:
-        """Record the graphs."""
+        """Record the graphs of the encoder."""
         if not self._tiled or self.layout.pp_size > 1:
             return
         from inference.model.gpu.encoder_graph import EncoderGraphs
 
+        empty = self.model.empty_hidden
+        if isinstance(self.architecture, EncoderDecoderArchitecture):
+            empty = self._empty_ids
         with torch.inference_mode():
-            self._graphs = EncoderGraphs(
-                self.model.run_layers,
-                self.model.empty_hidden,
-                parameters=self._parameters(),
-                device=self.device,
+            self._encoder_graphs = EncoderGraphs(
+                self.model.encode, empty, parameters=self._parameters(), device=self.device
             )
-            self._graphs.record()
+            self._encoder_graphs.record()
 
-    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
-        lengths = [row.count for row in plan.encoder_rows]
-        rows = ragged_rows(lengths, self.device, tiled=self._tiled)
-        output = None
-        if self.layout.is_first_stage:
-            assert embeddings is not None
-            embeddings = embeddings.to(self.model.dtype)
-            if self._graphs is not None:
-                output = self._graphs.run(embeddings, rows)  # None where no graph serves the rows
-        if output is None:
-            hidden = self._run_stage([rows], lambda _: cast(torch.Tensor, embeddings))
-            output = hidden[0] if hidden else None
-        output = self._first_rank_copy(output, self.model.empty_hidden(sum(lengths)))
-        return None if output is None else StepResult(torch.empty(0, 0), hidden=output)
+    def _empty_ids(self, tokens: int) -> Tensor:
+        return torch.empty(tokens, dtype=torch.int64, device=self.device)
+
+    def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
+        """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
+        self._begin(plan, embeddings)
+        done = self._encode(self.architecture.num_layer)
+        assert done is not None, "an encoder's step ends its pass"
+        room = self.model.empty_hidden(len(done.tokens.ids))
+        hidden = self._first_rank_copy(done.x, room)
+        attentions = done.step.attentions  # (rows, stage's layers, heads, S, S)
+        if attentions is not None and self._groups is not None:
+            ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
+            shape, dtype = attentions.shape, attentions.dtype
+            parts = self._groups.gather(attentions, shape, ranks=ranks, dtype=dtype)
+            starts = range(0, len(parts), tp_size)
+            stages = [torch.cat(parts[first : first + tp_size], dim=2) for first in starts]
+            attentions = torch.cat(stages, dim=1) if stages else None
+        if hidden is None:
+            return None
+        return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)
+
+    def _begin(self, plan: StepPlan, embeddings: Tensor | None) -> None:
+        """Start a pass of new rows; it replaces one whose requests were cancelled."""
+        counts = [row.tokens for row in plan.encoder_rows]
+        rows = ragged_rows(counts, self.device, tiled=self._tiled)
+        tasks = [self._no_task if row.task is None else row.task for row in plan.encoder_rows]
+        attentions = None
+        if plan.attentions:
+            heads = self.architecture.head_num // self.layout.tp_size
+            shape = (len(counts), len(self.model.encoder_layers), heads, max(counts), max(counts))
+            attentions = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        ids = embeddings  # of a model whose embeddings run outside
+        if plan.encoder_ids or ids is None:
+            ids = on_device(np.array(plan.encoder_ids, np.int64), self.device)
+        tokens = Tokens(
+            ids=ids,
+            positions=rows.positions,
+            has_virtual=plan.has_virtual,
+            embeddings=embeddings,
+        )
+        step = EncoderStep(
+            *(rows, self.model.encoder_rules),
+            tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
+            attentions=attentions,
+        )
+        self._pass = _EncoderPass(plan.encoder_rows, tokens, step, tasks)
+
+    def _encode(self, layers: int) -> _EncoderPass | None:
+        """Continue the pass; return it at its end."""
+        now, total = self._pass, self.architecture.num_layer
+        assert now is not None, "no pass was begun"
+        start = now.done
+        now.done = min(start + layers, total)
+        if now.done - start == total:
+            step, is_virtual = now.step, now.tokens.has_virtual
+            plain = step.tasks is None and not is_virtual and step.attentions is None
+            if self._encoder_graphs is not None and plain:  # None where no graph serves the rows
+                now.x = self._encoder_graphs.run(now.tokens.ids, step.rows)
+        if now.x is None or start:
+            self._advance(now, start)
+        if now.done < total:
+            return None
+        self._pass = None
+        return now
+
+    def _advance(self, now: _EncoderPass, start: int) -> None:
+        """Run this stage's layers from `start` to those done; send the result of the last."""
+        mine, layout, stop = self.model.encoder_layers, self.layout, now.done
+        if start == 0 and layout.is_first_stage:
+            now.x = self.model.embed(now.tokens)
+        elif start < mine.start <= stop:
+            room = self.model.empty_hidden(len(now.tokens.ids))
+            now.x = self.groups.receive(room, layout.previous_rank)
+        if layers := range(max(start, mine.start), min(stop, mine.stop)):
+            assert now.x is not None
+            now.x = self.model.run_encoder(now.x, now.step, layers)
+        if start < mine.stop <= stop:
+            assert now.x is not None
+            if layout.is_last_stage:
+                now.x = self.model.finish_encoder(now.x)
+            else:
+                self.groups.send(now.x, layout.next_rank).wait()
+                now.x = None

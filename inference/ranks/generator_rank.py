@@ -23,7 +23,7 @@ from inference.model.cached_attention import GroupedAttention
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, CachedAttention, Segment, Step, segment_numbers
-from inference.model.token_feed import TokenFeed, chosen_to_host
+from inference.model.token_feed import TokenFeed, on_host
 from inference.ranks.base import RankBase, StepResult, cache_shape
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -100,7 +100,7 @@ class GeneratorRank(RankBase):
         ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
         steps, first = [], 0
         for segments in split_segments(plan.segments, parts):
-            stop = first + sum(segment.count for segment in segments)
+            stop = first + sum(segment.tokens for segment in segments)
             mine = outputs
             if parts > 1:
                 mine = outputs[(outputs >= first) & (outputs < stop)] - first
@@ -111,7 +111,28 @@ class GeneratorRank(RankBase):
             narrows = self.model.narrows and self.layout.is_last_stage and not plan.pool
             steps.append(replace(step, narrows=narrows))
             first = stop
-        return self._run_stage(steps, self.model.embed), steps
+        return self._run_stage(steps), steps
+
+    def _run_stage(self, micro_batches: Sequence[Step]) -> list[Tensor]:
+        """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
+
+        While a stage works on one micro-batch, the next stage works on the one before.
+        """
+        outputs, sends = [], []
+        for step in micro_batches:
+            if self.layout.is_first_stage:
+                x = self.model.embed(step)
+            else:
+                room = self.model.empty_hidden(len(step.positions))
+                x = self.groups.receive(room, self.layout.previous_rank)
+            x = self.model.run_layers(x, step)
+            if self.layout.is_last_stage:
+                outputs.append(x)
+            else:
+                sends.append(self.groups.send(x, self.layout.next_rank))
+        for sent in sends:
+            sent.wait()
+        return outputs
 
     def _step(
         self,
@@ -124,7 +145,8 @@ class GeneratorRank(RankBase):
     ) -> Step:
         encoded, tasks = self._read_by(segments)
         attention, count = self._attention(segments, self.model.rules), len(ids)
-        shifts = np.repeat([s.shift for s in segments], [s.count for s in segments])
+        numbers = segment_numbers(segments)
+        shifts = np.repeat(numbers[:, 3], numbers[:, 2])
         # Everything is sent without waiting for the device.
         sent = on_device(np.concatenate((ids, shifts, outputs)).astype(np.int32), self.device)
         return Step(
@@ -170,9 +192,8 @@ class GeneratorRank(RankBase):
         segments, count = plan.segments, len(plan.segments)
         numbers = np.empty((5 + len(more), count), np.int64)
         numbers[0] = plan.ids
-        numbers[1] = [segment.slot for segment in segments]
-        numbers[2] = [segment.start for segment in segments]
-        numbers[3] = numbers[2] + [segment.shift for segment in segments]
+        slots, starts, _, shifts = segment_numbers(segments).T
+        numbers[1:4] = slots, starts, starts + shifts
         for place, each in enumerate(more, 4):
             numbers[place] = each
         numbers[-1] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
@@ -221,14 +242,14 @@ class GeneratorRank(RankBase):
                 logits = torch.cat(slices, dim=1) if slices else None
         if self.layout.rank != 0:
             return None
-        done = None
+        done, chosen = None, None if chosen is None else on_host(chosen)
         if self.device.type != "cpu":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return StepResult(
             torch.empty(0, self.architecture.vocab_size) if logits is None else logits,
             pooled,
-            chosen=None if chosen is None else chosen_to_host(chosen),
+            chosen=chosen,
             done=done,
         )
 
@@ -252,19 +273,19 @@ def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment
 
     A sequence may be split: a later run then holds its later tokens, which see the earlier ones.
     """
-    total = sum(segment.count for segment in segments)
+    total = sum(segment.tokens for segment in segments)
     if parts == 1:
         return [list(segments)]
     size = -(-total // parts)
     runs: list[list[Segment]] = [[]]
     room = size
     for segment in segments:
-        start, left = segment.start, segment.count
+        start, left = segment.start, segment.tokens
         while left:
             if not room:
                 runs.append([])
                 room = size
             count = min(left, room)
-            runs[-1].append(replace(segment, start=start, count=count))
+            runs[-1].append(segment._replace(start=start, tokens=count))
             start, left, room = start + count, left - count, room - count
     return runs

@@ -26,11 +26,10 @@ class Command(NamedTuple):
     ft_dir: str = ""
 
 
-@dataclass(frozen=True)
-class EncoderRow:
+class EncoderRow(NamedTuple):
     """One row of an encoder pass."""
 
-    count: int  # of its tokens
+    tokens: int
     slots: Sequence[int] = ()  # of the decoder, that read its output; none for an encoder alone
     task: int | None = None  # of IA3
 
@@ -98,11 +97,7 @@ _encode = json.JSONEncoder(
 
 def pack_message(message: StepPlan | Command) -> bytes:
     """Return a message to the ranks as `unpack_message` reads it."""
-    if isinstance(message, Command):
-        return _encode(message).encode()
-    segments = [(s.slot, s.start, s.count, s.shift) for s in message.segments]
-    rows = [(row.count, row.slots, row.task) for row in message.encoder_rows]
-    return _encode({**vars(message), "segments": segments, "encoder_rows": rows}).encode()
+    return _encode(message if isinstance(message, Command) else vars(message)).encode()
 
 
 def unpack_message(packed: bytes) -> StepPlan | Command:

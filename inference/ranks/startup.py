@@ -10,7 +10,6 @@ from torch.distributed.distributed_c10d import Store
 from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderArchitecture,
-    EncoderDecoderArchitecture,
 )
 from export_scripts.ft.config_ini import read_config
 from inference.ranks.base import RankBase
@@ -18,12 +17,6 @@ from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.encoder_decoder_rank import EncoderDecoderRank
 from inference.ranks.encoder_rank import EncoderRank
 from inference.ranks.settings import RankSettings
-
-_KINDS: dict[type, type[DecoderRank] | type[EncoderDecoderRank] | type[EncoderRank]] = {
-    DecoderArchitecture: DecoderRank,
-    EncoderDecoderArchitecture: EncoderDecoderRank,
-    EncoderArchitecture: EncoderRank,
-}
 
 
 def make_rank(settings: RankSettings) -> RankBase:
@@ -33,8 +26,12 @@ def make_rank(settings: RankSettings) -> RankBase:
         CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         ValueError: The model does not divide among the ranks.
     """
-    _, config = read_config(Path(settings.ft_dir))
-    return _KINDS[type(config.architecture())](settings)
+    architecture = read_config(Path(settings.ft_dir))[1].architecture()
+    if isinstance(architecture, DecoderArchitecture):
+        return DecoderRank(settings)
+    if isinstance(architecture, EncoderArchitecture) or not architecture.decoder_num_layer:
+        return EncoderRank(settings)
+    return EncoderRank(settings) if settings.encoder_only else EncoderDecoderRank(settings)
 
 
 def reach(store: Store, rank: int, milestone: int) -> None:

@@ -27,7 +27,7 @@ def paged_attention(
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
-    Segments (B, 3) are integers: slot, place of the first new token, and how many there are. The
+    Segments (B, 3 or 4) are integers: slot, place of the first new token, how many there are. The
     tokens of all segments follow each other in this order. With `flash` FlashAttention may serve
     the prompts.
     """
@@ -109,8 +109,8 @@ def cut_tiles(
 ) -> tuple[Array, Array]:
     """Return the tiles of each of `tile_sizes`: slots, places, rows and counts, (4, n).
 
-    A segment (B, 3) takes the least size that holds it, or the last. Where the large tiles would be
-    more than `room`, the shortest segments take small ones.
+    A segment (B, 3 or 4) takes the least size that holds it, or the last. Where the large tiles
+    would be more than `room`, the shortest segments take small ones.
     """
     rows = np.cumsum(segments[:, 2]) - segments[:, 2]
     kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
@@ -123,7 +123,7 @@ def cut_tiles(
 
 
 def _cut(segments: Array, rows: Array, size: int) -> Array:
-    slots, places, counts = segments.T
+    slots, places, counts = segments.T[:3]
     tiles = -(-counts // size)
     of = np.repeat(np.arange(len(tiles)), tiles)
     first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size

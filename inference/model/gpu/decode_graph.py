@@ -99,7 +99,7 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output (B, E), of the last one its logits (B, V) fp32.
 
-        A model of a single stage also returns the tokens it has chosen, (B, 2) as in `Chosen`.
+        A model of a single stage also returns what `TokenFeed.choose` does, (B, 2).
 
         Args:
             numbers: Of each sequence (R, B) int64.

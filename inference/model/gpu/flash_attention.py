@@ -28,8 +28,8 @@ _LEAST_TOKENS = (1024, 256)
 
 
 def spans(segments: Array) -> tuple[Array, ...]:
-    """Return slots, starts, counts and lengths of segments (B, 3), as `Prompts` takes them."""
-    slots, places, counts = segments.T
+    """Return slots, starts, counts and lengths of segments (B, 3 or 4), as `Prompts` takes them."""
+    slots, places, counts = segments.T[:3]
     return slots, np.cumsum([0, *counts]), np.where(counts > 1, counts, 0), places + counts
 
 

@@ -92,7 +92,7 @@ class PromptGraphs(SizedGraphs[_PromptGraph]):
         if each is None:
             return None
         numbers = segment_numbers(segments)
-        shifts = np.repeat([segment.shift for segment in segments], numbers[:, 2])
+        shifts = np.repeat(numbers[:, 3], numbers[:, 2])
         slots, places = token_places(numbers)
         unused = np.full(each.lengths[2] - len(slots), self._cache.scratch_slot)
         tiles = cut_tiles(numbers, self._tile_sizes, room=each.lengths[-1])

@@ -13,7 +13,7 @@ import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from inference.decoding.tensor_fields import Array
 from inference.engine.scheduler import Scheduler
 from inference.model.kv_cache import WIPE, Move, encoder_slot
-from inference.model.token_feed import NEWEST, Chosen, TokenFeed
+from inference.model.token_feed import NEWEST, TokenFeed
 from inference.ranks.base import StepResult
 from inference.ranks.plan import EncoderRow, StepPlan
 
@@ -91,7 +91,7 @@ class FakeRanks:
         chosen = None if plan.choices is None else self._choose(plan, logits.clone())
         return StepResult(logits if plan.with_logits else torch.empty(0, 0), chosen=chosen)
 
-    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> Chosen:
+    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
         choices = torch.tensor(plan.choices, dtype=torch.int64).view(-1, 2)
         assert len(choices) == len(logits)
         for slot, marks in plan.marks:
@@ -108,7 +108,7 @@ class FakeRanks:
         )
         chooses = (slots >= 0).numpy()
         self._newest[slots.numpy()[chooses]] = pairs[:, 1].numpy()[chooses]
-        return Chosen(pairs)
+        return pairs
 
     def tokens(self, slot: int, stop: int) -> list[int]:
         """Return the first tokens that a slot holds."""
@@ -126,14 +126,14 @@ class FakeRanks:
         ids = iter(self._pass[1])
         for row in self._pass[0]:
             target = encoder_slot(row.slots, self._sequences)
-            for place in range(row.count):
+            for place in range(row.tokens):
                 self._write(target, place, next(ids))
-            self._encoded |= dict.fromkeys(row.slots, (target, row.count))
+            self._encoded |= dict.fromkeys(row.slots, (target, row.tokens))
 
     def _logits(self, plan: StepPlan) -> torch.Tensor:
         rows, first, outputs = [], 0, set(plan.output_rows)
         for segment in plan.segments:
-            for nth in range(segment.count):
+            for nth in range(segment.tokens):
                 token = plan.ids[first + nth]
                 token = int(self._newest[segment.slot]) if token == NEWEST else token
                 assert token != NOTHING, "this token was not chosen"
@@ -145,7 +145,7 @@ class FakeRanks:
                     assert NOTHING not in seen, "a token is read that was not written"
                     best = next_token(seen.tolist(), self._vocab_size)
                     rows.append(-((np.arange(self._vocab_size) - best) % self._vocab_size))
-            first += segment.count
+            first += segment.tokens
         logits = np.stack(rows).astype(np.float32) if rows else np.empty((0, self._vocab_size))
         return torch.from_numpy(logits).float()
 

@@ -290,7 +290,7 @@ def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others() -> Non
         layers.append(step.encoding.layers)
         # Steps of one token for each sequence, planned one ahead: graphs on a GPU.
         assert world.overlapped == overlapped + 1
-        assert [segment.count for segment in step.plan.segments] == [1] * len(step.chunks)
+        assert [segment.tokens for segment in step.plan.segments] == [1] * len(step.chunks)
         assert step.chunks[0].sequence.owner is running
     assert [count for count in layers if count] == [2, 2]
     world.run()
@@ -332,9 +332,9 @@ def test_a_row_that_exceeds_the_original_length_computes_its_keys_again(
         for each in plan.segments:
             kept = [] if each.start == 0 else shifts[each.slot]
             assert len(kept) == each.start, "keys of other positions are shared"
-            shifts[each.slot] = [*kept, *[each.shift] * each.count]
+            shifts[each.slot] = [*kept, *[each.shift] * each.tokens]
             assert set(shifts[each.slot]) == {each.shift}
-            if each.count == 1:  # a prompt that exceeds the length has its shift from the start
+            if each.tokens == 1:  # a prompt that exceeds the length has its shift from the start
                 assert each.shift == position_shift(LONGROPE, each.stop)
         return run(plan)
 

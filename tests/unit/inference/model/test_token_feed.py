@@ -18,7 +18,6 @@ from inference.decoding.sampling_params import SamplingParams
 from inference.model.token_feed import (
     NEWEST,
     TokenFeed,
-    chosen_to_host,
     marks_bytes,
 )
 
@@ -31,7 +30,7 @@ def test_the_choice_equals_the_selection() -> None:
     selected = select(logits[:, :64], width=1, with_norm=False)
     feed = TokenFeed(5, CPU, vocab=range(64))
     nothing = torch.full((3,), -1)
-    chosen = chosen_to_host(feed.choose(logits, torch.tensor([4, 0, feed.unread]), nothing)).array()
+    chosen = feed.choose(logits, torch.tensor([4, 0, feed.unread]), nothing).numpy()
     assert chosen[:, 1].tolist() == selected.ids.ravel().tolist()
     values = chosen[:, 0].view(np.float32)
     np.testing.assert_array_equal(values, selected.values.ravel())
@@ -125,7 +124,7 @@ def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> Non
     chosen = TokenFeed(4, CPU, vocab=range(60)).choose(
         logits, torch.arange(4), torch.full((4,), -1), draws
     )
-    finite = np.isfinite(chosen_to_host(chosen).array()[:, 0].copy().view(np.float32))
+    finite = np.isfinite(chosen.numpy()[:, 0].copy().view(np.float32))
     assert finite.tolist() == [True, True, False, True]
     assert 0 <= chosen[:, 1].min() <= chosen[:, 1].max() < 60
 

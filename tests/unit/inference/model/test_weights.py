@@ -55,7 +55,7 @@ def test_a_scale_that_is_not_finite_is_reported_once(tmp_path: Path) -> None:
     weights = open_weights(ft_dir, None)
     architecture = weights.reader.config.architecture()
     assert isinstance(architecture, DecoderArchitecture)
-    LayerLoader(weights, replace(architecture, norm_one_plus=True), reduce=None).norm(norm)
+    LayerLoader(weights, replace(architecture, norm_one_plus=True)).norm(norm)
     with pytest.raises(CheckpointMismatchError) as error:
         weights.check()
     assert str(error.value).count(norm) == 1
