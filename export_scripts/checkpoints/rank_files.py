@@ -232,6 +232,35 @@ class Reshaped:
         return self.values.load(maps).reshape(self.shape)
 
 
+@dataclass(frozen=True)
+class _Unflattened(ComputedPiece):
+    """Values of a flat tensor in another shape, of which a part is read alone."""
+
+    flat: ChunkedTensor
+
+    def select(self, index: int) -> ComputedPiece:
+        """Return the values at `index` of the first axis; nothing is read."""
+        size = math.prod(self.shape[1:])
+        chunks: dict[ChunkOffset, Piece] = {
+            (max(at - index * size, 0),): part
+            for (at,), values in self.flat.chunks.items()
+            if isinstance(values, StoredTensor)
+            and (part := _range(values, index * size - at, (index + 1) * size - at)).shape[0] > 0
+        }
+        return _unflattened(ChunkedTensor(self.dtype, (size,), chunks), self.shape[1:])
+
+
+def _unflattened(flat: ChunkedTensor, shape: Shape) -> ComputedPiece:
+    return _Unflattened(flat.dtype, shape, flat.stored, Reshaped(flat, shape), flat)
+
+
+def _range(values: StoredTensor, first: int, end: int) -> StoredTensor:
+    """Return the values of a flat tensor from one to another, as far as it has them."""
+    first, end = max(first, 0), min(end, values.shape[0])
+    offset = values.offset + first * SOURCE_TYPES[values.dtype][0]
+    return dataclasses.replace(values, offset=offset, shape=(max(end - first, 0),))
+
+
 def zero_tensors(folder: Path) -> dict[str, Piece]:
     """Return the tensors of a model that DeepSpeed has saved.
 
@@ -456,13 +485,10 @@ def _joined(
         for values in groups:
             if not isinstance(values, StoredTensor) or len(values.shape) != 1 or values.stride:
                 raise CheckpointMismatchError(f"{folder}: no rank's share of {name} is flat")
-            first, end = max(begin - place, 0), min(last - place, values.shape[0])
-            if end > first:
-                step = SOURCE_TYPES[values.dtype][0]
-                chunks[(at,)] = dataclasses.replace(
-                    values, offset=values.offset + first * step, shape=(end - first,)
-                )
-                at += end - first
+            part = _range(values, begin - place, last - place)
+            if part.shape[0]:
+                chunks[(at,)] = part
+                at += part.shape[0]
             place += values.shape[0]
     dtypes = {each.dtype for each in chunks.values()}
     if at != size or len(dtypes) > 1:
@@ -470,4 +496,4 @@ def _joined(
             f"{folder}: ranks hold {at} of the {size} values of {name}; copy the files of one run"
         )
     flat = ChunkedTensor(next(iter(dtypes), "fp32"), (size,), chunks)
-    return ComputedPiece(flat.dtype, shape, flat.stored, Reshaped(flat, shape))
+    return _unflattened(flat, shape)

@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import FileMaps
-from export_scripts.checkpoints.rank_files import rank_tensors
+from export_scripts.checkpoints.rank_files import rank_tensors, zero_tensors
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
 from tests.tiny_distributed import sharded, write_state
 from tests.tiny_huggingface import read_tensors
-from tests.tiny_transformers import write_model
+from tests.tiny_transformers import model_of, write_model
 from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, contents, refusal
 from tests.unit.export_scripts.checkpoints.test_distributed import converted as converted_to
 
@@ -550,6 +550,42 @@ def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path: Path) -> Non
     """
     expected = converted(DEEPSPEED / "model", tmp_path / "expected")
     assert converted(DEEPSPEED / name, tmp_path / "out") == expected
+
+
+def test_experts_of_stage_3_are_read_one_by_one(tmp_path: Path) -> None:
+    """As transformers 5 has them in memory: all of a layer in one tensor, and the ranks' shares."""
+    model = model_of("qwen3-moe")
+    model.save_pretrained(tmp_path / "model")
+    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    for rank in range(3):
+        shares = []
+        for tensor in state.values():
+            share = -(-tensor.numel() // 3)
+            flat = torch.nn.functional.pad(tensor.flatten(), (0, 3 * share - tensor.numel()))
+            shares.append(flat[rank * share : (rank + 1) * share])
+        name = f"zero_pp_rank_{rank}_mp_rank_00_"
+        shapes = [{key: tensor.shape for key, tensor in state.items()}]
+        states = {"module": {}, "param_shapes": shapes, "buffer_names": []}
+        torch.save(states, folder / f"{name}model_states.pt")
+        kept = {"partition_count": 3, "fp32_flat_groups": [torch.cat(shares)]}
+        torch.save({"optimizer_state_dict": kept}, folder / f"{name}optim_states.pt")
+    found = zero_tensors(folder)
+    gates = "model.layers.0.mlp.experts.gate_up_proj"
+    expert = found[gates].select(4)
+    assert sum(part.span_bytes for part in expert.stored) == 4 * state[gates][4].numel()
+    assert torch.equal(torch.from_numpy(expert.load(FileMaps())), state[gates][4])
+    made = [
+        convert(ConversionRequest(source, tmp_path / name, 1, "fp32", output_format="huggingface",
+                                  given=GIVEN, model_config=settings)).ft_dir
+        for name, source, settings in (
+            ("expected", tmp_path / "model", None), ("out", folder, tmp_path / "model"),
+        )
+    ]  # fmt: skip
+    whole, again = map(read_tensors, made)
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 def without(file: str) -> Callable[[Path], None]:
