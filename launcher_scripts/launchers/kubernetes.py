@@ -4,9 +4,7 @@ One node becomes a Deployment, several a LeaderWorkerSet, whose pods hold the ra
 The placement, the server's options and its environment are those of the other clusters.
 """
 
-import math
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ from stages.deploy_config import (
 )
 from stages.engines import TOKEN_VARIABLE
 
-_DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
-_USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
+_DATA, _PRIVATE = "/data", "/run/slipway"
 # Keys of `deploy` that `python -m inference.server` takes as options.
 _SAME_OPTIONS = (
     "engine",
@@ -38,10 +35,6 @@ _SAME_OPTIONS = (
     "otlp_collector",
     "server",
 )
-_PROBE_S = 10
-_HEALTH = ("ready", "live")
-_UNLOAD_S = 30
-_FORGET_S = 5  # for a Service to send no more requests to a pod that is to end
 
 
 class KubernetesLauncher(Launcher):
@@ -70,46 +63,30 @@ class KubernetesLauncher(Launcher):
     def render(self, job: Job, after: str) -> str:
         """Return the objects of a server, its workload and its Service, as YAML."""
         del after
-        config, settings = self.config, self.config.cluster.kubernetes
+        config = self.config
         (server,) = _servers([job.stage])
-        name, is_vllm, ports = object_name(job.name), server.engine == VLLM, _ports(server)
         command = ["python3", "-m", "inference.server"]
         options = _server_options(config, server)
-        if is_vllm:
+        if is_vllm := server.engine == VLLM:
             command, options = [server.executable], _vllm_options(config, server)
-        ranks = server.tp_size * server.pp_size
         return fill(
             "kubernetes.yaml.j2",
-            name=name,
-            labels={"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name},
-            settings=settings,
+            name=object_name(job.name),
+            settings=config.cluster.kubernetes,
+            server=server,
+            is_vllm=is_vllm,
+            is_interactive=config.export.triton_deployment.interactive,
             image=config.image_of("deploy"),
-            user=_NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER,
-            # An image of vLLM has no user of that number, and no folder for it.
-            environment=({"HOME": "/tmp", "USER": "vllm"} if is_vllm else {}) | job.environment,
-            token_variable=TOKEN_VARIABLE if is_vllm and settings.token_secret else "",
-            nodes=server.nodes,
-            ranks=ranks,
-            local_ranks=ranks // server.nodes,
+            environment=job.environment,
             command=command,
             options=options,
-            shell_options=shlex.join(options),
-            ports=ports,
-            metrics="http" if is_vllm else "metrics",
-            health={each: "/health" if is_vllm else f"/v2/health/{each}" for each in _HEALTH},
+            ports=_ports(server),
             resources=_resources(job, server),
-            scheme="HTTPS" if settings.tls_secret else "HTTP",
-            probe_s=_PROBE_S,
-            start_failures=max(math.ceil(server.ready_timeout_s / _PROBE_S), 1),
-            grace_s=int(server.drain_s) + _UNLOAD_S + _FORGET_S,
-            forget_s=_FORGET_S,
-            secrets=_secrets(config),
-            secrets_dir=_SECRETS,
-            private_dir=_PRIVATE,
             data_dir=_DATA,
+            private_dir=_PRIVATE,
+            token_variable=TOKEN_VARIABLE,
             rendezvous_variable=RENDEZVOUS_VARIABLE,
             key_variable=KEY_FILE_VARIABLE,
-            is_interactive=config.export.triton_deployment.interactive,
         )
 
 
@@ -232,8 +209,3 @@ def _resources(job: Job, server: DeployConfig) -> dict[str, Any]:
     if asked.mem_gb:
         requests["memory"] = limits["memory"] = f"{asked.mem_gb:g}G"
     return {"requests": requests, "limits": limits}
-
-
-def _secrets(config: Config) -> list[str]:
-    settings = config.cluster.kubernetes
-    return [each for each in (settings.token_secret, settings.tls_secret) if each]
