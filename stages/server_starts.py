@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foundations.files.replace import replace_file
@@ -26,8 +26,9 @@ from stages.engines import HEAD_FIELD, HEAD_PORT_FIELD
 from stages.job_process import node_address, node_name
 from stages.progress import read_as, write_json
 
-_START_NAME = ".server-start-{job}.json"  # a successor is starting while its predecessor serves
-_KEY_NAME = ".rendezvous-{start.job_id}-{start.life}-{start.number}.key"
+# Files of a job, whose successor may start while it serves, since it was last requeued.
+_START_NAME = ".server-start-{job}-{life}.json"
+_KEY_NAME = ".rendezvous-{job}-{life}-{number}.key"
 _LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
 _POLL_S = 0.2
 # The first process asks its server twice a second.
@@ -35,8 +36,9 @@ _NOTICE_S = 30.0
 _GRACE_S = 10.0
 
 
-def _life() -> str:
-    return os.environ.get("SLURM_RESTART_COUNT", "0")
+def _path(folder: Path, name: str, job_id: str, **fields: object) -> Path:
+    life = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return folder / name.format(job=job_id, life=life, **fields)
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,20 @@ class ServerStart:
             processes.
         address: where the ranks meet, on the first node, as `host:port`.
         is_over: the start has failed, and the first process knows: others may end without a report.
-        life: counts how often the scheduler has put the job back into its queue.
     """
 
     job_id: str
     number: int
     address: str = ""
     is_over: bool = False
-    life: str = field(default_factory=_life)
 
     def announce(self, folder: Path) -> None:
         """Let the other processes know of the start, of its failure, or that none follows."""
-        write_json(folder / _START_NAME.format(job=self.job_id), asdict(self))
+        write_json(_path(folder, _START_NAME, self.job_id), asdict(self))
 
     def variables(self, folder: Path) -> dict[str, str]:
         """Return the variables that name the rendezvous, and its key."""
-        key_file = folder.absolute() / _KEY_NAME.format(start=self)
+        key_file = _path(folder.absolute(), _KEY_NAME, self.job_id, number=self.number)
         return {RENDEZVOUS_VARIABLE: self.address, KEY_FILE_VARIABLE: str(key_file)}
 
     def filled(self, command: Sequence[str]) -> list[str]:
@@ -83,13 +83,8 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
-    """Return the latest announcement of a job, or None before the first.
-
-    An announcement from before the job was requeued belongs to another life, and does not count.
-    """
-    path = folder / _START_NAME.format(job=job_id)
-    start = read_as(path, ServerStart, "the announcement of a server")
-    return start if start is not None and start.life == _life() else None
+    """Return the latest announcement of a job since it was last requeued, None before the first."""
+    return read_as(_path(folder, _START_NAME, job_id), ServerStart, "the announcement of a server")
 
 
 def take_part(
@@ -132,8 +127,8 @@ def take_part(
                     ended_at = time.monotonic()
                     if process.returncode < 0:  # others log their own reason
                         lost = f"{who} was ended by {signal_name(-process.returncode)}"
-                        name = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
-                        replace_file(folder / name, lost)
+                        path = _path(folder, _LOSS_NAME, job_id, number=number, rank=rank)
+                        replace_file(path, lost)
                 if not start.is_over and time.monotonic() - ended_at > _NOTICE_S:
                     raise StageError(
                         f"{who} ended with status {process.returncode}, and the first process "
@@ -148,7 +143,7 @@ def take_part(
 def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
     """Return the processes of a start that a signal has ended, after a moment's wait."""
     deadline = time.monotonic() + wait_s
-    pattern = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank="*")
+    pattern = _path(folder, _LOSS_NAME, job_id, number=number, rank="*").name
     while not (paths := sorted(folder.glob(pattern))) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return [path.read_text(encoding="utf-8") for path in paths]
