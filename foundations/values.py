@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,7 @@ def option(
     name: bool = False,
     lines: bool = False,
     ignored: bool = False,
+    check: Callable[[Any], object] | None = None,
 ) -> Any:
     """Return a dataclass field with the facts of `Key` about it; pydantic reads `ge` and `le`."""
     metadata = {
@@ -95,6 +96,7 @@ def option(
         "is_name": name,
         "has_lines": lines,
         "is_ignored": ignored,
+        "check": check,
     }
     if within is not None:
         metadata |= dict(zip(("ge", "le"), within, strict=True))
@@ -116,6 +118,7 @@ class Key:
     is_name: bool = False  # becomes part of names of files and jobs
     has_lines: bool = False  # a text that may have several lines
     is_ignored: bool = False  # accepted for compatibility, without effect
+    check: Callable[[Any], object] | None = None  # raises ValueError with what is wrong with it
     ge: float | None = None  # smallest value of a number
     le: float | None = None  # largest value of a number
 
@@ -140,25 +143,23 @@ class Key:
             hint = did_you_mean(str(value), map(shown, self.choices))
             known = ", ".join(dict.fromkeys(map(shown, self.choices)))
             raise ValueError(self.refusal(value, f"expected one of {known}", hint))
-        if isinstance(value, (list, tuple)):
-            return [self._read_entry(each, value) for each in value]
-        return self._read_entry(value, value)
+        is_list = isinstance(value, (list, tuple))
+        try:
+            read = list(map(self._read_entry, value)) if is_list else self._read_entry(value)
+            if self.check is not None and not (value is None and self.default is None):
+                self.check(read)
+        except ValueError as error:
+            raise ValueError(self.refusal(value, str(error))) from error
+        return read
 
-    def _read_entry(self, entry: Any, value: Any) -> Any:
+    def _read_entry(self, entry: Any) -> Any:
         if isinstance(entry, bool) and {int, float} & self.kinds:
-            raise ValueError(self.refusal(value, "expected a number"))
+            raise ValueError("expected a number")
         if not isinstance(entry, str):
             return entry
         if problem := self._text_problem(entry):
-            raise ValueError(
-                self.refusal(repr(entry) if _CONTROL.search(entry) else entry, problem)
-            )
-        if not self.is_path:
-            return entry
-        try:
-            return _absolute(entry)
-        except ValueError as error:
-            raise ValueError(self.refusal(entry, str(error))) from error
+            raise ValueError(problem)
+        return _absolute(entry) if self.is_path else entry
 
     def _text_problem(self, text: str) -> str | None:
         if self.is_path and not text:
@@ -177,7 +178,9 @@ class Key:
 
     def refusal(self, value: Any, problem: str, hint: str = "") -> str:
         """Return the sentence that refuses a value."""
-        return f"{self.name}={shortened(shown(value))}{hint}: {problem} ({self.text})."
+        text = shown(value)
+        written = repr(text) if _CONTROL.search(text) else text
+        return f"{self.name}={shortened(written)}{hint}: {problem} ({self.text})."
 
 
 def _size(text: str) -> int:

@@ -7,12 +7,13 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from foundations.files.lock import folder_lock
+from launcher_scripts.configuration.diagnosis import decided_elsewhere, is_below
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
@@ -28,6 +29,11 @@ _POLL_S = 0.5
 _LOGS_POLL_S = 2.0  # each asks Slurm
 _PIECE = 1 << 20  # characters of a log, which may be larger than memory
 _CANCEL_S = 60.0
+# Overrides that say nothing of a run, or where the last one is recorded.
+_NEUTRAL = (
+    "action", "base_results_dir", "cluster", "cluster_type", "debug", "dry_run",
+    "launcher_scripts_path", "wait",
+)  # fmt: skip
 _QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
 
@@ -44,6 +50,23 @@ def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
     """Remember the results folders of the run, or of the rows, that start now."""
     folders = tuple(map(str, results_dirs))
     write_json(base_results_dir / LAST_RUN, asdict(_LastRun(folders[-1], record.now(), folders)))
+
+
+def problems_of_action(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that an action would not follow: it would work on another run."""
+    problems = []
+    if config.action == "cancel":
+        why = "action=cancel ends every job of the run"
+        problems = decided_elsewhere(overrides, ["stages"], why)
+    others = [override for override in overrides if not is_below(override, _NEUTRAL)]
+    found = [] if config.run_dir else _run_dirs(config)
+    if others and found and config.results_dir not in found:
+        problems.append(
+            f"action={config.action} is about the last run, in {', '.join(map(str, found))}, and "
+            f"{others[0]} names a run in {config.results_dir}; set run_dir to the one that is "
+            "meant."
+        )
+    return problems
 
 
 def look_after(config: Config, console: Console) -> int:
@@ -64,7 +87,11 @@ def look_after(config: Config, console: Console) -> int:
             status = max(status, EXIT_USAGE)
             continue
         console.say(str(each))
-        if config.action == "status":
+        if config.action == "cancel" and config.is_dry_run:
+            for job in records:
+                if not job.is_final:
+                    console.say(f"dry run: {job.stage} (job {job.job_id}) would be cancelled")
+        elif config.action == "status":
             status = max(status, _status(each, records, queue(), console))
         else:
             act = _logs if config.action == "logs" else cancel_jobs
@@ -131,7 +158,7 @@ def jobs_in(
         elif own is not None and _is_abandoned(own):
             error = "the command that was submitting it has ended, and there is no such job"
             own = record.exchange_record(path, own, replace(own, state=record.LOST, error=error))
-        found += [own] * (own is not None) + [_described(path, each, queue) for each in others]
+        found += [own] * (own is not None) + [_described(path, other, queue) for other in others]
     return [each for each in found if each is not None]
 
 
@@ -212,14 +239,14 @@ def _status(
     console: Console,
 ) -> int:
     # Remarks on the job that serves tell of its neighbours in a chain.
-    chained = {other for each in records for other in (each.predecessor, each.successor)}
-    records = [each for each in records if each.job_id not in chained]
+    chained = {other for job in records for other in (job.predecessor, job.successor)}
+    records = [job for job in records if job.job_id not in chained]
     rows = [
         (
-            *(each.stage, each.job_id or "-", each.state, each.host or "-", _elapsed(each)),
-            "-" if each.exit_code is None else str(each.exit_code),
+            *(job.stage, job.job_id or "-", job.state, job.host or "-", _elapsed(job)),
+            "-" if job.exit_code is None else str(job.exit_code),
         )
-        for each in records
+        for job in records
     ]
     console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
@@ -253,7 +280,7 @@ def _remarks(found: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueu
 
 def _exit_status(records: Iterable[record.JobRecord]) -> int:
     bad = (record.FAILED, record.LOST, record.CANCELLED)
-    return EXIT_FAILED if any(each.state in bad for each in records) else EXIT_OK
+    return EXIT_FAILED if any(job.state in bad for job in records) else EXIT_OK
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
@@ -270,7 +297,7 @@ def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) 
             if has_ended:
                 break
             time.sleep(_LOGS_POLL_S)
-    return _exit_status(read_job(results_dir, each.stage) or each for each in records)
+    return _exit_status(read_job(results_dir, job.stage) or job for job in records)
 
 
 def _print_from(path: Path, position: int, console: Console) -> int:
@@ -286,13 +313,13 @@ def _print_from(path: Path, position: int, console: Console) -> int:
 
 def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     """End every job that has not ended, the last of the chain first."""
-    running = [each for each in records if not each.is_final]
+    running = [job for job in records if not job.is_final]
     if not running:
         console.say("nothing to cancel: every job has ended")
         return EXIT_OK
     asked: dict[str, str] = {}  # job -> why it cannot be cancelled
     deadline = time.monotonic() + _CANCEL_S
-    while running := [each for each in running if not asked.get(each.job_id)]:
+    while running := [job for job in running if not asked.get(job.job_id)]:
         for each in reversed(running):
             if each.job_id in asked:
                 continue

@@ -74,7 +74,7 @@ class Console:
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Write every problem once; on a terminal lines are broken between words."""
-        unique = list(dict.fromkeys(each.removesuffix(".") for each in problems))
+        unique = list(dict.fromkeys(problem.removesuffix(".") for problem in problems))
         count = "one problem" if len(unique) == 1 else f"{len(unique)} problems"
         broken = textwrap.TextWrapper(
             self._columns(),

@@ -11,6 +11,7 @@ from launcher_scripts import job_folder
 from launcher_scripts.actions import jobs_in, note_last_run, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
+from launcher_scripts.configuration.diagnosis import is_below
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import (
@@ -29,13 +30,29 @@ from launcher_scripts.run import Run
 from stages.deploy_config import PYTORCH
 from stages.progress import DamagedFileError
 
-# The keys of clusters and containers that a kind of cluster uses.
-_EVERYWHERE = ("cluster.gpus_per_node.", "cluster.job_name_prefix.")
+# Keys about jobs on clusters, and those of them that a kind of cluster uses.
+_OF_JOBS = tuple(
+    name
+    for name in KEYS
+    if name.startswith(("cluster.", "container", "bcp_"))
+    or name.endswith(("cpus_per_task", "mem_gb", "run.dependency", "run.gpus_per_node"))
+    or name in ("deploy.time_limit", "deploy.max_restarts", "deploy.restart_backoff_s")
+)
+_EVERYWHERE = ("cluster.gpus_per_node", "cluster.job_name_prefix")
+_HERE = (
+    "cluster.setup", "deploy.time_limit", "deploy.max_restarts", "deploy.restart_backoff_s",
+)  # fmt: skip
 _USED = {
-    "local": (*_EVERYWHERE, "cluster.setup."),
-    "bcm": tuple(f"{name}." for name in KEYS if "bcprun" not in name and "kubernetes" not in name),
-    "bcp": (*_EVERYWHERE, "cluster.setup.", "cluster.signal_delay_s.", "cluster.bcprun"),
-    "kubernetes": (*_EVERYWHERE, "cluster.kubernetes.", "container."),
+    "local": (*_EVERYWHERE, *_HERE),
+    "bcm": tuple(name for name in _OF_JOBS if "bcp" not in name and "kubernetes" not in name),
+    "bcp": (
+        *(*_EVERYWHERE, *_HERE, "cluster.signal_delay_s"),
+        *("cluster.bcprun", "cluster.bcprun_args", "bcp_no_redirect"),
+    ),
+    "kubernetes": (
+        *(*_EVERYWHERE, "cluster.kubernetes", "container", "deploy.cpus_per_task"),
+        "deploy.mem_gb",
+    ),
 }
 
 
@@ -45,12 +62,12 @@ def prepare_run(
     console: Console,
     problems: list[str],
     *,
-    label: str = "",
+    name: str = "",
     queue: Callable[[], SlurmQueue] = queue_now,
 ) -> Run | None:
     """Return the jobs that a command line asks for; add the problems found to `problems`.
 
-    `label` names the run in what is said about it; `queue` asks Slurm for its jobs.
+    `name` is that of the run among several; `queue` asks Slurm for its jobs.
     Without a configuration there is nothing to run.
     """
     config = composition.config
@@ -69,19 +86,19 @@ def prepare_run(
         source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
         problems.append(f"{error.filename or source}: {error.strerror}.")
         return None
-    stages = [each.stage for each in plan.to_run]
+    stages = [planned.stage for planned in plan.to_run]
     launcher = make_launcher(config)
     problems += [*plan.problems, *launcher.check(stages)]
     may_live = config.cluster_type == "bcm" or config.results_dir.is_dir()
     before = jobs_in(config.results_dir, queue, passes_damage=True) if may_live else []
-    wanted = {each.name: each.job.folder for each in stages}
-    alive = ((each, wanted[each.stage]) for each in before if each.stage in wanted)
+    wanted = {stage.name: stage.job.folder for stage in stages}
+    alive = ((job, wanted[job.stage]) for job in before if job.stage in wanted)
     problems += filter(None, (problem_of_live_job(*each) for each in alive))
     if not config.is_dry_run and not problems:
-        problems += [problem for each in stages for problem in each.unreachable()]
+        problems += [problem for stage in stages for problem in stage.unreachable()]
     if problems:
         return None
-    finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
+    finished = [f"{stage.name}: {stage.reason}" for stage in plan.stages if not stage.runs]
     notes = (
         *plan.notes,
         *launcher.notes(stages),
@@ -89,9 +106,10 @@ def prepare_run(
         *finished,
     )
     for note in notes:
-        console.say(f"{label}: {note}" if label else note)
-    jobs = {each.name: Job(each, config, revision) for each in stages}
-    return Run(launcher, console, plan.stages, jobs, words, {each.stage: each for each in before})
+        console.say(f"{name}: {note}" if name else note)
+    jobs = {stage.name: Job(stage, config, revision) for stage in stages}
+    earlier = {job.stage: job for job in before}
+    return Run(launcher, console, plan.stages, jobs, words, earlier, name=name)
 
 
 def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
@@ -131,8 +149,9 @@ def _ignored(config: Config) -> list[str]:
         compatible.append("export.triton_deployment.enable_custom_all_reduce")
     found = [f"{name} is accepted for compatibility and has no effect here" for name in compatible]
     used = _USED[config.cluster_type]
-    asked = (key.name for key in given if key.name.startswith(("cluster.", "container")))
-    others = [name for name in asked if not f"{name}.".startswith(used)]
+    asked = (key.name for key in given if key.name in _OF_JOBS)
+    # Shipped files name singleton, which is about a queue.
+    others = [e for e in asked if not is_below(e, used) and config.at(e) != "singleton"]
     if others:
         found.append(f"without effect on cluster_type={config.cluster_type}: {', '.join(others)}")
     return found

@@ -47,7 +47,7 @@ def write_job_files(
     """
     folder = job.folder
     files = {
-        job.whole_config_path: repeatable(job.config),
+        folder / f"{job.name}_config.yaml": repeatable(job.config),
         folder / f"{job.full_name}_{launcher.script_name}": launcher.render(job, after),
     }
     others = [

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 # While the modules below are loaded, which takes seconds from a slow disk, Ctrl-C ends the command
 # without a traceback.
@@ -30,11 +31,11 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
     )
 
 from foundations import __version__  # noqa: E402
-from launcher_scripts.configuration.arguments import (  # noqa: E402
-    Arguments,
-    read_arguments,
+from launcher_scripts.configuration.arguments import read_arguments  # noqa: E402
+from launcher_scripts.configuration.compose import (  # noqa: E402
+    Composition,
+    compose_config,
 )
-from launcher_scripts.configuration.compose import compose_config  # noqa: E402
 from launcher_scripts.configuration.schema import KEYS, SECTIONS, Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
     EXIT_FAILED,
@@ -51,7 +52,9 @@ from stages.progress import DamagedFileError  # noqa: E402
 signal.signal(signal.SIGINT, _AT_INTERRUPT)
 
 if TYPE_CHECKING:
-    from launcher_scripts.rows import NamedRun
+    from launcher_scripts.run import Run
+
+    Start: TypeAlias = Callable[[Sequence[Run], Console], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,31 +100,70 @@ def _run(words: Sequence[str]) -> int:
     arguments = read_arguments(words)
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
+    compose = functools.partial(compose_config, place=arguments.root)
     if arguments.multirun and arguments.shows is None:
-        return _sweep(arguments, words, console)
-    composition = compose_config(arguments.overrides, arguments.root)
+        from launcher_scripts.sweep import compositions_of_sweep, run_and_compare
+
+        found, problems = compositions_of_sweep(arguments.overrides, compose)
+        problems = [*arguments.problems, *problems]
+        return _report(problems) if problems else _start(found, words, console, run_and_compare)
+    composition = compose(arguments.overrides)
     problems = [*arguments.problems, *composition.problems]
     if (config := composition.config) is None:
         return _report(problems)
     if arguments.shows is not None:
         return _report(problems) if problems else _show(config, arguments.shows, console)
     if config.action == "watch":
-        return _watch(arguments, config, problems, console)
+        return _watch(config, arguments.overrides, compose, problems, console)
     if config.action not in ("run", "upgrade"):
-        from launcher_scripts.actions import look_after
+        from launcher_scripts.actions import look_after, problems_of_action
 
+        problems = problems or problems_of_action(config, arguments.overrides)
         return _report(problems) if problems else look_after(config, console)
     if (other := _other_replica(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    if config.action == "upgrade":
-        return _upgrade(arguments, config, problems, words, console)
-    from launcher_scripts.invocation import execute, prepare_run
+    from launcher_scripts.rows import run_rows
 
-    run = prepare_run(composition, words, console, problems)
-    if run is None:
-        return _report(problems) if words else _welcome(problems, console)
-    return execute([run], functools.partial(run.run_all, wait=run.config.wait))
+    start: Start = functools.partial(run_rows, wait=config.wait)
+    found = {"": composition}
+    if config.action == "upgrade":
+        from launcher_scripts.upgrade import (
+            command_lines_of_rows,
+            problems_of_upgrade,
+            run_and_decide,
+            wait_for_rows,
+        )
+
+        if wrong := problems_of_upgrade(config, arguments.overrides):
+            return _report([*problems, *wrong])
+        if config.wait and not (config.is_dry_run or problems):
+            wait_for_rows(config, console)
+        rows = command_lines_of_rows(config, arguments.overrides)
+        found = {name: compose(each) for name, each in rows.items()}
+        start = functools.partial(run_and_decide, config)
+    return _start(found, words, console, start, arguments.problems)
+
+
+def _start(
+    compositions: Mapping[str, Composition],
+    words: Sequence[str],
+    console: Console,
+    start: Start,
+    problems: Sequence[str] = (),
+) -> int:
+    """Check the runs of these configurations, then start them; return the exit status."""
+    from launcher_scripts.invocation import execute
+    from launcher_scripts.rows import prepare_rows
+
+    found = {
+        name: replace(composition, problems=(*problems, *composition.problems))
+        for name, composition in compositions.items()
+    }
+    rows, wrong = prepare_rows(found, words, console)
+    if wrong:
+        return _report(wrong) if words else _welcome(wrong, console)
+    return execute(rows, functools.partial(start, rows, console))
 
 
 def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> int:
@@ -129,8 +171,12 @@ def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> in
     from launcher_scripts.configuration.diagnosis import unknown_key
     from launcher_scripts.help import help_of, help_text
 
-    names = [each for each in overrides if "=" not in each and each not in ("help", "all")]
-    if unknown := [unknown_key(each, each) for each in names if each not in (*KEYS, *SECTIONS)]:
+    names = [
+        override
+        for override in overrides
+        if "=" not in override and override not in ("help", "all")
+    ]
+    if unknown := [unknown_key(name, name) for name in names if name not in (*KEYS, *SECTIONS)]:
         return _report(unknown)
     console.write(help_of(names) if names else help_text(everything=everything))
     return EXIT_OK
@@ -141,74 +187,23 @@ def _welcome(problems: Sequence[str], console: Console) -> int:
     from launcher_scripts.help import welcome
 
     console.say(welcome())
-    others = [each for each in problems if not each.startswith("export.model.checkpoint_path=")]
+    others = [
+        problem for problem in problems if not problem.startswith("export.model.checkpoint_path=")
+    ]
     return _report(others) if others else EXIT_USAGE
 
 
-def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    """Run each combination of the listed values."""
-    from launcher_scripts.sweep import combinations, run_and_compare, with_folders
-
-    wanted, problems = combinations(arguments.overrides)
-    composed = {name: compose_config(each, arguments.root).config for name, each in wanted.items()}
-    configs = {name: config for name, config in composed.items() if config is not None}
-    problems += [
-        f"--multirun with action={each}: it runs; leave one of them out."
-        for each in {config.action for config in configs.values()} - {"run"}
-    ]
-    if problems := [*arguments.problems, *problems]:
-        return _report(problems)
-    return _run_rows(arguments, with_folders(wanted, configs), words, console, run_and_compare)
-
-
-def _upgrade(
-    arguments: Arguments,
+def _watch(
     config: Config,
-    problems: list[str],
-    words: Sequence[str],
+    overrides: Sequence[str],
+    compose: Callable[[Sequence[str]], Composition],
+    problems: Sequence[str],
     console: Console,
 ) -> int:
-    """Evaluate the rows of an upgrade, and judge them against the first."""
-    from launcher_scripts.upgrade import (
-        command_lines_of_rows,
-        problems_of_upgrade,
-        run_and_decide,
-        wait_for_rows,
-    )
-
-    if problems := [*problems, *problems_of_upgrade(config)]:
-        return _report(problems)
-    if config.wait and not config.is_dry_run:
-        wait_for_rows(config, console)
-    wanted = command_lines_of_rows(config, arguments.overrides)
-    start = functools.partial(run_and_decide, config)
-    return _run_rows(arguments, wanted, words, console, start)
-
-
-def _run_rows(
-    arguments: Arguments,
-    wanted: Mapping[str, Sequence[str]],
-    words: Sequence[str],
-    console: Console,
-    start: Callable[[Sequence[NamedRun], Console], int],
-) -> int:
-    """Check all runs, then `start` them; return the exit status."""
-    from launcher_scripts.invocation import execute
-    from launcher_scripts.rows import prepare_rows
-
-    compose = functools.partial(compose_config, place=arguments.root)
-    rows, problems = prepare_rows(wanted, compose, words, console)
-    if problems:
-        return _report(problems)
-    return execute([each.run for each in rows], functools.partial(start, rows, console))
-
-
-def _watch(arguments: Arguments, config: Config, problems: Sequence[str], console: Console) -> int:
     """Evaluate every checkpoint of a training run, as it is written."""
     from launcher_scripts.watch import RefusedError, Watch
 
-    compose = functools.partial(compose_config, place=arguments.root)
-    watch = Watch(config, arguments.overrides, compose, console)
+    watch = Watch(config, overrides, compose, console)
     if problems := [*problems, *watch.problems()]:
         return _report(problems)
     try:

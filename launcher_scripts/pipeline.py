@@ -49,7 +49,7 @@ class Plan:
     @property
     def to_run(self) -> tuple[PlannedStage, ...]:
         """The stages that get a job."""
-        return tuple(each for each in self.stages if each.runs)
+        return tuple(stage for stage in self.stages if stage.runs)
 
 
 def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -96,7 +96,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         if name not in needed_by:
             continue
         try:
-            stage = build_stage(name, config, context, problems)
+            stage = build_stage(name, config, context)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -188,9 +188,10 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
     """Decide whether a stage runs: unless it is finished and nothing before it runs again."""
     finding = stage.finding()
     is_fresh = not any(
-        each.runs
-        for each in before.values()
-        if each.stage.marker_path() is not None and each.name != "certify"  # which changes nothing
+        earlier.runs
+        for earlier in before.values()
+        if earlier.stage.marker_path() is not None
+        and earlier.name != "certify"  # which changes nothing
     )
     if stage.job.overwrite:
         finding = Finding()

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foundations.time_limit import slurm_notation
 from inference.server.log import last_lines
 from launcher_scripts import job_folder
-from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import (
     CHECKOUT,
@@ -23,7 +23,6 @@ from launcher_scripts.configuration.settings import (
     EXIT_OK,
     PROGRAM,
 )
-from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
     Job,
@@ -54,6 +53,8 @@ class Run:
         jobs: the jobs of the stages that run, by stage name.
         words: the command line.
         before: the jobs that were in the results folder, by stage name.
+        name: among several runs of a command; empty for the only one.
+        status: exit status; None before the end.
     """
 
     launcher: Launcher
@@ -63,6 +64,8 @@ class Run:
     words: Sequence[str] = ()
     before: Mapping[str, record.JobRecord] = field(default_factory=dict)
     handles: dict[str, JobHandle] = field(default_factory=dict)
+    name: str = ""
+    status: int | None = None
     _passed: set[str] = field(default_factory=set, init=False)  # stages that have ended, or serve
     _since: float = field(default_factory=time.monotonic, init=False)  # the last of these
 
@@ -73,7 +76,7 @@ class Run:
 
     @property
     def only_renders(self) -> bool:
-        """Return whether the jobs' files are written and nothing is started."""
+        """Whether the jobs' files are written and nothing is started."""
         return self.config.is_dry_run or self.launcher.only_renders
 
     def begin(self) -> None:
@@ -82,8 +85,6 @@ class Run:
         if self.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())
-        if not self.only_renders:
-            note_last_run(Path(self.config.base_results_dir), results)
 
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
@@ -228,9 +229,9 @@ class Run:
         """Return what each stage says about its result, by name; now, or when it ran earlier."""
         records = self.records()
         found = {}
-        for each in self.planned:
-            source = records.get(each.name) if each.runs else each.finding.marker
-            found[each.name] = source.summary if source else {}
+        for planned in self.planned:
+            source = records.get(planned.name) if planned.runs else planned.finding.marker
+            found[planned.name] = source.summary if source else {}
         return found
 
     def summary(self) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from foundations.time_limit import minutes
 from launcher_scripts.configuration.evaluation_config import (
     Context,
     certify_stage,
@@ -14,7 +15,6 @@ from launcher_scripts.configuration.export_config import (
 )
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
-from launcher_scripts.configuration.time_limit import minutes
 from launcher_scripts.launchers.base import settings_section
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
@@ -22,25 +22,17 @@ from stages.deploy import DeployStage
 from stages.export import ExportStage
 
 
-def build_stage(name: str, config: Config, context: Context, problems: list[str]) -> Stage:
+def build_stage(name: str, config: Config, context: Context) -> Stage:
     """Return a stage with the settings of its job.
-
-    The problem of a malformed time limit is added to `problems`; a day, with which everything else
-    can be checked, takes its place.
 
     Raises:
         ValueError: the stage does not fit on the cluster.
     """
-    section = settings_section(name)
-    settings, limit_min = config.at(section), 24 * 60
-    try:
-        limit_min = minutes(settings.time_limit, key=f"{section}.time_limit")
-    except ValueError as error:
-        problems.append(str(error))
+    settings = config.at(settings_section(name))
     job = JobSettings(
         name=settings.name,
         folder=config.results_dir / name,
-        resources=_resources(name, config, settings, limit_min, deploys=context.deploys),
+        resources=_resources(name, config, settings, deploys=context.deploys),
         overwrite=config.overwrite,
         # Slurm's signal may come up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
@@ -48,10 +40,9 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     return STAGE_TABLE[name](config, job, context)
 
 
-def _resources(
-    name: str, config: Config, settings: Any, limit_min: int, *, deploys: bool
-) -> Resources:
-    """Return the resources of a stage's job by its settings; the time limit is in minutes."""
+def _resources(name: str, config: Config, settings: Any, *, deploys: bool) -> Resources:
+    """Return the resources of a stage's job by its settings."""
+    limit_min = minutes(settings.time_limit)
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
     nodes = tasks = 1
     gpus = None if name in ("evaluate", "certify") else settings.gpus_per_node

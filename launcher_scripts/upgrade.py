@@ -7,7 +7,7 @@ against the first together. A row that has finished is not run again.
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.checks import check_gate
 from launcher_scripts.actions import jobs_in, problem_of_live_job
-from launcher_scripts.configuration.diagnosis import hydra_text
+from launcher_scripts.configuration.diagnosis import decided_elsewhere, hydra_text, is_below
 from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.rows import NamedRun, run_rows
+from launcher_scripts.rows import run_rows
+from launcher_scripts.run import Run
 from stages.deploy_config import OPENAI, VLLM
 
 # Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
@@ -46,25 +47,20 @@ _OF_ALL = (
     "hydra",
     "export.accuracy",
 )
+_DECIDED = ("export.run.results_dir",)
 # Names in upgrade.output_dir that are not a row's.
 _TAKEN = ("junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
 _POLL_S = 2.0  # each asks Slurm
 _GATED = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
-def problems_of_upgrade(config: Config) -> list[str]:
-    """Return what is wrong with the section `upgrade`."""
+def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Return what is wrong with the section `upgrade`, and with the overrides next to it."""
     rows = config.upgrade.rows
     options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
     found = check_gate(config.upgrade.gate, options)
     problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
-    if not Path(config.evaluate.output_dir).is_relative_to(config.results_dir):
-        problems.append(
-            f"evaluate.output_dir={config.evaluate.output_dir} would hold the report of every row; "
-            "leave it out: each row has a folder in upgrade.output_dir."
-        )
-    if config.deploy.keep:
-        problems.append("deploy.keep=true would keep the first row's server; leave it out.")
+    problems += decided_elsewhere(overrides, _DECIDED, "action=upgrade decides it for each row")
     if find_spec("scipy") is None:
         problems.append("action=upgrade needs the package scipy: pip install scipy.")
     if len(rows) < 2:
@@ -107,12 +103,7 @@ def _may_differ(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "evaluate":
         return rest in _OWN_OF_EVALUATE
-    return not _is_below(key, _OF_ALL)
-
-
-def _is_below(word: str, names: Iterable[str]) -> bool:
-    """Return whether a key, or an override of it, is one of these or lies in such a section."""
-    return any(f"{word.partition('=')[0]}.".startswith(f"{each}.") for each in names)
+    return not is_below(key, _OF_ALL)
 
 
 def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -126,7 +117,7 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
         left_out = ["action"]
         if engine in (VLLM, OPENAI) or not is_on:
             left_out.append("deploy.openai")  # how the other rows speak that protocol
-        words = [each for each in overrides if not _is_below(each.lstrip("+"), left_out)]
+        words = [override for override in overrides if not is_below(override, left_out)]
         given = [f"{key}={_value(value)}" for key, value in own.items()]
         found[name] = [*words, *given, f"export.run.results_dir={results}"]
     return found
@@ -158,7 +149,7 @@ def _value(value: Any) -> str:
     return hydra_text(value) if isinstance(value, str) else json.dumps(value)
 
 
-def run_and_decide(config: Config, rows: Sequence[NamedRun], console: Console) -> int:
+def run_and_decide(config: Config, rows: Sequence[Run], console: Console) -> int:
     """Run the rows and judge them; return the exit status.
 
     Jobs that wait in a queue are not judged: the same command does, once they have ended.
@@ -169,7 +160,7 @@ def run_and_decide(config: Config, rows: Sequence[NamedRun], console: Console) -
     status = run_rows(rows, console, wait=config.wait)
     if status == EXIT_INTERRUPTED:
         return status
-    queued = [each for each in rows if each.run.jobs and not each.run.launcher.in_foreground]
+    queued = [row for row in rows if row.jobs and not row.launcher.in_foreground]
     if queued and not config.wait:
         console.say("\nthe rows run in the queue; the same command judges them afterwards")
         return status
@@ -184,20 +175,20 @@ def run_and_decide(config: Config, rows: Sequence[NamedRun], console: Console) -
     return decision
 
 
-def _result(row: NamedRun) -> tuple[str, Any]:
+def _result(row: Run) -> tuple[str, Any]:
     """Return a row's name, and its evaluation or the reason why there is none."""
     from inference.evaluation.report.files import read_run
 
     if row.status not in (EXIT_OK, *_GATED):
         return row.name, "; ".join(_errors(row)) or f"it ended with status {row.status}"
     try:
-        return row.name, read_run(Path(row.run.config.evaluate.output_dir) / "report.json")
+        return row.name, read_run(Path(row.config.evaluate.output_dir) / "report.json")
     except (OSError, ValueError) as error:
         return row.name, str(error)
 
 
-def _errors(row: NamedRun) -> Iterator[str]:
-    for stage, found in row.run.records().items():
+def _errors(row: Run) -> Iterator[str]:
+    for stage, found in row.records().items():
         if found is not None and found.error.strip():
             first, *others = filter(None, map(str.strip, found.error.splitlines()))
             yield f"{stage}: {' ... '.join([first, *others[-1:]])}"

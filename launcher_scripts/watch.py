@@ -12,10 +12,10 @@ from foundations.values import shown
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.system.launch_environment import visible_gpus
-from launcher_scripts.actions import cancel_jobs, jobs_in, read_job
+from launcher_scripts.actions import cancel_jobs, jobs_in, note_last_run, read_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
-from launcher_scripts.configuration.diagnosis import hydra_text
+from launcher_scripts.configuration.diagnosis import decided_elsewhere, hydra_text, is_below
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -49,8 +49,15 @@ from stages.evaluate import REPORT_NAME, EvaluateStage
 from stages.progress import DamagedFileError
 
 # Where several servers may share a node, each takes ports of its own.
-_PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
-_OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
+_PORTS = ("deploy.http_port", "deploy.grpc_port", "deploy.metrics_port")
+_OPENAI_PORT = "deploy.openai.port"
+_DECIDED = (
+    *(*_PORTS, _OPENAI_PORT, "export.model.checkpoint_path", "export.model.checkpoint_name"),
+    *("export.run.results_dir", "evaluate.shared_server"),
+)
+_FOLDERS = (
+    "export.triton_deployment.triton_model_dir", "evaluate.output_dir", "certify.output_dir",
+)  # fmt: skip
 _ADVANCE_S = 0.1  # between two looks at jobs of this machine
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 
@@ -101,6 +108,16 @@ class Watch:
                 f"action=watch does not start jobs on cluster_type={self.config.cluster_type}; "
                 "use local or bcm."
             )
+        why = "action=watch decides it for each checkpoint"
+        yield from decided_elsewhere(self.words, _DECIDED, why)
+        for key in _FOLDERS:
+            if not Path(folder := self.config.at(key)).is_relative_to(self.config.results_dir):
+                yield (
+                    f"{key}={folder} would be that of every checkpoint; leave it out: each has a "
+                    "folder in watch.output_dir."
+                )
+        if self.config.deploy.keep:
+            yield "deploy.keep=true would keep every checkpoint's server; leave it out."
         if self.options.exchange:
             yield from self._problems_of_exchange()
 
@@ -163,7 +180,7 @@ class Watch:
                 has_ended = self._has_ended()
                 if is_look or has_ended:
                     self.state.write()
-                    known = [(each.step, each.state, each.problem) for each in self.state.in_order]
+                    known = [(one.step, one.state, one.problem) for one in self.state.in_order]
                     if known != drawn or has_ended:
                         replace_file(folder / PAGE_NAME, self.state.page(has_ended=has_ended))
                         drawn = known
@@ -181,12 +198,12 @@ class Watch:
             )
             return EXIT_FAILED
         self.console.say(self.state.table(self.console))
-        failed = any(each.state == FAILED for each in self.state.watched.values())
+        failed = any(one.state == FAILED for one in self.state.watched.values())
         return EXIT_FAILED if failed else EXIT_OK
 
     def _next(self) -> Watched | None:
         """Return the checkpoint to start now, by `watch.order`; None where none should start."""
-        running = sum(each.state == RUNNING for each in self.state.watched.values())
+        running = sum(one.state == RUNNING for one in self.state.watched.values())
         ready = [e for e in self.state.in_order if e.state == WAITING and not e.problem]
         if not ready or running >= self.options.parallel:
             return None
@@ -253,8 +270,9 @@ class Watch:
             return True
         results = self.state.results_of(each.step)
         overrides = [
-            *(word for word in self.words if not word.lstrip("+").startswith(_OWN_KEYS)),
-            *_PORTS,
+            *(word for word in self.words if not is_below(word, ["action"])),
+            *(f"{key}=0" for key in _PORTS),
+            *[f"{_OPENAI_PORT}=0"] * self.config.deploy.openai.enabled,
             f"export.model.checkpoint_path={hydra_text(each.path)}",
             f"export.run.results_dir={hydra_text(str(results))}",
         ]
@@ -264,8 +282,8 @@ class Watch:
             overrides.append(f"export.model.checkpoint_name={hydra_text(each.name)}")
         composition = self.compose(overrides)
         problems = list(composition.problems)
-        label = f"step {each.step}"
-        run = prepare_run(composition, overrides, self.console, problems, label=label)
+        name = f"step {each.step}"
+        run = prepare_run(composition, overrides, self.console, problems, name=name)
         if run is None:
             self._refused(each, problems)
             return True
@@ -283,6 +301,9 @@ class Watch:
         each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
         self.state.write()
         run.begin()
+        running = (e.step for e in self.state.in_order if e.state == RUNNING)
+        base = Path(self.config.base_results_dir)
+        note_last_run(base, *map(self.state.results_of, running))
         if run.launcher.in_foreground:
             self._runs[each.step] = run
         elif run.submit_all() != EXIT_OK:
@@ -365,7 +386,7 @@ class Watch:
 
         What those that have ended had mapped may be deleted from now on.
         """
-        busy = {each.server for each in self.state.watched.values() if each.state == RUNNING}
+        busy = {one.server for one in self.state.watched.values() if one.state == RUNNING}
         self.state.held = {
             step: held
             for step, held in self.state.held.items()
@@ -386,7 +407,7 @@ class Watch:
 
     def _end_idle_servers(self) -> None:
         """End the servers that no checkpoint asks, once none waits for one."""
-        if any(each.state == WAITING for each in self.state.watched.values()):
+        if any(one.state == WAITING for one in self.state.watched.values()):
             return
         for step in self._free_servers():
             if (run := self._servers.pop(step, None)) is not None:
@@ -404,11 +425,13 @@ class Watch:
         jobs = jobs_in(folder, passes_damage=True)
         found = [next((one for one in jobs if one.stage == name), None) for name in each.awaited]
         submitted = [one for one in found if one is not None and one.job_id]
+        states = [one.state for one in submitted]
+        is_whole = len(submitted) == len(found)
         if self.config.cluster_type == "local":
-            ended = [one for one in submitted if one.state in (record.COMPLETED, record.FAILED)]
-            if len(ended) == len(found) or any(one.state == record.FAILED for one in ended):
-                return
-        elif len(submitted) == len(found):
+            goes_on = record.FAILED in states or (is_whole and {*states} <= {record.COMPLETED})
+        else:
+            goes_on = is_whole and not _were_cancelled(submitted)
+        if goes_on:
             return
         self.console.say(f"step {each.step}: its jobs have ended with the earlier watch")
         cancel_jobs(folder, jobs, self.console)
@@ -449,7 +472,11 @@ class Watch:
         breaches = last.error if is_judged else ""
         if last.state != record.COMPLETED and not breaches:
             causes = [f"{one.stage}: {one.error}" for one in found if one.error]
-            self._ended(each, causes[0] if causes else "its jobs have failed")
+            problem = causes[0] if causes else "its jobs have failed"
+            if _were_cancelled(found):
+                self._end(each, FAILED, f"not started again, its jobs were cancelled: {problem}")
+            else:
+                self._ended(each, problem)
             return
         self._judge(each, Path(each.report), breaches)
 
@@ -497,13 +524,19 @@ class Watch:
 
     def _has_ended(self) -> bool:
         """Return whether the last step was evaluated, or nothing has happened for long enough."""
-        if self.state.held or any(not each.is_final for each in self.state.watched.values()):
+        if self.state.held or any(not one.is_final for one in self.state.watched.values()):
             return False
         last = self.options.until_step
         if last is not None and any(step >= last for step in self.state.watched):
             return True
         idle = self.options.idle_s
         return idle is not None and time.time() - self._news_at > idle
+
+
+def _were_cancelled(jobs: Sequence[record.JobRecord]) -> bool:
+    """Return whether a user has ended a pipeline, of which none has failed before."""
+    states = {job.state for job in jobs}
+    return record.CANCELLED in states and states.isdisjoint((record.FAILED, record.LOST))
 
 
 def _servers_of(stage: Stage) -> Iterator[tuple[str, DeployConfig]]:

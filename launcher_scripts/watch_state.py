@@ -71,7 +71,7 @@ class Watched:
 
     @property
     def is_final(self) -> bool:
-        """Return whether nothing more happens with it."""
+        """Whether nothing more happens with it."""
         return self.state in FINAL_STATES
 
     @property
@@ -139,7 +139,7 @@ class WatchState:
         found = read_as(self.folder / STATE_NAME, _Saved, "the state of a watch")
         if found is None:
             return
-        self.watched, self.best = {each.step: each for each in found.watched}, found.best
+        self.watched, self.best = {one.step: one for one in found.watched}, found.best
         self.held = found.held
         if found.run != str(self.run):
             raise ValueError(
@@ -181,12 +181,12 @@ class WatchState:
             return
         names = self._figures(self.in_order)
         ended = [
-            each
-            for each in self.in_order
-            if each.is_final and each.attempts and self._made(each.step).is_dir()
+            one
+            for one in self.in_order
+            if one.is_final and one.attempts and self._made(one.step).is_dir()
         ]
         ranked = sorted(
-            (each for each in ended if names and names[0] in each.metrics),
+            (one for one in ended if names and names[0] in one.metrics),
             key=lambda each: _rank(each, names),
         )
         kept = ranked[-self.options.keep :] if self.options.keep else []
@@ -205,12 +205,12 @@ class WatchState:
         """Return what is known of every checkpoint, as a table."""
         rows = [
             (
-                str(each.step),
-                self._state(each),
-                self._value(each),
-                each.verdict or each.problem or "-",
+                str(one.step),
+                self._state(one),
+                self._value(one),
+                one.verdict or one.problem or "-",
             )
-            for each in self.in_order
+            for one in self.in_order
         ]
         name = self._metric(self.in_order) or "metric"
         return console.table(("step", "state", name, ""), rows)
@@ -225,14 +225,14 @@ class WatchState:
 
         points: list[dict[str, Any]] = []
         rows: list[tuple[str, ...]] = []
-        for each in self.in_order:
-            step, report = f"step {each.step}", ""
-            if each.metrics:
-                metrics = {name: asdict(metric) for name, metric in each.metrics.items()}
+        for one in self.in_order:
+            step, report = f"step {one.step}", ""
+            if one.metrics:
+                metrics = {name: asdict(metric) for name, metric in one.metrics.items()}
                 points.append({"run_id": step, "started_at": step, "metrics": metrics})
-                report = f"step_{each.step:07d}/results/evaluate/report.html"
-            remarks = (each.verdict or "-", each.problem or "-")
-            rows.append((str(each.step), self._state(each), report, self.shown(each), *remarks))
+                report = os.path.relpath(Path(one.report).with_suffix(".html"), self.folder)
+            remarks = (one.verdict or "-", one.problem or "-")
+            rows.append((str(one.step), self._state(one), report, self.shown(one), *remarks))
         title = f"Checkpoints of {self.run}"
         return Page(
             title,
@@ -256,7 +256,7 @@ class WatchState:
         """Return the figures of checkpoints in the order in which they decide."""
         if self.options.metric is not None:
             return [self.options.metric]
-        found = {name: metric for each in checkpoints for name, metric in each.metrics.items()}
+        found = {name: metric for one in checkpoints for name, metric in one.metrics.items()}
         gated = [name for name in self.gated if name in found]
         sharp = [name for name, metric in found.items() if metric.unit == "perplexity"]
         return list(dict.fromkeys([*gated, *sharp, *found]))

@@ -245,7 +245,7 @@ class Stage(Checkpointable):
 
 def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     pairs = [(key, mine.get(key), saved.get(key)) for key in sorted({*mine, *saved})]
-    return [each for each in pairs if each[1] != each[2]]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
     copy that keeps times can be older than what it replaces.
     """
     files = [path] if path.is_file() else sorted(files_below(path))
-    stats = {each.relative_to(path): each.stat() for each in files}
+    stats = {file.relative_to(path): file.stat() for file in files}
     facts = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats.items()]
     return {
         "files": len(files),

@@ -13,7 +13,11 @@ from stages.progress import Progress
 
 # Configuration keys, for messages.
 KEYS: Mapping[str, str] = {
-    **{each.name: f"convert.{each.name}" for each in fields(ConversionRequest) if each.compare},
+    **{
+        option.name: f"convert.{option.name}"
+        for option in fields(ConversionRequest)
+        if option.compare
+    },
     "checkpoint_path": "export.model.checkpoint_path",
     "checkpoint_name": "export.model.checkpoint_name",
     "output_dir": "export.triton_deployment.triton_model_dir",
@@ -49,7 +53,7 @@ class ConvertStage(Stage):
     may_be_elsewhere: bool = False
 
     def __post_init__(self) -> None:
-        self.request = replace(self.request, overwrite=self.job.overwrite, names=KEYS)
+        self.request = replace(self.request, names=KEYS)
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""

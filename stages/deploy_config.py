@@ -14,6 +14,7 @@ from typing import Any
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
+from foundations.time_limit import minutes
 from foundations.values import (
     INT32,
     NODE_CPUS,
@@ -56,11 +57,11 @@ class DeploySection(Access):
     """`deploy`: the server. Defaults that refer to other keys are in conf/deploy/default.yaml."""
 
     name: str = option("name of the job", "deploy", name=True)
-    time_limit: Any = option(
-        "the server is stopped after this time; notation as in export.run", "1-00:00:00"
-    )
+    time_limit: Any = option("the server is stopped after this time", "1-00:00:00", check=minutes)
     uptime: Any = option(
-        "serve for so long, in a chain of jobs (cluster=bcm) of time_limit each; null: in one", None
+        "serve for so long, in a chain of jobs (cluster=bcm) of time_limit each; null: in one",
+        None,
+        check=minutes,
     )
     handover_s: float | None = option(
         "seconds before a job of the chain has to end at which the next may start; null: a quarter "
@@ -187,7 +188,7 @@ class DeployConfig(DeploySection):
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Return whether no stage makes the repository; it has to exist already."""
+        """Whether no stage makes the repository; it has to exist already."""
         return self.repository is not None
 
     @property
@@ -211,7 +212,7 @@ class DeployConfig(DeploySection):
 
     @property
     def is_other_engine(self) -> bool:
-        """Return whether the server is another engine's."""
+        """Whether the server is another engine's."""
         return self.engine in (VLLM, OPENAI)
 
     @property
@@ -284,7 +285,7 @@ class DeployConfig(DeploySection):
 
     @property
     def may_start_again(self) -> bool:
-        """Return whether a server that has failed can be replaced within its job.
+        """Whether a server that has failed can be replaced within its job.
 
         Several processes of NVIDIA's backend meet through MPI, which admits no process later; our
         ranks meet again.
@@ -365,7 +366,7 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
         ours = [f"deploy.server={each}" for each in (SLIPWAY, TRITONSERVER) if each in takers]
         able = f"deploy.engine={PYTORCH} with {' or '.join(ours)}"
         if not ours:
-            able = " or ".join(f"deploy.engine={each}" for each in takers)
+            able = " or ".join(f"deploy.engine={taker}" for taker in takers)
         yield f"{setting} has no effect with {kind}; leave it out, or use {able}."
 
 

@@ -322,7 +322,7 @@ class EvaluateStage(Stage):
 
 def _without_effect(options: EvaluationOptions) -> Iterator[str]:
     """Yield the settings of tasks that are not asked, and of a protocol that is not spoken."""
-    asked = {each.partition(":")[0] for each in options.tasks}
+    asked = {task.partition(":")[0] for task in options.tasks}
     asked |= {*_OF_EVERY_TASK}
     if options.protocol == OPENAI or "harness" in asked:  # whose chats are of that protocol
         asked.add("openai")

@@ -1,7 +1,7 @@
 """Stage `export`: FasterTransformer shards become a Triton repository."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,10 @@ from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
 
 KEYS: Mapping[str, str] = {
-    **{each.name: f"export.triton_deployment.{each.name}" for each in fields(RepositoryRequest)},
+    **{
+        option.name: f"export.triton_deployment.{option.name}"
+        for option in fields(RepositoryRequest)
+    },
     "model_dir": "export.triton_deployment.triton_model_dir",
     "tp_size": "export.model.tensor_model_parallel_size",
     "pp_size": "export.triton_deployment.pipeline_model_parallel_size",
@@ -48,9 +51,6 @@ class ExportStage(Stage):
     request: RepositoryRequest
     kind: str | None = None
     publish_to: StoreLocation | None = None
-
-    def __post_init__(self) -> None:
-        self.request = replace(self.request, overwrite=self.job.overwrite)
 
     def check(self) -> list[str]:
         """Return the problems of sizes, types and destination."""

@@ -57,7 +57,7 @@ class JobRecord:
 
     @property
     def is_final(self) -> bool:
-        """Return whether the job has ended."""
+        """Whether the job has ended."""
         return self.state in FINAL_STATES
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from export_scripts.conversion.request import ConversionRequest
+from foundations.time_limit import minutes
 from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, TOKENS, Within, option
 from inference.evaluation.options import OPENAI
 from inference.front.access import Credentials
@@ -20,7 +21,7 @@ class CertifySection:
     """`certify`: the comparison of a folder with its source (conf/certify/<name>.yaml)."""
 
     name: str = option("name of the job", name=True)
-    time_limit: Any = option("as in export.run")
+    time_limit: Any = option("longest time of the job", check=minutes)
     cpus_per_task: int | None = option("CPU cores of the job", None, within=(1, NODE_CPUS))
     mem_gb: float | None = option("memory of the job, in GB", None, within=(0, NODE_MEMORY_GB))
     source: str | None = option(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from foundations.time_limit import minutes
 from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, Within, option
 from inference.front.access import Credentials
 
@@ -173,7 +174,7 @@ class EvaluateSection:
     """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
 
     name: str = option("name of the job", name=True)
-    time_limit: Any = option("as in export.run")
+    time_limit: Any = option("longest time of the job", check=minutes)
     tasks: list[str] = option("what to measure, such as [lambada]", ["lambada"])
     server: str | None = option(
         "host:port of a running server, or its URL for protocol=openai; null: the pipeline's, or "

@@ -71,14 +71,14 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     found = [each for each in rest if "=" in each and each not in unknown]
     names = [name for _, name, _ in _OPTIONS]
     problems = [
-        f"unknown argument {each}{did_you_mean(each, names) or likely_key(each)}; run with --help "
+        f"unknown argument {word}{did_you_mean(word, names) or likely_key(word)}; run with --help "
         "for the list."
-        for each in unknown
+        for word in unknown
     ]
     problems += [
-        f"{each!a} is not UTF-8, the encoding of configurations; rename the file that it names."
-        for each in argv
-        if _NOT_UTF8.search(each)
+        f"{word!a} is not UTF-8, the encoding of configurations; rename the file that it names."
+        for word in argv
+        if _NOT_UTF8.search(word)
     ]
     words = [*known.overrides, *found]
     if known.cfg not in (None, "job"):
@@ -108,7 +108,7 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
 
     A saved configuration has no files to choose from: there `cluster_type` is used alone.
     """
-    translated = [_pass_through(each) for each in overrides]
+    translated = [_pass_through(override) for override in overrides]
     split = [each.partition("=") for each in translated]
     given = {key: CLUSTER_ALIASES.get(value, value) for key, _, value in split if key in _CLUSTER}
     kind, group = given.get("cluster_type"), given.get("cluster")

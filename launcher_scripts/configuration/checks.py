@@ -1,21 +1,17 @@
-"""Checks of names, mounts, folders and variables that hold on every cluster."""
+"""Checks of folders and variables that hold on every cluster."""
 
+import logging
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from foundations.values import shortened
 from launcher_scripts.configuration.schema import Config
+from stages.job import LOG_LEVEL_VARIABLE
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Prefix of every job's name; some sites require account:project.
-_PREFIX = re.compile(r"[\w.:@+-]{0,64}")
-# SOURCE[:TARGET[:FLAGS]] as pyxis reads it, FLAGS such as ro+rprivate.
-_MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:[\w=+-]+)?)?")
-
 # Folders that stages make and fill.
 _WRITTEN = (
     "base_results_dir",
@@ -29,23 +25,14 @@ _WRITTEN = (
 
 def problems_of_settings(config: Config) -> Iterator[str]:
     """Yield every problem that can be found without a model or a cluster."""
-    prefix = config.cluster.job_name_prefix
-    if not _PREFIX.fullmatch(prefix):
-        yield (
-            f"cluster.job_name_prefix={shortened(prefix)!r} is part of file names; use at most 64 "
-            "letters, digits and . _ - : @ +."
-        )
-    for each in config.container_mounts:
-        if each is not None and not (isinstance(each, str) and _MOUNT.fullmatch(each)):
-            yield (
-                f"container_mounts names {each!r}, which is not a mount; write /path, "
-                "/path:/path/in/the/container, or with flags /path:/path/in/the/container:ro."
-            )
     if config.run_dir is not None:
         yield (
             f"run_dir={config.run_dir} names an earlier run for action=status, logs or cancel, and "
             f"has no effect with action={config.action}; export.run.results_dir is this run's."
         )
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
+    if level.upper() not in logging.getLevelNamesMapping():
+        yield f"{LOG_LEVEL_VARIABLE}={level} is no level of logs; use DEBUG, INFO or WARNING."
     yield from _variables(config)
     yield from _places(config)
 
@@ -71,12 +58,6 @@ def _variables(config: Config) -> Iterator[str]:
 
 
 def _places(config: Config) -> Iterator[str]:
-    path = Path(config.launcher_scripts_path)
-    if path.absolute().name != "launcher_scripts":
-        yield (
-            f"launcher_scripts_path={path} does not end in /launcher_scripts; give the folder of "
-            "that name in your checkout."
-        )
     tried: set[Path] = set()
     refused: list[Path] = []  # what lies below one of these has no problem of its own
     for key in _WRITTEN:

@@ -191,7 +191,7 @@ def _with_overrides(
     left_out: set[str] = set()
     while True:
         config = copy.deepcopy(files)
-        refused = {key_of(each): _apply(config, each) for each in overrides}
+        refused = {key_of(override): _apply(config, override) for override in overrides}
         values, wrong = _resolved(config)
         wrong |= {name: text for name, text in refused.items() if text}
         try:
@@ -203,7 +203,7 @@ def _with_overrides(
             break
         problems += [text for name, text in wrong.items() if name in typed]
         left_out |= typed
-        overrides = [each for each in overrides if key_of(each) not in typed]
+        overrides = [override for override in overrides if key_of(override) not in typed]
     if "action" in left_out:
         return None, problems  # what is wrong with a run is of no interest
     if not wrong:

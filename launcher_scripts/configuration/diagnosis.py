@@ -1,6 +1,7 @@
 """Overrides as they are typed: each is read once, or refused with the remedy."""
 
 import functools
+from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
@@ -75,6 +76,19 @@ def hydra_text(text: str) -> str:
     return f"'{escaped}'"
 
 
+def is_below(word: str, names: Iterable[str]) -> bool:
+    """Return whether a key, or an override of it, is one of these or lies in such a section."""
+    key = word.lstrip("+").partition("=")[0]
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
+
+
+def decided_elsewhere(overrides: Iterable[str], keys: Iterable[str], why: str) -> list[str]:
+    """Return the overrides of keys whose values would be replaced, as problems."""
+    return [
+        f"{override}: {why}; leave it out." for override in overrides if is_below(override, keys)
+    ]
+
+
 def chooses_file(name: str) -> bool:
     """Return whether an override chooses a file, or was meant to, or is about Hydra itself."""
     is_misspelt = "." not in name and name not in KEYS and closest(name, GROUPS) is not None
@@ -85,7 +99,7 @@ def key_of(override: Override) -> str:
     """Return the key that an override changes: itself, or the mapping with its name."""
     names = override.key_or_group.split(".")
     parents = (".".join(names[:count]) for count in range(1, len(names)))
-    return next((each for each in parents if each in KEYS), override.key_or_group)
+    return next((parent for parent in parents if parent in KEYS), override.key_or_group)
 
 
 def check_override(override: Override) -> str | None:
@@ -122,7 +136,7 @@ def files_of_group(group: str) -> list[str]:
     """Return the shipped files of a group by the names that choose them: `gpt3/sample`."""
     root = CONFIG_DIR / group
     files = (each.relative_to(root).with_suffix("") for each in root.rglob("*.yaml"))
-    return sorted(each.as_posix() for each in files)
+    return sorted(file.as_posix() for file in files)
 
 
 def unknown_choice(group: str, value: str) -> str:

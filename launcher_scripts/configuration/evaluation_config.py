@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from export_scripts.conversion.hub import cached_model
 from export_scripts.conversion.request import TORCH_DIST
@@ -112,71 +113,66 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
 
 def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFacts:
     """Return what is known of the server that will be asked; of another user's, its address."""
-    facts = RunFacts(
+    model, triton = config.export.model, config.export.triton_deployment
+    facts: dict[str, Any] = {}
+    if (is_ours := config.evaluate.server is None) and server.engine != OPENAI_ENGINE:
+        facts = {"tp_size": server.tp_size, "pp_size": server.pp_size}
+        if not server.is_from_elsewhere:
+            form, kind = config.convert.fp8, model.weight_data_type
+            facts["checkpoint"] = model.checkpoint_path
+            facts["weight_data_type"] = kind if form is None else f"fp8 by {form}, {kind}"
+            if {"dtype", "quantization"}.isdisjoint(key.replace("-", "_") for key in server.vllm):
+                facts["data_type"] = triton.data_type
+            if not server.is_other_engine:
+                facts["int8_mode"] = int(triton.int8_mode)
+                facts["max_batch_size"] = triton.max_batch_size
+    return RunFacts(
         name=config.export.run.model_train_name,
         server=config.evaluate.server or "",
+        engine=server.engine if is_ours else "",
         cluster=config.cluster_type,
         command=context.command,
         git_revision=context.git_revision,
-    )
-    if config.evaluate.server is not None:
-        return facts
-    facts = replace(facts, engine=server.engine)
-    if server.engine == OPENAI_ENGINE:  # whatever deploy.command starts
-        return facts
-    facts = replace(facts, tp_size=server.tp_size, pp_size=server.pp_size)
-    model, triton = config.export.model, config.export.triton_deployment
-    if server.is_from_elsewhere:
-        return facts
-    form, kind = config.convert.fp8, model.weight_data_type
-    stored = kind if form is None else f"fp8 by {form}, {kind}"
-    facts = replace(facts, checkpoint=model.checkpoint_path, weight_data_type=stored)
-    if server.is_other_engine:
-        changed = {"dtype", "quantization"} & {key.replace("-", "_") for key in server.vllm}
-        return facts if changed else replace(facts, data_type=triton.data_type)
-    return replace(
-        facts,
-        data_type=triton.data_type,
-        int8_mode=int(triton.int8_mode),
-        max_batch_size=triton.max_batch_size,
+        **facts,
     )
 
 
 def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptions:
-    section, triton = config.evaluate, config.export.triton_deployment
-    # The conversion puts the tokenizer's files next to the shards.
-    weights_dir = None if section.server else server.weights_dir
+    section, deploy = config.evaluate, config.export.triton_deployment
+    source = find_checkpoint(cached_model(Path(config.export.model.checkpoint_path)))
     # Where the server will speak OpenAI's protocol, as far as is known.
     expected = section.server if section.protocol == OPENAI else None
     if section.server is None and server.openai.enabled:
         expected = f"http://{server.host}:{server.openai.port}/v1"
-    max_seq_len = stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN
-    is_known = not (section.server or server.is_from_elsewhere)
-    options = EvaluationOptions(
-        **vars(section),
+    tokenizer = Path(section.tokenizer) if section.tokenizer else None
+    if server.is_other_engine and section.server is None:
+        known: dict[str, Any] = {
+            "protocol": OPENAI,
+            "model": section.model or server.model_name,
+            "ensemble_name": None,
+            "tokenizer_dir": tokenizer or server.folder,
+            "served_dirs": tuple(filter(None, (server.folder, server.adapter))),
+            "source_path": server.folder if server.is_from_elsewhere else source,
+        }
+    else:
+        # The conversion puts the tokenizer's files next to the shards.
+        weights_dir = None if section.server else server.weights_dir
+        is_known = not (section.server or server.is_from_elsewhere)
+        # NVIDIA's backend sets no bound.
+        is_bounded = config.deploy.engine != FASTERTRANSFORMER
+        most = stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN
+        known = {
+            "ensemble_name": ENSEMBLE if has_ensemble(config) else None,
+            "tokenizer_dir": tokenizer or weights_dir,
+            "weights_dir": weights_dir,
+            "source_path": source,
+            "max_seq_len": most if is_bounded else None,
+            "max_batch_size": deploy.max_batch_size if is_known else None,
+        }
+    return EvaluationOptions(
+        **vars(section) | known,
         data_dir=Path(config.data_dir),
         openai_url=section.harness.url or expected,
         model_name=server.model_name,
-        ensemble_name=ENSEMBLE if has_ensemble(config) else None,
-        tokenizer_dir=Path(section.tokenizer) if section.tokenizer else weights_dir,
-        weights_dir=weights_dir,
-        source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
-        # NVIDIA's backend sets no bound.
-        max_seq_len=None if config.deploy.engine == FASTERTRANSFORMER else max_seq_len,
-        max_batch_size=triton.max_batch_size if is_known else None,
         given=tuple((name, str(value)) for name, value in config.convert.given.items()),
     )
-    if server.is_other_engine and section.server is None:
-        options = replace(
-            options,
-            protocol=OPENAI,
-            model=section.model or server.model_name,
-            source_path=server.folder if server.is_from_elsewhere else options.source_path,
-            served_dirs=tuple(filter(None, (server.folder, server.adapter))),
-            tokenizer_dir=Path(section.tokenizer or server.folder),
-            weights_dir=None,
-            ensemble_name=None,
-            max_seq_len=None,
-            max_batch_size=None,
-        )
-    return options

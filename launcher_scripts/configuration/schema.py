@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from export_scripts.conversion.request import OUTPUT_FORMATS, PEFT, ConversionOptions
+from foundations.time_limit import minutes
 from foundations.values import (
     INT32,
     NODE_CPUS,
@@ -27,6 +28,7 @@ from foundations.values import (
 )
 from inference.certify.options import CertifySection
 from inference.evaluation.options import EvaluateSection
+from launcher_scripts.configuration.key_checks import check_mounts, check_prefix, check_scripts
 from launcher_scripts.configuration.settings import DEBUG, is_set
 from stages.deploy_config import DeploySection
 
@@ -88,7 +90,7 @@ class ClusterSection:
     mem: int | float | str | None = option(
         "memory per node: 0 is all of it, other numbers are GB", None
     )
-    job_name_prefix: str = option("put in front of every job's name")
+    job_name_prefix: str = option("put in front of every job's name", check=check_prefix)
     srun_args: list[str] = option("appended to every srun", [])
     mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
     setup: list[str] = option("shell lines that run before the job", [])
@@ -107,7 +109,7 @@ class RunSection:
     """`export.run`: names, folders and resources of the exported model."""
 
     name: str = option("name of the convert and export jobs", name=True)
-    time_limit: Any = option("MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS")
+    time_limit: Any = option("longest time of each of these jobs", check=minutes)
     model_train_name: str = option("name of the trained model", name=True)
     dependency: str | None = option("dependency of the first job, such as singleton", None)
     training_dir: str | None = option("folder of the training run", None, path=True)
@@ -302,7 +304,9 @@ class Config:
 
     stages: list[str] = option("what to run: convert, certify, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
-    launcher_scripts_path: str = option("folder that ends in /launcher_scripts", path=True)
+    launcher_scripts_path: str = option(
+        "the folder launcher_scripts of a checkout", path=True, check=check_scripts
+    )
     data_dir: str = option("folder of data sets", path=True)
     base_results_dir: str = option("folder of all results", path=True)
     dry_run: bool = option("write and print every job's script and configuration; start nothing")
@@ -319,7 +323,7 @@ class Config:
         "results folder that action works on; null: that of the last run", None, path=True
     )
     container: str | None = option("image of every job: registry path or .sqsh file")
-    container_mounts: list[Any] = option("further mounts: /a, or /a:/b")
+    container_mounts: list[str | None] = option("further mounts", check=check_mounts)
     env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
     wandb_api_key_file: str | None = _accepted(None, "nothing is sent")
     numa_mapping: dict[str, Any] = _accepted({}, "training only")

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from export_scripts.triton.model_config import ModelSizes, served_model_of
+from foundations.time_limit import minutes
 from inference.system.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.time_limit import minutes
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, is_store_url
 from stages.node_layout import NodeLayout, place
 
@@ -73,12 +73,11 @@ def _uptime_s(config: Config) -> float | None:
     """Return how long a chain of jobs serves; None for one job.
 
     Raises:
-        ValueError: the notation is unknown, or there can be no chain.
+        ValueError: there can be no chain.
     """
     wanted = config.deploy.uptime
     if wanted is None:
         return None
-    uptime_s = 60.0 * minutes(wanted, key="deploy.uptime")
     if config.cluster_type != "bcm":
         raise ValueError(
             f"deploy.uptime={wanted} makes a chain of Slurm jobs (cluster=bcm); nothing but "
@@ -97,7 +96,7 @@ def _uptime_s(config: Config) -> float | None:
             f"runs, whatever cluster.dependency={config.cluster.dependency} says; set "
             "cluster.dependency=null."
         )
-    return uptime_s
+    return 60.0 * minutes(wanted)
 
 
 def _converted(config: Config) -> Path:

@@ -18,9 +18,9 @@ DEBUG = "NEMO_LAUNCHER_DEBUG"
 CI = "NEMO_LAUNCHER_CI"
 # Hydra's own: show tracebacks.
 FULL_ERROR = "HYDRA_FULL_ERROR"
-_TRUTHY = ("true", "t", "1")
+_OFF = ("", "0", "false", "f", "no", "n", "off")
 
 
 def is_set(variable: str) -> bool:
-    """Return whether a switch is on."""
-    return os.environ.get(variable, "").lower() in _TRUTHY
+    """Return whether a switch is on; any word but those for off switches it on."""
+    return os.environ.get(variable, "").lower() not in _OFF

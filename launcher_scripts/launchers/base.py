@@ -89,11 +89,6 @@ class Job:
         """Path of the job's record."""
         return self.folder / RECORD_NAME
 
-    @property
-    def whole_config_path(self) -> Path:
-        """The whole configuration, with which `main.py` repeats the job."""
-        return self.folder / f"{self.name}_config.yaml"
-
 
 @dataclass
 class JobHandle(ABC):

@@ -118,4 +118,4 @@ class BcpLauncher(LocalLauncher):
     def _runner(self) -> str | None:
         """Return the program that starts processes on the replicas, or None."""
         programs = (self.config.cluster.bcprun, _MPIRUN)
-        return next((each for each in programs if shutil.which(each)), None)
+        return next((program for program in programs if shutil.which(program)), None)

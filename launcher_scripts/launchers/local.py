@@ -1,6 +1,5 @@
 """Jobs on this machine, through submitit's local executor, in the foreground of the command."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -152,10 +151,10 @@ class LocalLauncher(Launcher):
         own launcher empties it for a job that requests no GPU.
         """
         del after, patience_s
-        # The start time, with a number if that exists.
-        stamp, limit_min = f"{datetime.now():%m%d_%H%M%S}", job.stage.job.resources.time_limit_min
-        names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
-        job_id = next(each for each in names if not (job.submitit_folder / each).exists())
+        job_id, limit_min = (
+            f"{datetime.now():%m%d_%H%M%S_%f}",
+            job.stage.job.resources.time_limit_min,
+        )
         folder, mark = job.submitit_folder / job_id, uuid.uuid4().hex
         log_path = job.folder / f"log-{job.name}_{job_id}.out"
         folder.mkdir(parents=True)

@@ -11,7 +11,6 @@ from launcher_scripts.launchers.slurm_limits import (
     problems_of_accounting,
     problems_of_partition,
     refusals,
-    room_in_queue,
 )
 from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
 from launcher_scripts.launchers.slurm_state import SlurmJobState, ask_slurm, queue_now
@@ -32,14 +31,15 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as this machine can reach the cluster."""
-    # The images that the stages use, by the key that names them.
-    own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
-    named = {own.get(each.name, "container"): config.image_of(each.name) for each in stages}
-    images = {key: image for key, image in named.items() if image is not None}
-    is_inside = any(in_container(config, each.name) for each in stages)
-    by_name = {"cluster.srun_args": config.cluster.srun_args} if is_inside else {}
-    problems = [*_options(config), *_images(config, images)]
-    problems += [*([] if is_inside or not stages else _without_container(config)), *_paths(config)]
+    images: dict[str, str] = {}  # that the stages use, by the key that names them
+    for each in stages:
+        is_own = each.name == "deploy" and config.deploy.container is not None
+        if (image := config.image_of(each.name)) is not None:
+            images["deploy.container" if is_own else "container"] = image
+    problems = [*_options(config), *_images(config, images), *_paths(config)]
+    is_inside = any(in_container(config, stage.name) for stage in stages)
+    if stages and not is_inside:
+        problems += _without_container(config)
     if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
@@ -48,13 +48,12 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
             "cluster_type=local or dry_run=true.",
         ]
-    problems += [*refusals(config, stages), *_problems_of_pyxis(images or by_name)]
+    problems += refusals(config, stages)
+    if is_inside:
+        problems += _problems_of_pyxis(images or {"cluster.srun_args": config.cluster.srun_args})
     problems += problems_of_partition(config, stages)
     problems += problems_of_accounting(config, stages)
-    if (room := room_in_queue(config)) is not None and room.free < len(stages):
-        problems.append(f"the run has {len(stages)} jobs, {room}; wait for them.")
-    nodes = max((stage.job.resources.nodes for stage in stages), default=1)
-    if nodes > 1 and config.cluster.mpi is not None:
+    if config.cluster.mpi is not None and any(stage.job.resources.nodes > 1 for stage in stages):
         problems += _problems_of_mpi(config.cluster.mpi)
     return problems
 
@@ -101,8 +100,10 @@ def _without_container(config: Config) -> Iterator[str]:
     cluster, python = config.cluster, "cluster.container_python"
     useless = {
         python: "" if config.at(python) == KEYS[python].default else config.at(python),
-        "container_mounts": [each for each in config.container_mounts if each is not None],
-        "cluster.srun_args": [each for each in cluster.srun_args if each.startswith("--container")],
+        "container_mounts": [mount for mount in config.container_mounts if mount is not None],
+        "cluster.srun_args": [
+            argument for argument in cluster.srun_args if argument.startswith("--container")
+        ],
     }
     for key, value in useless.items():
         if value:
@@ -116,10 +117,10 @@ def _without_container(config: Config) -> Iterator[str]:
 def _paths(config: Config) -> Iterator[str]:
     """Yield the folders below which Slurm could write no log."""
     for key in ("base_results_dir", "export.run.results_dir"):
-        if "\\" in (path := config.at(key)) or _CONTROL.search(path):
+        if "\\" in (path := config.at(key)):
             yield (
-                f"{key}={path!r}: Slurm writes no log to a path with a backslash or a control "
-                "character; choose another folder."
+                f"{key}={path}: Slurm writes no log to a path with a backslash; choose another "
+                "folder."
             )
 
 
@@ -141,7 +142,7 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
 
 
 def _problems_of_pyxis(images: Mapping[str, object]) -> list[str]:
-    described = _answer(["srun", "--help"]) if images else None
+    described = _answer(["srun", "--help"])
     if described is None or "--container-image" in described:
         return []
     return [

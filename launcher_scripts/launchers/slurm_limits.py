@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from foundations.time_limit import minutes, slurm_notation
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.time_limit import minutes, slurm_notation
 from launcher_scripts.launchers.base import Job, Room, clean_environment, settings_section
 from launcher_scripts.launchers.slurm_script import further_options, sbatch_options, words_of
 from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
@@ -79,7 +79,7 @@ def _too_long(stage: Stage, owner: str, limit: str) -> str:
     """Return why a stage's time limit exceeds another one, empty if it does not."""
     longest, asked = None, stage.job.resources.time_limit_min
     with suppress(ValueError):  # empty, or infinite
-        longest = minutes(limit, key="")
+        longest = minutes(limit)
     if longest is None or asked <= longest:
         return ""
     more = ", or let a chain of jobs serve longer (deploy.uptime)" if stage.name == "deploy" else ""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from foundations.time_limit import slurm_notation
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
-from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Job, job_script
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
@@ -157,7 +157,9 @@ def step_of(job: Job) -> JobStep | None:
     image = config.image_of(job.stage.name)
     is_inside = in_container(config, job.stage.name)
     arguments = [
-        each for each in cluster.srun_args if is_inside or not each.startswith(_CONTAINER_FLAGS)
+        argument
+        for argument in cluster.srun_args
+        if is_inside or not argument.startswith(_CONTAINER_FLAGS)
     ]
     resources = job.stage.job.resources
     ranks = resources.nodes * resources.tasks_per_node
@@ -184,16 +186,16 @@ def step_of(job: Job) -> JobStep | None:
 
 def in_container(config: Config, stage: str) -> bool:
     """Return whether a stage runs in a container: by an image, or by a flag of srun."""
-    named = any(each.startswith(_CONTAINERS) for each in config.cluster.srun_args)
+    named = any(argument.startswith(_CONTAINERS) for argument in config.cluster.srun_args)
     return named or config.image_of(stage) is not None
 
 
 def mounts(config: Config) -> list[str]:
     """Return `source:target` for every folder that a container needs."""
     own = (config.at(key) for key in MOUNTED)
-    further = (str(each) for each in config.container_mounts if each is not None)
+    further = (str(mount) for mount in config.container_mounts if mount is not None)
     wanted = [str(CHECKOUT), *own, *further]
-    pairs = [each if ":" in each else f"{each}:{each}" for each in wanted]
+    pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in wanted]
     halves = {each: each.split(":")[:2] for each in pairs}
     # A path inside a mount with the same source and target needs none of its own.
     same = {source for source, target in halves.values() if source == target}

@@ -46,9 +46,9 @@ _OURS = {
     # It has ended.
     "": record.LOST,  # Slurm no longer knows the job
     "COMPLETED": record.COMPLETED,
-    **dict.fromkeys(("CANCELLED", "PREEMPTED", "REVOKED"), record.CANCELLED),
+    **dict.fromkeys(("CANCELLED", "REVOKED"), record.CANCELLED),
     **dict.fromkeys(
-        ("FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+        ("FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "PREEMPTED"),
         record.FAILED,
     ),
 }
@@ -56,6 +56,7 @@ _OURS = {
 _REMEDIES = {
     "TIMEOUT": "its time limit has passed; raise the stage's time_limit",
     "OUT_OF_MEMORY": "it needed more memory; raise the stage's mem_gb, or cluster.mem",
+    "PREEMPTED": "another job took its nodes; submit it again, it continues from what is on disk",
     "NODE_FAIL": "its node failed; submit it again, it continues from what is on disk",
 }
 # A field in a line of scontrol; a reason or a path may hold blanks.

@@ -82,9 +82,9 @@ def test_job_folder_has_everything_that_users_of_the_launcher_expect(tmp_path: P
     assert (results / "results").is_dir()
     assert "stages=[convert]" in (results / "launcher_cmd.log").read_text()
     folder = results / "convert"
-    section = yaml.safe_load((folder / "export_gpt_books_5m_hydra.yaml").read_text())
-    assert section["run"]["results_dir"] == str(results)
-    assert section["model"]["tensor_model_parallel_size"] == 2
+    section = yaml.safe_load((folder / "export_gpt_books_5m_config.yaml").read_text())
+    assert section["export"]["run"]["results_dir"] == str(results)
+    assert section["export"]["model"]["tensor_model_parallel_size"] == 2
     assert "export NOTE='a b'" in (folder / "export_gpt_books_5m_submission.sh").read_text()
     record = json.loads((folder / "job.json").read_text())
     assert (record["state"], record["stage"], record["exit_code"]) == ("completed", "convert", 0)

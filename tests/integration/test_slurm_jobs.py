@@ -18,7 +18,7 @@ from launcher_scripts.launchers.base import Job, Room
 from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_state import queue_now
 from launcher_scripts.main import main
-from launcher_scripts.rows import NamedRun, problems_of_room, run_rows
+from launcher_scripts.rows import problems_of_room, run_rows
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
@@ -208,12 +208,12 @@ def test_rows_that_exceed_the_queue_run_in_waves(
 
     monkeypatch.setattr(SlurmLauncher, "room", room)
     folders = [tmp_path / name for name in ("a", "b", "c")]
-    rows = [NamedRun(each.name, make_run(WriteStage(settings(each, "write")))) for each in folders]
+    rows = [make_run(WriteStage(settings(each, "write"))) for each in folders]
     (problem,) = problems_of_room(rows)
     assert "3 jobs" in problem
-    assert run_rows(rows, rows[0].run.console, wait=True) == 0
+    assert run_rows(rows, rows[0].console, wait=True) == 0
     assert most[-1] < 2  # jobs that have ended leave the queue a moment later
     for each in rows:
-        found = each.run.records()["write"]
+        found = each.records()["write"]
         assert found is not None
         assert found.state == "completed"

@@ -17,7 +17,7 @@ import pytest
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.rows import NamedRun, run_rows
+from launcher_scripts.rows import run_rows
 from launcher_scripts.stage_table import build_stage
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
@@ -122,7 +122,7 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     tmp_path: Path, slurm_cluster: SlurmCluster, sample_weights: Callable[[int], Path]
 ) -> None:
     words = (f"base_results_dir={tmp_path}", "export.model.weight_data_type=fp32")
-    found = build_stage("convert", configure(*words), Context(), [])
+    found = build_stage("convert", configure(*words), Context())
     assert isinstance(found, ConvertStage)
     stage = StuckStage(replace(found.job, resources=Resources()), found.request)
     results = stage.job.folder.parent
@@ -163,12 +163,13 @@ def test_one_failure_of_a_row_stops_only_its_own_chain(tmp_path: Path) -> None:
             WriteStage(settings(folder, "write"), fails=fails),
             EnvironmentStage(settings(folder, "environment")),
         )
-        rows.append(NamedRun(name, run))
+        run.name = name
+        rows.append(run)
     assert run_rows(rows, Console(io.StringIO()), wait=True) == 1
     assert [each.status for each in rows] == [1, 0]
     assert record(tmp_path / "1", "write").state == "failed"
     assert record(tmp_path / "2", "environment").state == "completed"
-    waiting = rows[0].run
+    waiting = rows[0]
     until(
         lambda: waiting.handles["environment"].poll() == "cancelled", "the end of the dependent job"
     )

@@ -263,7 +263,7 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
         "deploy.uptime=7-00:00:00", "deploy.time_limit=10", "deploy.handover_s=448",
         "deploy.max_restarts=1", "deploy.ready_timeout_s=1", "deploy.restart_backoff_s=0.1",
     )  # fmt: skip
-    stage = build_stage("deploy", config, Context(), [])
+    stage = build_stage("deploy", config, Context())
     assert isinstance(stage, DeployStage)
     stage.job.folder.mkdir(parents=True)
     job_id = slurm_cluster.run(

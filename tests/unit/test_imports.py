@@ -254,6 +254,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.certify",
     ),
     "launcher_scripts.launchers": (
+        "foundations",
         "inference.system",
         "launcher_scripts.configuration",
         "stages",

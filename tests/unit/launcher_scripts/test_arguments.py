@@ -97,9 +97,11 @@ def test_folder_of_further_files_has_to_exist(tmp_path: Path) -> None:
 
 
 def test_further_sbatch_options_pass_through() -> None:
-    assert read_arguments(["+cluster.begin=now", "+cluster.qos=high"]).overrides == (
+    words = ["+cluster.begin=now", "+cluster.qos=high", "+cluster.gpus-per-node=4"]
+    assert read_arguments(words).overrides == (
         "+cluster.additional_parameters.begin=now",
         "cluster.qos=high",
+        "cluster.gpus_per_node=4",  # also places the ranks
     )
 
 

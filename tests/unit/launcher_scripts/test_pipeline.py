@@ -12,6 +12,7 @@ from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.evaluation_config import Context, known_facts
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT
+from launcher_scripts.main import main
 from launcher_scripts.pipeline import Plan, plan_pipeline, read_stages
 from launcher_scripts.stage_table import STAGE_TABLE
 from stages import STAGES
@@ -149,29 +150,31 @@ def test_problems_of_all_stages_come_together(tmp_path: Path) -> None:
         "export.triton_deployment.triton_model_dir=/r/ensemble",
         "deploy.grpc_port=8000",
         "evaluate.lambada.data_path=/nowhere.jsonl",
-        "evaluate.time_limit=soon",
     )
     text = "\n".join(made.problems)
     assert "tensor_model_parallel_size=3 does not divide head_num=8" in text
     assert "use 1, 2, 4 or 8" in text
     assert "ensemble" in text
     assert "the ports must differ" in text
-    assert "evaluate.time_limit=soon is not a time limit" in text
 
 
-def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path: Path) -> None:
-    made = plan(
-        tmp_path,
+def test_an_unreadable_time_limit_hides_no_other_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "export=gpt3/sample",
+        f"base_results_dir={tmp_path}",
         "export.run.time_limit=abc",
         "export.model.checkpoint_path=/nowhere.nemo",
         "deploy.time_limit=0",
         *(f"deploy.{each}_port=0" for each in ("http", "grpc", "metrics")),  # others may be in use
-    )
-    text = "\n".join(made.problems)
-    assert "export.run.time_limit=abc is not a time limit" in text
+    ]
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    assert "export.run.time_limit=abc: not a time limit" in text
     assert "export.model.checkpoint_path=/nowhere.nemo does not exist" in text
-    assert "deploy.time_limit=0 leaves no time" in text
-    assert len(made.problems) == 3  # and no further one of the limits that were not given
+    assert "deploy.time_limit=0: expected a minute to ten years" in text
+    assert text.count("\n  - ") == 3  # and no further one of the limits that were not given
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
-from launcher_scripts.rows import NamedRun, run_rows
+from launcher_scripts.rows import run_rows
 from tests.unit.launcher_scripts.test_run import make_run
 from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
 
@@ -27,7 +27,7 @@ def test_nothing_starts_when_one_row_cannot_run(
     shown = capsys.readouterr().err
     assert f"three: {TP}=3 does not divide" in shown
     assert f"five: {TP}=5 does not divide" in shown
-    assert shown.count("evaluate.time_limit=soon is not a time limit") == 1
+    assert shown.count("evaluate.time_limit=soon: not a time limit") == 1
     assert not (tmp_path / "r").exists()
 
 
@@ -35,7 +35,8 @@ def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: P
     rows = []
     for name, fails in (("first", "error"), ("second", "")):
         run, _ = make_run(WriteStage(settings(tmp_path / name, "write"), fails=fails))
-        rows.append(NamedRun(name, run))
+        run.name = name
+        rows.append(run)
     text = io.StringIO()
     assert run_rows(rows, Console(text), wait=False) == 1
     assert [each.status for each in rows] == [1, 0]

@@ -72,8 +72,8 @@ def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path)
     assert record.seconds is not None
     assert Path(record.log).name == f"log-write_{record.job_id}.out"
     assert "working" in Path(record.log).read_text()
-    saved = yaml.safe_load((folder / "write_hydra.yaml").read_text())
-    assert saved["poll_s"] == 30.0
+    saved = yaml.safe_load((folder / "write_config.yaml").read_text())
+    assert saved["watch"]["poll_s"] == 30.0
     assert saved["convert"]["format"] == "fastertransformer"
     assert (folder / "write_submission.sh").read_text().startswith("#!/bin/bash\n")
     assert record.job_id in (folder / "launcher.log").read_text()

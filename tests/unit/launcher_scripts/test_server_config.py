@@ -32,7 +32,7 @@ def on_cluster(tp_size: int, pp_size: int, *words: str) -> Config:
 
 
 def resources(config: Config) -> Resources:
-    return build_stage("deploy", config, Context(), []).job.resources
+    return build_stage("deploy", config, Context()).job.resources
 
 
 def test_ranks_on_one_node_belong_to_the_server_and_hide_other_gpus() -> None:
@@ -61,27 +61,27 @@ def test_fewer_gpus_of_each_node_take_more_nodes() -> None:
 def test_evaluation_alone_cannot_serve_over_several_nodes() -> None:
     config = on_cluster(8, 2)
     with pytest.raises(ValueError, match="a model over 2 nodes needs a server job of its own"):
-        build_stage("evaluate", config, Context(), [])
-    build_stage("evaluate", config, Context(deploys=True), [])
+        build_stage("evaluate", config, Context())
+    build_stage("evaluate", config, Context(deploys=True))
 
 
 def test_evaluation_alone_has_the_gpus_of_its_server() -> None:
     config = on_cluster(4, 1)
-    alone = build_stage("evaluate", config, Context(), []).job.resources
+    alone = build_stage("evaluate", config, Context()).job.resources
     assert alone.gpus_per_node == resources(config).gpus_per_node == 4
-    followed = build_stage("evaluate", config, Context(deploys=True), []).job.resources
+    followed = build_stage("evaluate", config, Context(deploys=True)).job.resources
     assert followed.gpus_per_node is None
     elsewhere = on_cluster(4, 1, "evaluate.server=host:8001")
-    assert build_stage("evaluate", elsewhere, Context(), []).job.resources.gpus_per_node is None
+    assert build_stage("evaluate", elsewhere, Context()).job.resources.gpus_per_node is None
 
 
 def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     found = server_config(configure(f"{TP}=2"))
     assert (found.local_gpus, found.visible_devices) == (3, "3,5")
-    assert build_stage("deploy", configure(f"{TP}=4"), Context(), []).check()
+    assert build_stage("deploy", configure(f"{TP}=4"), Context()).check()
     on_cpu = configure(f"{TP}=4", "+export.triton_deployment.parameters.device=cpu", *FREE_PORTS)
-    assert build_stage("deploy", on_cpu, Context(), []).check() == []
+    assert build_stage("deploy", on_cpu, Context()).check() == []
 
 
 def test_server_may_have_an_image_of_its_own() -> None:
@@ -103,7 +103,7 @@ def test_repository_from_elsewhere_brings_its_own_sizes(
     assert (found.tp_size, found.pp_size, found.visible_devices) == (2, 1, "0,1")
     assert resources(on_cluster(8, 2, words[0])).nodes == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (problem,) = build_stage("deploy", configure(*words, *FREE_PORTS), Context(), []).check()
+    (problem,) = build_stage("deploy", configure(*words, *FREE_PORTS), Context()).check()
     assert problem.startswith(f"deploy.repository={tmp_path} was made for 2 x 1 = 2 GPUs")
 
 
@@ -114,7 +114,7 @@ def test_place_in_a_store_stays_as_it_is_written() -> None:
 
 @pytest.mark.parametrize(("kind", "ensemble"), [("gpt3", "ensemble"), ("bert", None)])
 def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None) -> None:
-    stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context(), [])
+    stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context())
     assert stage.options.ensemble_name == ensemble  # type: ignore[attr-defined]
 
 
@@ -122,14 +122,14 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
     words = ("deploy.server=pytriton", "deploy.interface=nemo", *FREE_PORTS)
     found = server_config(configure(*words))
     assert (found.server, found.interface) == ("pytriton", "nemo")
-    stage = build_stage("deploy", configure(*words), Context(), [])
+    stage = build_stage("deploy", configure(*words), Context())
     assert stage.check() == []
     with pytest.raises(ValueError, match="takes texts alone, and the evaluation sends tokens"):
-        build_stage("evaluate", configure(*words), Context(deploys=True), [])
-    wide = build_stage("deploy", on_cluster(8, 2, *words), Context(), [])
+        build_stage("evaluate", configure(*words), Context(deploys=True))
+    wide = build_stage("deploy", on_cluster(8, 2, *words), Context())
     assert any(each.startswith("a model over several nodes has no") for each in wide.check())
     closed = configure(*words, f"deploy.token_file={tmp_path}/t", f"deploy.repository={tmp_path}")
-    problems = build_stage("deploy", closed, Context(), []).check()
+    problems = build_stage("deploy", closed, Context()).check()
     assert [each.split()[0] for each in problems if "deploy.server=" in each] == [
         "deploy.repository"
     ]
@@ -141,7 +141,6 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
         (("cluster=local",), "makes a chain of Slurm jobs .* set that to 2-00:00:00, and"),
         (("export.triton_deployment.interactive=true",), "sessions of an interactive model"),
         (("cluster.dependency=singleton",), "whatever cluster.dependency=singleton says"),
-        (("deploy.uptime=long",), "deploy.uptime=long is not a time limit; write MM"),
     ],
 )
 def test_uptime_without_a_chain_of_jobs_is_refused(words: tuple[str, ...], reason: str) -> None:
@@ -157,7 +156,7 @@ def test_a_tritonserver_that_is_not_there_is_named_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("TRITON_SERVER", str(tmp_path))
     for word in ("deploy.server=tritonserver", "deploy.repository=s3://bucket/x"):
-        (problem,) = build_stage("deploy", configure(word, *FREE_PORTS), Context(), []).check()
+        (problem,) = build_stage("deploy", configure(word, *FREE_PORTS), Context()).check()
         assert problem.startswith(f"deploy needs a tritonserver: TRITON_SERVER={tmp_path} is")
     dry = configure("deploy.server=tritonserver", "dry_run=true", *FREE_PORTS)
-    assert build_stage("deploy", dry, Context(), []).check() == []
+    assert build_stage("deploy", dry, Context()).check() == []

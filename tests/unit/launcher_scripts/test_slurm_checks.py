@@ -114,7 +114,11 @@ def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
         ("+cluster.mail_type=[END]", "cluster.mail_type=['END']: expected a single value"),
         ("+cluster.array=0-3", "cluster.array=0-3: the launcher sets this option itself"),
         ("+cluster.job_name=x", "cluster.job_name=x: the launcher sets this option itself"),
-        ("base_results_dir='/r/a\\b'", "base_results_dir='/r/a\\\\b': Slurm writes no log"),
+        (
+            "+cluster.additional_parameters.gpus-per-node=4",
+            "cluster.gpus-per-node=4: the launcher sets this option itself",
+        ),
+        ("base_results_dir='/r/a\\b'", "base_results_dir=/r/a\\b: Slurm writes no log"),
         ("cluster.container_python=python3.12", "cluster.container_python=python3.12 needs a"),
         ("container_mounts=[/a]", "container_mounts=['/a'] needs a container"),
         (

@@ -48,7 +48,7 @@ def config_of(*words: str) -> Any:
     ],
 )
 def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str) -> None:
-    (problem,) = problems_of_upgrade(config_of(f"++upgrade.rows={rows}"))
+    (problem,) = problems_of_upgrade(config_of(f"++upgrade.rows={rows}"), ())
     assert reported in problem
 
 
@@ -94,7 +94,7 @@ def test_a_row_may_be_the_same_model_in_fp8(tmp_path: Path) -> None:
     rows = "++upgrade.rows={source:{},fp8:{convert.fp8:block}}"
     words = [*SAMPLE, "convert.format=huggingface", rows, f"base_results_dir={tmp_path}"]
     config = config_of(*words[3:])
-    assert not [each for each in problems_of_upgrade(config) if "upgrade.rows" in each]
+    assert not [each for each in problems_of_upgrade(config, ()) if "upgrade.rows" in each]
     found = map(compose_config, command_lines_of_rows(config, words).values())
     assert [cast(Any, each.config).convert.fp8 for each in found] == [None, "block"]
 
@@ -128,12 +128,14 @@ def outcomes(tmp_path: Path, monkeypatch) -> list[Any]:
         model.continuations.clear()
         model.log_prob = -3.0
         run = SimpleNamespace(
+            name=name,
+            status=0,
             jobs={},
             launcher=SimpleNamespace(in_foreground=True),
             records=dict,
             config=SimpleNamespace(evaluate=SimpleNamespace(output_dir=str(tmp_path / name))),
         )
-        found.append(SimpleNamespace(name=name, run=run, status=0))
+        found.append(run)
     monkeypatch.setattr(upgrade, "run_rows", lambda *_, **__: 0)
     return found
 
@@ -165,8 +167,8 @@ def test_nothing_is_decided_without_the_first_row(outcomes, tmp_path: Path, caps
 
 
 def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> None:
-    outcomes[0].run.launcher.in_foreground = False
-    outcomes[0].run.jobs = {"evaluate": None}
+    outcomes[0].launcher.in_foreground = False
+    outcomes[0].jobs = {"evaluate": None}
     assert decided(outcomes, tmp_path) == 0
     assert "the same command judges them" in capsys.readouterr().out
 
@@ -182,18 +184,14 @@ def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> N
 )
 def test_bounds_that_bound_nothing_are_refused(bound: str) -> None:
     config = config_of("++upgrade.rows={now:{},next:{}}", f"++upgrade.gate.{bound}")
-    (problem,) = problems_of_upgrade(config)
+    (problem,) = problems_of_upgrade(config, ())
     assert problem.startswith("upgrade.gate.lambada_last")
 
 
-def test_a_server_that_stays_is_refused() -> None:
-    (problem,) = problems_of_upgrade(
-        config_of("++upgrade.rows={now:{},next:{}}", "deploy.keep=true")
-    )
-    assert problem.startswith("deploy.keep=true ")
-
-
-def test_rows_do_not_share_a_report(tmp_path: Path) -> None:
-    words = ["++upgrade.rows={now:{},next:{}}", f"evaluate.output_dir={tmp_path}"]
-    (problem,) = problems_of_upgrade(config_of(*words))
-    assert problem.startswith(f"evaluate.output_dir={tmp_path}")
+@pytest.mark.parametrize(
+    "word", ["evaluate.output_dir=/tmp/one", "export.run.results_dir=/tmp/one", "deploy.keep=true"]
+)
+def test_rows_share_neither_a_folder_nor_a_server(word: str, tmp_path: Path, capsys) -> None:
+    words = ["upgrade.rows={now:{},next:{}}", word]
+    assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
+    assert f"{word} " in capsys.readouterr().err.replace(":", " ")

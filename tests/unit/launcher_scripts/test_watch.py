@@ -76,6 +76,8 @@ def test_checkpoints_are_converted_in_order_and_only_once(
     assert [each.state for each in watched.values()] == ["evaluated"] * 2
     shown = capsys.readouterr().out
     assert shown.index("step_0000010/convert") < shown.index("step_0000020/convert")
+    assert main(["action=status", f"base_results_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.count("completed") == 2  # of all that ran at once
     assert not list(tmp_path.rglob("*-gpu"))
     assert list(tmp_path.rglob("convert/job.json"))
     arrive(run, 30)
@@ -140,6 +142,32 @@ def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
     status, watched = watch(tmp_path, "+env_vars.PYTHONHOME=/nowhere", "watch.retries=1")
     assert status == 1
     assert (watched[10].state, watched[10].attempts) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "state"),
+    [
+        ({"convert": "completed", "evaluate": "cancelled"}, "failed"),
+        ({"convert": "failed", "evaluate": "cancelled"}, "waiting"),
+    ],
+)
+def test_a_pipeline_that_a_user_cancels_is_not_started_again(
+    tmp_path: Path, jobs: dict[str, str], state: str
+) -> None:
+    """Unless another watch had begun it, or a job of it has failed."""
+    config = compose_config(words(tmp_path, "cluster=bcm", "cluster_type=bcm")).config
+    assert config is not None
+    watch = Watch(config, (), compose_config, Console())
+    each = Watched(10, str(tmp_path), None, "running", attempts=1, jobs=[*jobs])
+    watch.state.watched[10] = each
+    for stage, found in jobs.items():
+        path = watch.state.results_of(10) / stage / RECORD_NAME
+        write_record(path, JobRecord("1", stage, stage, found, "bcm"))
+    watch._follow_one(each)
+    assert each.state == state
+    each.state, each.attempts = "running", 1
+    watch._continue(each)
+    assert (each.state, each.attempts) == (("waiting", 0) if state == "failed" else ("running", 1))
 
 
 @pytest.mark.soak
@@ -219,6 +247,21 @@ def test_wrong_configuration_is_refused_before_anything_is_waited_for(
     assert "export.run.training_dir" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "export.run.results_dir=/r", "export.model.checkpoint_path=/c", "deploy.http_port=1",
+        "evaluate.output_dir=/r", "export.triton_deployment.triton_model_dir=/r/m",
+        "deploy.keep=true",
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_hold_for_every_checkpoint_is_refused(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path, word)) == 2
+    assert f"  - {word}" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_what_is_there_and_starts_nothing(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,7 +335,7 @@ def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
         one.export.run.results_dir = chosen["export.run.results_dir"].strip("'\"")
         return Composition(one, ())
 
-    def prepare(composition: Composition, *_: Any, label: str) -> FakeRun:
+    def prepare(composition: Composition, *_: Any, name: str) -> FakeRun:
         assert composition.config is not None
         return FakeRun(composition.config)
 
@@ -372,7 +415,7 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
         assert ("deploy" in chosen["stages"]) == (one.evaluate.shared_server is None)
         return Composition(one, ())
 
-    def prepare(composition: Composition, *_: Any, label: str) -> ServedRun:
+    def prepare(composition: Composition, *_: Any, name: str) -> ServedRun:
         assert composition.config is not None
         runs.append(ServedRun(composition.config))
         if len(runs) == 5 and runs[-1].shared:  # its server has ended

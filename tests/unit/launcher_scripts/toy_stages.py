@@ -23,7 +23,6 @@ class WriteStage(Stage):
     """Writes a file; its name selects its behaviour."""
 
     name = "write"
-    sections = ("watch", "convert")
 
     def __init__(self, job: JobSettings, text: str = "hello", fails: str = "") -> None:
         super().__init__(job)

@@ -90,7 +90,7 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
         (1800.0, None, "one job serves for deploy.uptime=7-00:00:00; its time is longer"),
     ],
 )
-def test_dry_run_tells_the_chain_of_jobs(
+def test_the_chain_of_jobs_is_told_beforehand(
     tmp_path: Path, uptime_s: float, handover_s: float | None, said: str
 ) -> None:
     config = DeployConfig(
@@ -99,7 +99,7 @@ def test_dry_run_tells_the_chain_of_jobs(
     )  # fmt: skip
     stage = stage_of(config, tmp_path)
     assert stage.check() == []
-    assert stage.forecasts()[0].startswith(said)
+    assert stage.notes()[0].startswith(said)
     assert stage.is_chained == ("chain" in said)
 
 

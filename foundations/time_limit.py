@@ -8,7 +8,7 @@ _LIMIT = re.compile(r"(?:([0-9]+)-(?=[0-9]{1,2}\b))?([0-9]+(?::[0-9]{1,2}){0,2})
 _LONGEST_MIN = 3650 * 24 * 60  # a longer limit can only be a typing error
 
 
-def minutes(value: Any, *, key: str) -> int:
+def minutes(value: Any) -> int:
     """Return a time limit in minutes, rounded up.
 
     Raises:
@@ -16,27 +16,23 @@ def minutes(value: Any, *, key: str) -> int:
             integer that YAML has made of an unquoted clock time (`2:00:00` becomes 7200, which
             would mean five days).
     """
-    text = "null" if value is None else str(value).strip()
+    text = str(value).strip()
     match = _LIMIT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{key}={text} is not a time limit; {_NOTATION}.")
+        raise ValueError(f"not a time limit; {_NOTATION}")
     clock = [*map(int, match[2].split(":"))]
     if match[1] is None and len(clock) < 3:  # without days, minutes come first
         clock.insert(0, 0)
-    hour, minute, second = [*clock, 0, 0][:3]
-    hour += 24 * int(match[1] or 0)
-    limit_min = -(-((hour * 60 + minute) * 60 + second) // 60)
-    if limit_min <= 0:
-        raise ValueError(f"{key}={value} leaves no time; {_NOTATION}.")
+    seconds = sum(count * unit for count, unit in zip(clock, (3600, 60, 1), strict=False))
+    limit_min = -(-seconds // 60) + int(match[1] or 0) * 24 * 60
+    if not 0 < limit_min <= _LONGEST_MIN:
+        raise ValueError(f"expected a minute to ten years; {_NOTATION}")
     if text.isdigit() and limit_min >= 3600 and limit_min % 60 == 0:
-        read = f"{limit_min // 3600}:{limit_min // 60 % 60:02d}:00"
+        read = slurm_notation(limit_min // 60)
         raise ValueError(
-            f"{key}={value} would be {value} minutes, but looks like an unquoted {read}, which "
-            f'YAML reads in seconds; write "{read}" in quotes, or {limit_min // 1440}-'
-            f"{limit_min // 60 % 24:02d}:{limit_min % 60:02d} for {value} minutes."
+            f'looks like an unquoted {read}, which YAML reads in seconds; write "{read}" in '
+            f"quotes, or {slurm_notation(limit_min)} for {text} minutes"
         )
-    if limit_min > _LONGEST_MIN:
-        raise ValueError(f"{key}={value} is longer than ten years; {_NOTATION}.")
     return limit_min
 
 
