@@ -261,7 +261,7 @@ class AskedEngine:
                 self._future, self._outputs_of = self._model.submit(self._request, self._put)
                 self._model.running.add(self)
             except Exception as error:  # whatever it is, it is this request's answer alone
-                self._is_refused = True
+                self._is_refused, self._future = True, Future()
                 self._future.set_exception(error.with_traceback(None))  # which holds this one
         # After the steps that it consists of, which were put before.
         self._future.add_done_callback(lambda _: self._put(None))

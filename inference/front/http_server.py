@@ -8,7 +8,6 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -24,6 +23,7 @@ from inference.front.tracing import traced
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+JSON_HEADERS = {"Content-Type": "application/json"}
 _COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
 # Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
@@ -51,9 +51,8 @@ class EventStream(web.StreamResponse):
 class Reply(web.StreamResponse):
     """A whole answer of status 200, written at once; one of aiohttp's takes five times as long."""
 
-    def __init__(self, body: bytes, content_type: str, headers: Mapping[str, str]) -> None:
-        size = str(len(body))
-        super().__init__(headers={**headers, "Content-Type": content_type, "Content-Length": size})
+    def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**headers, "Content-Length": str(len(body))})
         self._whole = body
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter:
@@ -69,15 +68,14 @@ def whole_answer(
     request: web.BaseRequest,
     body: bytes,
     *,
-    content_type: str = "application/json",
-    headers: Mapping[str, str] = MappingProxyType({}),
+    headers: Mapping[str, str] = JSON_HEADERS,
     compresses: bool = False,
 ) -> web.StreamResponse:
     """Return an answer of status 200, which `compresses` where the client takes that."""
     is_coded = compresses and "Accept-Encoding" in request.headers
     if request.keep_alive and request.version == HttpVersion11 and not is_coded:
-        return Reply(body, content_type, headers)
-    response = web.Response(body=body, content_type=content_type, headers=headers)
+        return Reply(body, headers)
+    response = web.Response(body=body, headers=headers)
     if is_coded:
         response.enable_compression()
     return response

@@ -18,7 +18,7 @@ from inference.backend.requests import InferRequest, Outputs
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
-from inference.front.http_server import EventStream, whole_answer
+from inference.front.http_server import JSON_HEADERS, EventStream, whole_answer
 from inference.front.request_log import REQUEST_ID, request_id
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
@@ -52,6 +52,7 @@ from inference.host.statistics import triton_metrics
 
 _METRICS_PATH = "/metrics"
 _JSON_LENGTH = "Inference-Header-Content-Length"
+_BINARY = {"Content-Type": "application/octet-stream"}
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 _ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
@@ -156,14 +157,11 @@ class KServeHttp:
         outputs = await model.answer(asked)
         sent.fits(model)
         answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
-        if not raw:
-            return whole_answer(request, answer, compresses=len(answer) > _LEAST_COMPRESSED_BYTES)
         return whole_answer(
             request,
             b"".join((answer, *raw)),
-            headers={_JSON_LENGTH: str(len(answer))},
-            content_type="application/octet-stream",
-            compresses=True,
+            headers=_BINARY | {_JSON_LENGTH: str(len(answer))} if raw else JSON_HEADERS,
+            compresses=bool(raw) or len(answer) > _LEAST_COMPRESSED_BYTES,
         )
 
     async def _generated(

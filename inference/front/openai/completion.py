@@ -60,6 +60,8 @@ class CompletionRun:
     def __init__(self, model: TokenModel, codec: Codec, request: PreparedRequest) -> None:
         self._model, self._codec, self._request = model, codec, request
         self._runs: list[PromptRun] = []
+        sampling = request.sampling
+        self._is_scored = sampling.best is not None or sampling.prompt_best is not None
         for number, prompt in enumerate(request.prompts):
             begin = partial(
                 Answer,
@@ -82,9 +84,7 @@ class CompletionRun:
     @property
     def is_short(self) -> bool:
         """Whether its answers are written in a moment."""
-        sampling = self._request.sampling
-        is_scored = sampling.best is not None or sampling.prompt_best is not None
-        return not is_scored and self.usage["total_tokens"] < _MOST_SHORT
+        return not self._is_scored and self.usage["total_tokens"] < _MOST_SHORT
 
     @property
     def ends(self) -> list[str | None]:
@@ -224,25 +224,22 @@ class CompletionRun:
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
         """Take in a frame; names for scores take long, and are looked up in a thread."""
-        sampling = self._request.sampling
-        of_prompt, ids = sampling.prompt_best, run.prompt.ids
-        if sampling.best is None and of_prompt is None:
-            for place, candidate in zip(answers, candidates, strict=True):
-                run.answers[place].update(candidate, final=final)
-            return
+        if self._is_scored:
+            await asyncio.to_thread(self._take_now, run, answers, candidates, final=final)
+        else:
+            self._take_now(run, answers, candidates, final=final)
 
-        def take() -> None:
-            if of_prompt is not None and not run.scored:
-                first = candidates[0]
-                # The first token of a text has no scores.
-                places = (
-                    first.place(n, best=of_prompt) if n else (None, ()) for n in range(len(ids))
-                )
-                run.scored = [*scored_tokens(self._codec, (), ids, places)]
-            for place, candidate in zip(answers, candidates, strict=True):
-                run.answers[place].update(candidate, final=final)
-
-        await asyncio.to_thread(take)
+    def _take_now(
+        self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
+    ) -> None:
+        of_prompt, ids = self._request.sampling.prompt_best, run.prompt.ids
+        if of_prompt is not None and not run.scored:
+            first = candidates[0]
+            # The first token of a text has no scores.
+            places = (first.place(n, best=of_prompt) if n else (None, ()) for n in range(len(ids)))
+            run.scored = [*scored_tokens(self._codec, (), ids, places)]
+        for place, candidate in zip(answers, candidates, strict=True):
+            run.answers[place].update(candidate, final=final)
 
     def _part(
         self, run: PromptRun, answer: Answer, number: int, *, whole: bool

@@ -116,6 +116,14 @@ def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> N
     assert (model.noted, model.running) == (["completed"], set())
 
 
+def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody() -> None:
+    model = Model(post, error=ValueError("too long"))
+    asked = AskedEngine(model, LARGE, list[Any]().append)
+    asked.end()
+    asked.submit()
+    assert (model.noted, model.running) == (["cancelled"], set())
+
+
 @pytest.mark.parametrize("request_", [REQUEST, LARGE])
 def test_a_request_whose_client_leaves_is_given_up(request_: InferRequest) -> None:
     async def main() -> None:
