@@ -379,7 +379,7 @@ HYBRID_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         obstacles=lambda facts: megatron_obstacles(
             {**core_traits(facts).source, _PATTERN: None, "moe_latent_size": None},
             "dense",
-            has_experts=True,
+            "",
         ),
         ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
         warnings=core_warnings,

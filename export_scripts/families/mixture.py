@@ -660,9 +660,7 @@ MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         config=_core_config,
         weights=_core_weights,
         unsupported=_core_reasons,
-        obstacles=lambda facts: megatron_obstacles(
-            core_traits(facts).source, "dense", has_experts=True
-        ),
+        obstacles=lambda facts: megatron_obstacles(core_traits(facts).source, "dense", "mixture"),
         ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
         warnings=core_warnings,
         written=_core_args if dense.written else None,

@@ -105,13 +105,15 @@ def eleuther_obstacles(facts: Facts) -> dict[str, str]:
 
 
 def megatron_obstacles(
-    source: Table, layout: str = "", *, has_experts: bool = False
+    source: Table, layout: str = "", experts: str = "experts-off"
 ) -> dict[str, str]:
     """Return a reason for each setting by which a model may compute what its layout does not.
 
-    `layout` is the use of the settings that it alone computes with: dense, t5, or neither.
+    `layout` is the use of the settings that it alone computes with: dense, t5, or neither;
+    `experts` that of those which do no harm: experts-off without experts, mixture in a mixture, and
+    none in a hybrid, which computes with neither.
     """
-    free = {"read", "none", layout, "experts", "mixture" if has_experts else "experts-off"}
+    free = {"read", "none", layout, "experts", experts}
     return obstacles(source, library_table("megatron"), free)
 
 

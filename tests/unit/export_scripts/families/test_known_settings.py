@@ -140,7 +140,7 @@ def test_what_stands_in_the_way_depends_on_the_layout() -> None:
     settings = {"window_size": [4, 0], "moe_latent_size": 8, "moe_router_topk": 4}
     assert megatron_obstacles(settings).keys() == {"window_size"}
     assert megatron_obstacles(settings, "dense") == {}
-    assert megatron_obstacles(settings, "dense", has_experts=True).keys() == {"moe_latent_size"}
+    assert megatron_obstacles(settings, "dense", "mixture").keys() == {"moe_latent_size"}
 
 
 def test_a_setting_that_the_user_passes_is_remembered(tmp_path: Path) -> None:
