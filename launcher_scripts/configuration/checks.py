@@ -32,7 +32,7 @@ def problems_of_settings(config: Config) -> Iterator[str]:
         )
     level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
     if level.upper() not in logging.getLevelNamesMapping():
-        yield f"{LOG_LEVEL_VARIABLE}={level} is no level of logs; use DEBUG, INFO or WARNING."
+        yield f"{LOG_LEVEL_VARIABLE}={level} is not a level of logs; use DEBUG, INFO or WARNING."
     yield from _variables(config)
     yield from _places(config)
 

@@ -138,7 +138,7 @@ def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFa
 
 
 def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptions:
-    section, deploy = config.evaluate, config.export.triton_deployment
+    section = config.evaluate
     source = find_checkpoint(cached_model(Path(config.export.model.checkpoint_path)))
     # Where the server will speak OpenAI's protocol, as far as is known.
     expected = section.server if section.protocol == OPENAI else None
@@ -167,7 +167,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             "weights_dir": weights_dir,
             "source_path": source,
             "max_seq_len": most if is_bounded else None,
-            "max_batch_size": deploy.max_batch_size if is_known else None,
+            "max_batch_size": config.export.triton_deployment.max_batch_size if is_known else None,
         }
     return EvaluationOptions(
         **vars(section) | known,

@@ -242,6 +242,14 @@ def test_status_shows_every_job_of_the_last_run(
     assert "convert: no space left" in shown
 
 
+def test_a_level_of_logs_that_no_job_would_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NEMO_LAUNCHER_LOG_LEVEL", "loud")
+    text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", "stages=[convert]")
+    assert "NEMO_LAUNCHER_LOG_LEVEL=loud is not a level of logs" in text
+
+
 def test_a_dry_run_cancels_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)", "convert/submitit/12"]
