@@ -639,15 +639,22 @@ def _core_latent_names(facts: Facts) -> dict[str, str]:
     return names
 
 
+# megatron/core/transformer/moe/router.py, apply_input_jitter, which does not ask for training
+_CORE_ALONE = {
+    "moe_expert_capacity_factor": "megatron-core drops tokens beyond an expert's capacity",
+    "moe_input_jitter_eps": "megatron-core multiplies a router's input by noise, not in training "
+    "alone",
+}
+
+
 def core_warnings(facts: Facts, config: MixtureConfig) -> list[str]:
-    """Return warnings about tokens, a gate, and experts that training kept from being full."""
-    factor = facts.config.get("moe_expert_capacity_factor")
-    dropped = [
-        f"moe_expert_capacity_factor = {factor}: training dropped tokens beyond an expert's "
-        "capacity; engines that load the folder drop none"
+    """Return warnings about tokens, a gate, and what megatron-core does with experts alone."""
+    own = [
+        f"{key} = {facts.config[key]}: {what}; engines that load the folder do not"
+        for key, what in _CORE_ALONE.items()
+        if facts.config.get(key)
     ]
-    warnings = assumed_tokens_warning(facts, config) + _gate_warnings(config)
-    return warnings + (dropped if factor else [])
+    return assumed_tokens_warning(facts, config) + _gate_warnings(config) + own
 
 
 MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(

@@ -105,6 +105,15 @@ def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) ->
     torch.testing.assert_close(logits(again), logits(original), rtol=0, atol=0)
 
 
+def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path: Path) -> None:
+    original = write_model("mixtral", tmp_path / "original")
+    args = {**ARGS["mixtral"], "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.5}
+    source = write(tmp_path / "source", FORMS["each apart"](core_mixture(original)), args)
+    remarks = " ".join(convert(request(source, tmp_path)).remarks)
+    assert "moe_input_jitter_eps = 0.1: megatron-core multiplies" in remarks
+    assert "moe_expert_capacity_factor = 1.5: megatron-core drops" in remarks
+
+
 @pytest.mark.parametrize("name", sorted({*OTHER_MIXTURES, *SHARED_EXPERTS} - {"nemotron_h"}))
 def test_a_mixture_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     source = write_model(name, tmp_path / "source")
