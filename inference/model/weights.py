@@ -33,7 +33,7 @@ class RankWeights:
     """Reads one rank's tensors from a folder that `FTReader` has validated.
 
     Tensors with values that are not finite are collected for one error that names them all. What
-    the rank's products take besides goes along: `reduce` sums over the ranks of the stage, None for
+    the rank's products also take goes along: `reduce` sums over the ranks of the stage, None for
     a single one, and `gemm` is the form of all matrices, the head's too.
     """
 

@@ -309,7 +309,7 @@ def test_nemo_2_checkpoints_become_folders(state: Tensors, tmp_path: Path, named
 
 
 def test_llama_31_scaling_of_nemo_2_is_carried(state: Tensors, tmp_path: Path) -> None:
-    scaling = {"scale_factor": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling: dict[str, Any] = {"scale_factor": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     source = write_nemo2(tmp_path / "model", state, old_context_len=4096, **scaling)
     config = FTReader(converted(source, tmp_path / "out")).config
     assert isinstance(config, DenseConfig)
