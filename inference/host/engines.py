@@ -7,8 +7,7 @@ import contextlib
 import itertools
 import pickle
 import subprocess
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,8 @@ from inference.server.processes import how_ended
 _AT_ONCE = 16  # requests, between which the loop reads its sockets
 _END_S = 10.0  # for the ranks to end
 _GONE_S = 0.5
-
-
-class _Answers:
-    """The answers to one order.
-
-    Attributes:
-        came: those that its request has not taken yet.
-        is_due: whether its request will be woken for them.
-    """
-
-    def __init__(self) -> None:
-        self.came: deque[Any] = deque()
-        self.is_due = False
-        self._woken = asyncio.Event()
-
-    def wake(self) -> None:
-        """Let the request take what has come."""
-        self.is_due = False
-        self._woken.set()
-
-    async def get(self) -> Any:
-        """Return the next answer, once there is one."""
-        while not self.came:
-            self._woken.clear()
-            await self._woken.wait()
-        return self.came.popleft()
+# The answers to an order that came together.
+_Answers = asyncio.Queue[Sequence[Any]]
 
 
 class EngineProcess:
@@ -70,7 +45,7 @@ class EngineProcess:
         self._process = started_engine(str(folder.parent))
         self._link = self._process.link
         self._loop = asyncio.get_running_loop()
-        self._due: deque[_Answers] = deque()
+        self._due: dict[int, list[Any]] = {}  # that no request was woken for, by order
         self._loop.add_reader(self._link.fileno(), self._read)
 
     async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
@@ -92,30 +67,33 @@ class EngineProcess:
         with self._order(request) as (number, answers):
             try:
                 while not final:
-                    answer = await answers.get()
-                    if isinstance(answer, ModelError):
-                        final = True
-                        raise answer
-                    outputs, final, waited_s = answer
-                    if TOKENS in outputs and not final:
-                        tokens = tokens or [[] for _ in outputs[TOKENS]]
-                        for ids, new in zip(tokens, outputs[TOKENS], strict=True):
-                            ids += new
-                        if answers.came:
-                            continue  # what comes next has these, too
-                        outputs = {TOKENS: tokens}
-                    if final:
-                        queued(waited_s)
-                    yield outputs, final
-                    if not (final or TOKENS in outputs):
-                        self._send(number, TAKEN)
+                    batch = [*await answers.get()]
+                    while not answers.empty():  # its client is slow
+                        batch += answers.get_nowait()
+                    for count, answer in enumerate(batch, start=1):
+                        if isinstance(answer, ModelError):
+                            final = True
+                            raise answer
+                        outputs, final, waited_s = answer
+                        if TOKENS in outputs and not final:
+                            tokens = tokens or [[] for _ in outputs[TOKENS]]
+                            for ids, new in zip(tokens, outputs[TOKENS], strict=True):
+                                ids += new
+                            if count < len(batch):
+                                continue  # what comes next has these, too
+                            outputs = {TOKENS: tokens}
+                        if final:
+                            queued(waited_s)
+                        yield outputs, final
+                        if not (final or TOKENS in outputs):
+                            self._send(number, TAKEN)
             finally:
                 if not final:
                     self._send(number, GIVE_UP)
 
     async def _asked(self, order: Any) -> Any:
         with self._order(order) as (_, answers):
-            answer = await answers.get()
+            (answer,) = await answers.get()
         if isinstance(answer, ModelError):
             raise answer
         return answer
@@ -136,7 +114,7 @@ class EngineProcess:
             self._link.send_bytes(pickle.dumps((number, order), pickle.HIGHEST_PROTOCOL))
         except OSError:  # it has ended, or was closed
             if (answers := self._waiting.get(number)) is not None:
-                answers.came.append(ModelError("the model's process has ended", "UNAVAILABLE"))
+                answers.put_nowait([ModelError("the model's process has ended", "UNAVAILABLE")])
 
     def _read(self) -> None:
         """Take all that has come, so that a slow client's request finds its tokens together."""
@@ -156,26 +134,24 @@ class EngineProcess:
         for number, answer in batch:
             if number == LOST:
                 self._end(answer)
-            elif (answers := self._waiting.get(number)) is not None:
-                answers.came.append(answer)
-                if not answers.is_due:
-                    answers.is_due = True
-                    self._due.append(answers)
+            else:
+                self._due.setdefault(number, []).append(answer)
         if is_idle:
             self._wake()
 
     def _wake(self) -> None:
         """Wake a few requests; the loop reads its sockets, and more answers, before the next."""
-        for _ in range(min(_AT_ONCE, len(self._due))):
-            self._due.popleft().wake()
+        for number in [*itertools.islice(self._due, _AT_ONCE)]:
+            came = self._due.pop(number)
+            if (answers := self._waiting.get(number)) is not None:
+                answers.put_nowait(came)
         if self._due:
             self._loop.call_soon(self._wake)
 
     def _end(self, reason: str) -> None:
         text = f"{self._name} is out of service: {reason}"
-        for each in self._waiting.values():
-            each.came.append(ModelError(text, "UNAVAILABLE"))
-            each.wake()
+        for number in self._waiting:
+            self._due.setdefault(number, []).append(ModelError(text, "UNAVAILABLE"))
         self._lose(text)
 
     async def close(self) -> None:
