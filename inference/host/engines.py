@@ -93,7 +93,7 @@ class EngineProcess:
 
     async def _asked(self, order: Any) -> Any:
         with self._order(order) as (_, answers):
-            (answer,) = await answers.get()
+            answer, *_ = await answers.get()
         if isinstance(answer, ModelError):
             raise answer
         return answer
