@@ -8,7 +8,7 @@ from typing import Any
 import tomllib
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.families import FAMILIES
+from export_scripts.families.table import FAMILIES
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.triton.repository import ENGINES
 from foundations.commands import command_parser, run_command, say
 from foundations.files.json_content import Fields, Table

@@ -12,9 +12,9 @@ from typing import get_type_hints
 
 import numpy as np
 
-from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
+from export_scripts.families.table import FAMILIES
 from export_scripts.ft.config_ini import write_config
 from export_scripts.ft.layout import ft_directory, staging_directory
 from export_scripts.numeric.arrays import DTYPES, Array, store

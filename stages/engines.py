@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import json_file
-from export_scripts.conversion.lora import PEFT_CONFIG
+from export_scripts.conversion.request import PEFT_CONFIG
 from inference.server.openai_server import MODEL_FIELD
 
 # Fields of a command for several nodes: where the processes meet, on the first node.
@@ -58,7 +57,11 @@ def adapter_options(name: str, folder: Path) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
     settings = folder / PEFT_CONFIG
-    if settings.is_file() and type(rank := json_file(settings).get("r")) is int:
+    if not settings.is_file():
+        return options
+    from export_scripts.checkpoints.base import json_file  # and all readers
+
+    if type(rank := json_file(settings).get("r")) is int:
         options["max_lora_rank"] = next((most for most in _LORA_RANKS if most >= rank), rank)
     return options
 

@@ -19,11 +19,12 @@ from export_scripts.checkpoints.megatron import is_megatron
 from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME, settings_folder
 from export_scripts.conversion.fp8 import in_fp8
 from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
-from export_scripts.conversion.lora import PEFT_CONFIG, peft_problems
+from export_scripts.conversion.lora import peft_problems
 from export_scripts.conversion.peft import plan_peft
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import (
     PEFT,
+    PEFT_CONFIG,
     TORCH_DIST,
     ConversionRequest,
     request_problems,

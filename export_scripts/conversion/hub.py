@@ -8,8 +8,6 @@ import os
 import re
 from pathlib import Path
 
-from export_scripts.checkpoints.huggingface import snapshot_folder
-
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _ARCHIVES = (".nemo", ".ckpt", ".tar", ".gz", ".bin", ".pt", ".safetensors", ".yaml", ".json")
 
@@ -43,7 +41,11 @@ def cached_model(path: Path) -> Path:
     if (name := hub_id(path)) is None:
         return path
     root = hub_cache() / f"models--{name.replace('/', '--')}"
-    return snapshot_folder(root) if root.is_dir() else path
+    if not root.is_dir():
+        return path
+    from export_scripts.checkpoints.huggingface import snapshot_folder  # and all readers
+
+    return snapshot_folder(root)
 
 
 def hub_advice(path: Path) -> str:

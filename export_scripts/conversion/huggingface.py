@@ -25,11 +25,11 @@ from export_scripts.conversion.tensor_plan import (
     WrittenTensor,
     plan_tensors,
 )
-from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, Flat, View, same
+from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table, json_bytes

@@ -36,6 +36,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import chunked
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
+from export_scripts.conversion.request import PEFT_CONFIG
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Table
 
@@ -47,7 +48,6 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 # half; the name of the matrix that follows shows whether a layer is gated.
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 
-PEFT_CONFIG = "adapter_config.json"
 # Also, of verl, the scale alone.
 _PEFT_SCALES = (PEFT_CONFIG, f"lora_adapter/{PEFT_CONFIG}", "lora_train_meta.json")
 _PEFT_ROOT = "base_model.model."

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece
 from export_scripts.conversion.huggingface import copied_tensor, plan_huggingface, weights_file
-from export_scripts.conversion.lora import PEFT_CONFIG, Sum, Update
+from export_scripts.conversion.lora import Sum, Update
 from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.request import PEFT_CONFIG
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.mapping.sources import taken
 from foundations.errors import first_names, listed, refuse

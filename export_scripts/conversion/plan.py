@@ -28,12 +28,12 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.conversion.tiktoken import with_tiktoken
 from export_scripts.conversion.vocabulary import with_vocabulary
-from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.mapping.prompts import added_tensors
 from export_scripts.families.mapping.settings import generation_file, source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.text_models import text_model
+from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
 from foundations.errors import CheckpointMismatchError, refuse

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.conversion.hub import hub_advice
-from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from foundations.suggest import did_you_mean
@@ -19,6 +18,7 @@ from foundations.values import option
 # Formats of a result: shards for this engine and FT's backend, a folder for all others, the adapter
 # alone for these, and a checkpoint from which Megatron-LM trains on.
 PEFT, TORCH_DIST, HYBRID = "peft", "torch_dist", "hybrid"
+PEFT_CONFIG = "adapter_config.json"
 OUTPUT_FORMATS = ("fastertransformer", "huggingface", PEFT, TORCH_DIST)
 
 # Model types users type -> the families they may be.
@@ -224,6 +224,8 @@ def request_problems(request: ConversionRequest) -> list[str]:
         if not path.exists()
     ]
     problems += _output_problems(request.output_dir, names["output_dir"])
+    from export_scripts.families.table import SOURCE_MAPPINGS  # which a server does without
+
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)
     kinds = tuple(dict.fromkeys((*MODEL_TYPES, *families)))
     if request.model_type is not None and request.model_type not in kinds:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from export_scripts.checkpoints.base import json_table
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
-from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.ft import fast_tokenizers
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
 from export_scripts.sentencepiece_model import (

@@ -3,10 +3,10 @@
 Reader rules: FasterTransformer, 3rdparty/INIReader.h (inih), a line buffer of 200 bytes.
 """
 
+import pkgutil
 import re
 from pathlib import Path
 
-from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig, Sections
 from export_scripts.families.layout.spec import ModelFamily
 from foundations.errors import CheckpointMismatchError
@@ -15,6 +15,19 @@ CONFIG_NAME = "config.ini"
 
 # The loader splits longer physical lines.
 MAX_LINE_BYTES = 199
+
+# Main sections of config.ini, and where the families are that have them: a server imports its own.
+SECTIONS = {
+    "gpt": ("export_scripts.families.gpt.layout:GPT",),
+    "gptj": ("export_scripts.families.gptj:GPTJ",),
+    "gptneox": ("export_scripts.families.gptneox:GPTNEOX",),
+    "llama": ("export_scripts.families.dense.layout:DENSE",),
+    "encoder": (
+        "export_scripts.families.t5.layout:T5",
+        "export_scripts.families.t5.layout:T5_ENCODER",
+    ),
+    "bert": ("export_scripts.families.bert:BERT",),
+}
 
 _INLINE_COMMENT = re.compile(r"\s;.*$")
 
@@ -98,10 +111,11 @@ def family_of(sections: Sections) -> ModelFamily:
     Raises:
         ValueError: No family has such sections.
     """
-    for family in FAMILIES.values():
-        if family.config.SECTION in sections and family.owns(sections):
-            return family
-    known = ", ".join(sorted({f"[{family.config.SECTION}]" for family in FAMILIES.values()}))
+    for section in filter(sections.__contains__, SECTIONS):
+        for family in map(pkgutil.resolve_name, SECTIONS[section]):
+            if family.owns(sections):
+                return family
+    known = ", ".join(f"[{section}]" for section in sorted(SECTIONS))
     raise ValueError(f"config.ini has sections {sorted(sections)}; expected one of {known}")
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.families.layout.spec import ModelFamily
@@ -189,6 +188,8 @@ def repository_models(request: RepositoryRequest, *, kind: str | None = None) ->
     `kind` is the name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
     request's model_type takes precedence. None stands for a generator.
     """
+    from export_scripts.families.table import FAMILIES  # which a server does without
+
     family = FAMILIES.get(kind or "")
     model_type = request.model_type or (family.model_type if family else "")
     names = [request.model_dir.name]

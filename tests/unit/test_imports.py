@@ -60,7 +60,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "export_scripts.ft": (
         "foundations",
-        "export_scripts.families",
         "export_scripts.families.layout",
         "export_scripts.numeric",
         "export_scripts.sentencepiece_model",

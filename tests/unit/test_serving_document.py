@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from export_scripts.families import FAMILIES
+from export_scripts.families.table import FAMILIES
 from export_scripts.triton.repository import is_generative
 from export_scripts.triton.signature import MODEL_SIGNATURES
 from inference.server.tensors import file_tensors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.families import FAMILIES
+from export_scripts.families.table import FAMILIES
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 from export_scripts.synthesize import main, synthesize, synthetic_config

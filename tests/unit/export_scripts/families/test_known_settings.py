@@ -11,7 +11,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.mapping.huggingface import setting_table
 from export_scripts.families.mapping.known_settings import (
     eleuther_obstacles,
@@ -21,6 +20,7 @@ from export_scripts.families.mapping.known_settings import (
     megatron_obstacles,
 )
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.ft.validation import read_manifest
 from foundations.errors import CheckpointMismatchError
 from tests.library_settings import huggingface_settings, megatron_settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,14 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from export_scripts import families
 from export_scripts.conversion import plan
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.families import table
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig, ini_field
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, transposed
+from export_scripts.ft import config_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 
@@ -84,8 +86,8 @@ TOY_MAPPING = SourceMapping(
 def test_a_new_family_needs_only_its_record_and_two_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(families.FAMILIES, "toy", TOY)
-    monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_MAPPING, *families.SOURCE_MAPPINGS))
+    monkeypatch.setitem(config_ini.SECTIONS, "toy", (f"{__name__}:TOY",))
+    monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_MAPPING, *table.SOURCE_MAPPINGS))
     tensors = {"emb": torch.randn(7, 6)}
     tensors |= {f"{i}.{name}": torch.randn(6, 6) for i in range(2) for name in "qkvo"}
     (tmp_path / "config.json").write_text(
@@ -103,16 +105,22 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
 
 
 def test_mappings_have_names_of_their_own_and_a_listed_family() -> None:
-    names = [mapping.name for mapping in families.SOURCE_MAPPINGS]
+    names = [mapping.name for mapping in table.SOURCE_MAPPINGS]
     assert len(set(names)) == len(names)
-    for mapping in families.SOURCE_MAPPINGS:
+    for mapping in table.SOURCE_MAPPINGS:
         if mapping.family.has_shards:  # whose families the table lists
-            assert families.FAMILIES[mapping.family.name] is mapping.family
+            assert table.FAMILIES[mapping.family.name] is mapping.family
+    placed = {
+        (section, pkgutil.resolve_name(place).name)
+        for section, places in config_ini.SECTIONS.items()
+        for place in places
+    }
+    assert placed == {(each.config.SECTION, each.name) for each in table.FAMILIES.values()}
 
 
 @pytest.mark.parametrize(
     "family",
-    dict.fromkeys(mapping.family for mapping in families.SOURCE_MAPPINGS),
+    dict.fromkeys(mapping.family for mapping in table.SOURCE_MAPPINGS),
     ids=lambda family: family.name,
 )
 def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily) -> None:
