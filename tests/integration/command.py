@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,10 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.main import main
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE_PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
+
+
+def run(*words: str) -> tuple[int, str]:
+    """Run the command in this process; return its status and what it printed."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        status = main(words)
+    return status, shown.getvalue()
 
 
 def start(*words: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

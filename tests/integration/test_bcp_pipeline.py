@@ -28,7 +28,7 @@ def record(folder: Path, stage: str) -> JobRecord:
     return found
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("nodes", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_command_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str) -> None:
     monkeypatch.setenv("NGC_ARRAY_SIZE", nodes)
     base, log = tmp_path / "mount", tmp_path / "export_gpt3_log.txt"

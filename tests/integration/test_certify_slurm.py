@@ -23,6 +23,7 @@ def test_a_job_certifies_what_is_served_and_ends_its_server(
         f"base_results_dir={tmp_path}", "certify.serve=true", "certify.protocol=grpc",
         "certify.layers=false", "certify.samples=2", "certify.batch_sizes=[2]",
         "certify.input_len=8", "certify.output_len=3",
+        "export.model.tensor_model_parallel_size=1",
     )  # fmt: skip
     text = finish(command, timeout_s=300)
     assert command.returncode == 0, text

@@ -7,14 +7,15 @@ takes only the options of old releases and says what the real one says.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.command import FREE_PORTS, endpoint_of, finish, served, start
+from inference.system.ports import TRITON_PORTS
+from tests.integration.command import FREE_PORTS, endpoint_of, finish, run, start
+from tests.integration.conftest import SampleRepository
 
 HERE = Path(__file__).parent
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
@@ -22,18 +23,14 @@ MISSING = "[FT][WARNING] file /w/1/2-gpu/model.wte.bin cannot be opened, loading
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of results with the sample model's repository for NVIDIA's backend."""
-    folder = tmp_path_factory.mktemp("results")
-    command = start(*words(folder, "stages=[export]"))
-    text = finish(command)
-    assert command.returncode == 0, text
-    return folder
+def repository(sample_repository: SampleRepository) -> Path:
+    """Return the sample model's repository for NVIDIA's backend."""
+    return sample_repository(tp_size=2, engine="fastertransformer")
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Return variables with which `tritonserver` is the stand-in, and MPI's starter is absent."""
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tritonserver` be the stand-in; MPI's starter is absent."""
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
     script = HERE / "fake_fastertransformer.py"
@@ -45,43 +42,40 @@ def environment(tmp_path: Path) -> dict[str, str]:
     mpirun.chmod(0o755)
     # Open MPI's launcher needs one to be there.
     (tmp_path / "bin" / "ssh").touch(0o755)
-    return {
-        "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "FAKE_SERVER_TOLD": str(tmp_path / "reported"),
-    }
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.setenv("FAKE_SERVER_TOLD", str(tmp_path / "reported"))
 
 
-def words(results: Path, *more: str) -> list[str]:
+@pytest.fixture
+def words(tmp_path: Path, repository: Path) -> list[str]:
     return [
         "export=gpt3/sample",
-        f"base_results_dir={results}",
+        "stages=[deploy]",
+        f"base_results_dir={tmp_path}",
+        f"deploy.repository={repository}",
         "deploy.engine=fastertransformer",
         *FREE_PORTS,
-        *more,
     ]
 
 
-def test_server_is_started_as_its_guide_says(
-    tmp_path: Path, results: Path, environment: dict[str, str]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / RESULTS / "deploy"
+
+
+def test_server_is_started_as_its_guide_says_and_ends_in_order_when_a_file_asks_for_that(
+    tmp_path: Path, repository: Path, words: list[str], folder: Path
 ) -> None:
-    command = words(results, "stages=[deploy]")
-    with served(results / RESULTS, *command, environment=environment) as endpoint:
-        reported = json.loads((tmp_path / "reported").read_text())
+    command = start(*words, "deploy.keep=true")
+    endpoint = endpoint_of(folder / "endpoint.json", command)
+    reported = json.loads((tmp_path / "reported").read_text())
     assert endpoint["model"] == "fastertransformer"
-    assert reported["options"]["model-repository"] == str(results / RESULTS / "model_repo")
+    assert reported["options"]["model-repository"] == str(repository)
     assert reported["options"]["grpc-address"].startswith("unix:/")
     assert reported["environment"]["NCCL_LAUNCH_MODE"] == "GROUP"
     assert (tmp_path / "mpirun").read_text().startswith("-n 1 --allow-run-as-root ")
-    config = (results / RESULTS / "model_repo/fastertransformer/config.pbtxt").read_text()
+    config = (repository / "fastertransformer/config.pbtxt").read_text()
     assert 'backend: "fastertransformer"' in config
-
-
-def test_file_that_asks_for_the_end_ends_the_server_in_order(
-    results: Path, environment: dict[str, str]
-) -> None:
-    folder = results / RESULTS / "deploy"
-    command = start(*words(results, "stages=[deploy]", "deploy.keep=true"), environment=environment)
-    endpoint_of(folder / "endpoint.json", command)
     (folder / "stop_requested").touch()
     text = finish(command)
     assert command.returncode == 0, text
@@ -90,53 +84,49 @@ def test_file_that_asks_for_the_end_ends_the_server_in_order(
     assert not (folder / "endpoint.json").exists()
 
 
-def test_weights_that_the_backend_lacks_fail_the_stage(
-    results: Path, environment: dict[str, str]
-) -> None:
-    command = start(
-        *words(results, "stages=[deploy]"), environment={**environment, "FAKE_SERVER_SAYS": MISSING}
-    )
-    text = finish(command)
-    assert command.returncode == 1, text
-    assert "file /w/1/2-gpu/model.wte.bin cannot be opened" in text
-    assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
+NO_ANSWER = "FasterTransformer execute failure: out of memory"
 
 
-def test_server_that_does_not_answer_a_first_request_is_not_published(
-    results: Path, environment: dict[str, str]
+@pytest.mark.parametrize(
+    ("variable", "said", "reported"),
+    [
+        ("FAKE_SERVER_SAYS", MISSING, ["file /w/1/2-gpu/model.wte.bin cannot be opened"]),
+        (
+            "FAKE_SERVER_ANSWERS",
+            NO_ANSWER,
+            [
+                "the server cannot serve this repository:",
+                f"model fastertransformer did not answer a first small request: {NO_ANSWER}",
+            ],
+        ),
+    ],
+    ids=["lacks weights", "does not answer"],
+)
+def test_server_that_cannot_serve_fails_the_stage(
+    words: list[str],
+    folder: Path,
+    variable: str,
+    said: str,
+    reported: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = "FasterTransformer execute failure: out of memory"
-    command = start(
-        *words(results, "stages=[deploy]"),
-        environment={**environment, "FAKE_SERVER_ANSWERS": said},
-    )
-    text = finish(command)
-    assert command.returncode == 1, text
-    assert "the server cannot serve this repository:" in text
-    assert f"model fastertransformer did not answer a first small request: {said}" in text
-    assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
+    monkeypatch.setenv(variable, said)
+    status, text = run(*words)
+    assert status == 1, text
+    assert all(each in text for each in reported), text
+    assert not (folder / "endpoint.json").exists()
 
 
 def test_dry_run_shows_the_command_and_starts_nothing(
-    tmp_path: Path, results: Path, environment: dict[str, str]
+    tmp_path: Path, repository: Path, words: list[str]
 ) -> None:
-    command = start(
-        *words(
-            results,
-            "stages=[deploy]",
-            "dry_run=true",
-            "deploy.http_port=8000",
-            "deploy.grpc_port=8001",
-            "deploy.metrics_port=8002",
-        ),
-        environment=environment,
-    )
-    text = finish(command)
-    assert command.returncode == 0, text
+    ports = [f"deploy.{name}_port={port}" for name, port in TRITON_PORTS.items()]
+    status, text = run(*words, "dry_run=true", *ports)
+    assert status == 0, text
     expected = [
         "NCCL_LAUNCH_MODE=GROUP",
         *("mpirun", "-n", "1", "--allow-run-as-root", "tritonserver"),
-        f"--model-repository={results / RESULTS / 'model_repo'}",
+        f"--model-repository={repository}",
     ]
     assert shlex.join(expected) in text
     assert not (tmp_path / "reported").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -20,7 +21,16 @@ from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.progress import Progress
 from stages.service import Service
-from tests.integration.command import FREE_PORTS, endpoint_of, finish, processes_of, served, start
+from tests.integration.command import (
+    FREE_PORTS,
+    endpoint_of,
+    finish,
+    processes_of,
+    run,
+    served,
+    start,
+)
+from tests.integration.conftest import SampleRepository
 from tests.waiting import until
 
 # Words of the command lines of processes that are killed, one after the other.
@@ -46,13 +56,15 @@ def words(results: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(sample_repository: SampleRepository, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of results with the sample model's repository."""
     results = tmp_path_factory.mktemp("results")
-    command = start(*words(results, "stages=[export]"))
-    text = finish(command)
-    assert command.returncode == 0, text
+    shutil.copytree(sample_repository(tp_size=2), results / "repository")
     return results
+
+
+def deploy_words(results: Path, *more: str) -> list[str]:
+    return words(results, "stages=[deploy]", f"deploy.repository={results}/repository", *more)
 
 
 def one_process(results: Path, *texts: str) -> int:
@@ -70,11 +82,10 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(
     usual_host: str, exported: Path
 ) -> None:
     path = exported / RESULTS / "deploy" / "endpoint.json"
-    words_here = ["stages=[deploy]", "deploy.max_restarts=2", "deploy.restart_backoff_s=0.2"]
-    words_here.append(f"deploy.server={usual_host}")
+    restarts = ("deploy.max_restarts=2", "deploy.restart_backoff_s=0.2")
     for log in path.parent.glob("server-*.log"):
         log.unlink()
-    command = start(*words(exported, *words_here))
+    command = start(*deploy_words(exported, *restarts, f"deploy.server={usual_host}"))
     try:
         first = endpoint_of(path, command)
         text = answer(first)
@@ -99,7 +110,9 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(
     assert len(logs) == 3  # one for each start
 
 
-def test_new_server_takes_over_without_being_missed(usual_host: str, tmp_path: Path) -> None:
+def test_new_server_takes_over_without_being_missed(
+    usual_host: str, sample_repository: SampleRepository, tmp_path: Path
+) -> None:
     path = tmp_path / RESULTS / "deploy" / "endpoint.json"
     streamed: list[str] = []
     outlived: list[int] = []  # frames that came after the new server was published
@@ -143,9 +156,9 @@ def test_new_server_takes_over_without_being_missed(usual_host: str, tmp_path: P
         now = json.loads(path.read_text())["ready_at"] != first["ready_at"]
         return now if usual_host == SLIPWAY else not set(old) & set(servers())
 
-    streaming = ("export.triton_deployment.decoupled=true", "stages=[export,deploy]")
+    shutil.copytree(sample_repository(tp_size=2, decoupled=True), tmp_path / "repository")
     openai = ("deploy.openai.enabled=true", "deploy.openai.port=0")
-    command = start(*words(tmp_path, *streaming, *openai, f"deploy.server={usual_host}"))
+    command = start(*deploy_words(tmp_path, *openai, f"deploy.server={usual_host}"))
     try:
         first = endpoint_of(path, command)
         old = servers()
@@ -193,7 +206,7 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(
     folder = exported / RESULTS / "deploy"
     progress = folder / "progress.json"
     progress.unlink(missing_ok=True)
-    command = start(*words(exported, "stages=[deploy]", f"deploy.server={usual_host}"))
+    command = start(*deploy_words(exported, f"deploy.server={usual_host}"))
 
     def is_loading() -> bool:
         assert command.poll() is None, command.stdout.read() if command.stdout else ""
@@ -225,9 +238,8 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(
 def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
     exported: Path, tmp_path: Path
 ) -> None:
-    repository = exported / RESULTS / "model_repo"
     config = DeployConfig(
-        folder=repository,
+        folder=exported / "repository",
         model_name="fastertransformer",
         tp_size=2,
         http_port=0,
@@ -248,7 +260,7 @@ def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
 @pytest.mark.triton
 @pytest.mark.s3
 def test_repository_is_published_and_served_from_an_object_store(
-    store_endpoint: str, tmp_path: Path
+    store_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install boto3")
     secret = "only-for-this-test"
@@ -267,9 +279,10 @@ def test_repository_is_published_and_served_from_an_object_store(
     client.create_bucket(Bucket="pipeline")
     command = words(tmp_path, "export.model.tensor_model_parallel_size=1")
     command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/sample")
-    export = start(*command, "stages=[export]", environment=environment)
-    text = finish(export)
-    assert export.returncode == 0, text
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, text = run(*command, "stages=[export]")
+    assert status == 0, text
     keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="pipeline")["Contents"]]
     assert "sample/fastertransformer/1/1-gpu/config.ini" in keys
     assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
@@ -277,7 +290,7 @@ def test_repository_is_published_and_served_from_an_object_store(
     command = words(tmp_path / "new", "export.model.tensor_model_parallel_size=1")
     command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/fresh")
     results = tmp_path / "new" / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
-    with served(results, *command, "stages=[deploy]", environment=environment) as endpoint:
+    with served(results, *command, "stages=[deploy]") as endpoint:
         assert endpoint["ensemble"] == "ensemble"
         assert answer(endpoint).startswith("It was")
     for written in (path for path in tmp_path.rglob("*") if path.is_file()):
@@ -286,17 +299,20 @@ def test_repository_is_published_and_served_from_an_object_store(
 
 @pytest.mark.triton
 @pytest.mark.s3
-def test_store_that_cannot_be_reached_fails_the_export(tmp_path: Path) -> None:
+def test_store_that_cannot_be_reached_fails_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {
         "AWS_ACCESS_KEY_ID": "x",
         "AWS_SECRET_ACCESS_KEY": "x",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_MAX_ATTEMPTS": "1",
     }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     started = time.monotonic()
     place = "deploy.repository=s3://http://127.0.0.1:1/absent/x"
-    command = start(*words(tmp_path, "stages=[export]", place), environment=environment)
-    text = finish(command)
-    assert command.returncode == 1, text
+    status, text = run(*words(tmp_path, "stages=[export]", place))
+    assert status == 1, text
     assert "s3://http://127.0.0.1:1/absent/x" in text
     assert time.monotonic() - started < 60

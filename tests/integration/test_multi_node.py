@@ -164,10 +164,10 @@ def running_sequences(endpoint: dict[str, Any]) -> int:
     )
 
 
-def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank_but_not_a_node(
+def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_and_a_frozen_rank(
     slurm_cluster: SlurmCluster, results: Path, greedy_cases: list[dict[str, Any]]
 ) -> None:
-    service = Service(slurm_cluster, results, "deploy.max_restarts=1")
+    service = Service(slurm_cluster, results, "deploy.max_restarts=2", "deploy.drain_s=240")
     endpoint = service.endpoint()
     assert (endpoint["tp"], endpoint["pp"], endpoint["nodes"]) == (2, 2, 2)
     # The nodes of the test have no names of their own to look up: theirs is this machine's.
@@ -181,25 +181,12 @@ def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank_but_not_a_no
     again = service.endpoint(restarts=1)
     prompt, expected = cases[0]
     assert tokens(again, prompt, 4) == expected[: len(prompt) + 4]
-    # With a node go also the processes that would start a rank again.
-    kill_all(service.ranks("n2") + service.tasks("n2"))
-    service.wait_until_gone()
-    record = service.record()
-    assert record["state"] == "failed", service.logs()
-    assert "rank 2" in record["error"] or "rank 3" in record["error"], service.logs()
-    assert not (service.folder / "endpoint.json").exists()
-
-
-def test_frozen_rank_of_another_node_is_replaced_and_the_end_waits_for_running_requests(
-    slurm_cluster: SlurmCluster, results: Path
-) -> None:
-    service = Service(slurm_cluster, results, "deploy.max_restarts=1", "deploy.drain_s=240")
-    service.endpoint()
     os.kill(service.ranks("n2")[0], signal.SIGSTOP)
-    endpoint = service.endpoint(restarts=1)
+    third = service.endpoint(restarts=2)
+    # The end waits for running requests.
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(tokens, endpoint, [257, 313], LONG) for _ in range(2)]
-        until(lambda: running_sequences(endpoint) == 2, "the running requests")
+        running = [pool.submit(tokens, third, [257, 313], LONG) for _ in range(2)]
+        until(lambda: running_sequences(third) == 2, "the running requests")
         (service.folder / "stop_requested").touch()
         assert [len(each.result()) for each in running] == [2 + LONG] * 2
     service.wait_until_gone()
@@ -207,12 +194,11 @@ def test_frozen_rank_of_another_node_is_replaced_and_the_end_waits_for_running_r
     assert not (service.folder / "endpoint.json").exists()
 
 
-def test_encoder_over_two_nodes_gives_the_recorded_states_until_the_head_is_lost(
+def test_an_encoder_over_two_nodes_gives_the_recorded_states_and_a_lost_node_ends_it(
     slurm_cluster: SlurmCluster, shared: Path, tmp_path: Path
 ) -> None:
     golden = shared / "golden" / "bert" / "tiny"
     model = (
-        "stages=[convert,export,deploy]",
         "export=gpt3/export_gpt3",
         "export.run.model_train_name=tiny",
         "export.run.model_type=bert",
@@ -224,10 +210,15 @@ def test_encoder_over_two_nodes_gives_the_recorded_states_until_the_head_is_lost
         "+export.triton_deployment.parameters.device=cpu",
     )
     folder = Path("tiny", "export_tp2_pp1_fp32_fp32", "deploy")
-    service = Service(
-        slurm_cluster, tmp_path, "cluster.gpus_per_node=1", model=model, folder=folder
-    )
-    endpoint = service.endpoint()
+
+    def started(*stages: str) -> tuple[Service, dict[str, Any]]:
+        words = (*model, f"stages=[{','.join(stages)}]")
+        service = Service(
+            slurm_cluster, tmp_path, "cluster.gpus_per_node=1", model=words, folder=folder
+        )
+        return service, service.endpoint()
+
+    service, endpoint = started("convert", "export", "deploy")
     assert (endpoint["tp"], endpoint["nodes"]) == (2, 2)
     states = np.load(golden / "input_hidden_state.npy").astype(np.float32)[None]
     request = {
@@ -238,6 +229,14 @@ def test_encoder_over_two_nodes_gives_the_recorded_states_until_the_head_is_lost
         hidden = client.infer(endpoint["model"], request)["output_hidden_state"]
     # fp32 on both sides; what remains is the order of sums.
     np.testing.assert_allclose(hidden[0], np.load(golden / "output_hidden_state.npy"), atol=1e-3)
+    # With a node go also the processes that would start a rank again.
+    kill_all(service.ranks("n2") + service.tasks("n2"))
+    service.wait_until_gone()
+    record = service.record()
+    assert record["state"] == "failed", service.logs()
+    assert "rank 1" in record["error"], service.logs()
+    assert not (service.folder / "endpoint.json").exists()
+    service, _ = started("deploy")
     assert service.ranks("n2")
     # The job's first process, which owns the server and its supervisor.
     kill_all(service.tasks("n1"))

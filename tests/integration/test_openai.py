@@ -42,7 +42,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(
-    host: str,
+    usual_host: str,
     sample_repository: Callable[..., Path],
     token_file: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -56,7 +56,7 @@ def server(
     settings = {"chat_template": TEMPLATE}
     (repository / "preprocessing" / "1" / "tokenizer_config.json").write_text(json.dumps(settings))
     running = hosted(
-        host,
+        usual_host,
         repository,
         tmp_path_factory.mktemp("log"),
         access=Access(token_file=token_file),
@@ -85,11 +85,11 @@ def test_the_models_that_complete_tokens_are_listed(client: openai.OpenAI) -> No
 
 @BOTH
 def test_answers_are_the_recorded_ones_whole_and_streamed(
-    client: openai.OpenAI, model: str, greedy_cases: Cases, host: str
+    client: openai.OpenAI, model: str, greedy_cases: Cases, usual_host: str
 ) -> None:
     asked: dict[str, Any] = {"model": model, "max_tokens": NEW_TOKENS, "temperature": 0}
     # A tritonserver has one response of a model that is not decoupled.
-    most_parts = 1 if host == TRITONSERVER and model == WHOLE else None
+    most_parts = 1 if usual_host == TRITONSERVER and model == WHOLE else None
     prompts = [case["input_ids"] for case in greedy_cases[:4]]
     done = client.completions.create(prompt=prompts, **asked)
     for case, prompt, choice in zip(greedy_cases, prompts, done.choices, strict=False):

@@ -149,7 +149,9 @@ def error_over_openai(server: ModelServer, each: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_streams_that_lose_their_engine_end_with_an_error(
     repository: Path, tmp_path: Path, number: int
 ) -> None:
@@ -172,7 +174,18 @@ def test_streams_that_lose_their_engine_end_with_an_error(
     assert not [pid for pid in everything if lives(pid)]
 
 
-def test_a_standby_is_the_next_server_and_has_its_log(server: ModelServer) -> None:
+@pytest.mark.parametrize(
+    ("part", "number"),
+    [
+        ("engine", signal.SIGSTOP),
+        pytest.param("server", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("server", signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_a_standby_is_the_next_server_unless_it_has_ended_or_is_stopped(
+    server: ModelServer, part: str, number: int
+) -> None:
     expected = texts(server.ports["http"])
     standby = server.prepared({})
     assert not server.failure()  # it is not one of the server's processes
@@ -182,32 +195,18 @@ def test_a_standby_is_the_next_server_and_has_its_log(server: ModelServer) -> No
         assert following.pid == standby.pid
         assert texts(following.ports["http"]) == expected
         assert [*following.log_path.parent.glob("*.log")] == [following.log_path]
-
-
-@pytest.mark.parametrize(
-    ("part", "number"),
-    [
-        ("server", signal.SIGKILL),
-        ("engine", signal.SIGSTOP),
-        pytest.param("server", signal.SIGSTOP, marks=pytest.mark.long),
-        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.long),
-    ],
-)
-def test_a_standby_that_has_ended_or_is_stopped_is_not_taken(
-    server: ModelServer, part: str, number: int
-) -> None:
-    standby = server.prepared({})
-    until(lambda: bool(descendants(standby.pid)), "the engine of the standby")
-    os.kill(standby.pid if part == "server" else descendants(standby.pid)[0], number)
-    server.stop(drain_s=0)
-    try:
-        with replace(server, standby=standby) as following:
-            following.start(timeout_s=START_S)
-            assert following.pid != standby.pid
-            assert texts(following.ports["http"])
-    finally:
-        kill([*descendants(standby.pid), standby.pid])
-        standby.wait()
+        other = following.prepared({})
+        until(lambda: bool(descendants(other.pid)), "the engine of the standby")
+        os.kill(other.pid if part == "server" else descendants(other.pid)[0], number)
+        following.stop(drain_s=0)
+        try:
+            with replace(following, standby=other) as last:
+                last.start(timeout_s=START_S)
+                assert last.pid != other.pid
+                assert texts(last.ports["http"]) == expected
+        finally:
+            kill([*descendants(other.pid), other.pid])
+            other.wait()
 
 
 def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.integration import command
 from tests.integration.command import FREE_PORTS, endpoint_of, finish, processes_of, start
+from tests.integration.conftest import SampleRepository
 from tests.waiting import until
 
 SMALL = (
@@ -28,9 +27,7 @@ def words(results: Path, *more: str) -> list[str]:
 
 
 def run(results: Path, *more: str) -> tuple[int, str]:
-    command = start(*words(results, *more))
-    text = finish(command, timeout_s=240)
-    return command.returncode, text
+    return command.run(*words(results, *more))
 
 
 def export_dir(results: Path, summary: str = "tp2_pp1_fp16_fp32") -> Path:
@@ -75,10 +72,17 @@ def test_a_hugging_face_folder_for_other_engines_is_one_option_of_the_stage(tmp_
     assert "which a repository cannot hold: run stages=[convert] alone" in text
 
 
-def test_job_folder_has_everything_that_users_of_the_launcher_expect(tmp_path: Path) -> None:
-    status, text = run(tmp_path, "stages=[convert]", "+env_vars.NOTE=a b")
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of results with the shards."""
+    folder = tmp_path_factory.mktemp("converted")
+    status, text = run(folder, "stages=[convert]", "+env_vars.NOTE=a b")
     assert status == 0, text
-    results = export_dir(tmp_path)
+    return folder
+
+
+def test_job_folder_has_everything_that_users_of_the_launcher_expect(converted: Path) -> None:
+    results = export_dir(converted)
     assert (results / "results").is_dir()
     assert "stages=[convert]" in (results / "launcher_cmd.log").read_text()
     folder = results / "convert"
@@ -93,28 +97,27 @@ def test_job_folder_has_everything_that_users_of_the_launcher_expect(tmp_path: P
     assert record["job_id"] in (folder / "launcher.log").read_text()
 
 
-def test_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
-    assert run(tmp_path, "stages=[convert]")[0] == 0
-    before = digests(weights(tmp_path))
-    saved = export_dir(tmp_path) / "convert"
+def test_saved_configuration_repeats_the_run(converted: Path) -> None:
+    before = digests(weights(converted))
+    saved = export_dir(converted) / "convert"
     root = (f"--config-path={saved}", "--config-name=export_gpt_books_5m_config")
-    command = [sys.executable, "main.py", *root, "stages=[convert]"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "finished at" in done.stdout, done.stderr
-    assert digests(weights(tmp_path)) == before
+    status, text = command.run(*root, "stages=[convert]")
+    assert (status, "finished at" in text) == (0, True), text
+    assert digests(weights(converted)) == before
 
 
-def test_conversion_killed_halfway_and_run_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    assert run(tmp_path / "whole", "stages=[convert]")[0] == 0
-    command = start(*words(tmp_path / "killed", "stages=[convert]"))
-    partial = weights(tmp_path / "killed").with_name(".2-gpu.partial")
-    until(lambda: partial.exists() or command.poll() is not None, "the first shard")
-    command.kill()
-    command.communicate()
-    until(lambda: not processes_of(tmp_path / "killed"), "the end of the killed job")
-    status, text = run(tmp_path / "killed", "stages=[convert]")
+def test_conversion_killed_halfway_and_run_again_gives_the_same_bytes(
+    tmp_path: Path, converted: Path
+) -> None:
+    started = start(*words(tmp_path, "stages=[convert]"))
+    partial = weights(tmp_path).with_name(".2-gpu.partial")
+    until(lambda: partial.exists() or started.poll() is not None, "the first shard")
+    started.kill()
+    started.communicate()
+    until(lambda: not processes_of(tmp_path), "the end of the killed job")
+    status, text = run(tmp_path, "stages=[convert]")
     assert status == 0, text
-    assert digests(weights(tmp_path / "killed")) == digests(weights(tmp_path / "whole"))
+    assert digests(weights(tmp_path)) == digests(weights(converted))
 
 
 def test_impossible_configuration_is_refused_at_once(tmp_path: Path) -> None:
@@ -128,8 +131,9 @@ def test_impossible_configuration_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.triton
 def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
-    status, text = run(tmp_path, *FREE_PORTS, *SMALL)
-    assert status == 0, text
+    started = start(*words(tmp_path, *FREE_PORTS, *SMALL))
+    text = finish(started, timeout_s=240)
+    assert started.returncode == 0, text
     results = export_dir(tmp_path)
     report = json.loads((results / "results" / "evaluate" / "report.json").read_text())
     assert report
@@ -147,19 +151,22 @@ def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.triton
-def test_server_alone_serves_until_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
-    command = start(*words(tmp_path, "stages=[deploy]", *FREE_PORTS))
+def test_server_alone_serves_until_ctrl_c_and_leaves_no_process(
+    sample_repository: SampleRepository, tmp_path: Path
+) -> None:
+    place = f"deploy.repository={sample_repository(tp_size=2)}"
+    started = start(*words(tmp_path, "stages=[deploy]", place, *FREE_PORTS))
     endpoint_path = export_dir(tmp_path) / "deploy" / "endpoint.json"
-    endpoint = endpoint_of(endpoint_path, command)
+    endpoint = endpoint_of(endpoint_path, started)
     assert endpoint["host"] == "127.0.0.1"
     assert (endpoint["tp"], endpoint["model"], endpoint["ensemble"]) == (
         2,
         "fastertransformer",
         "ensemble",
     )
-    command.send_signal(signal.SIGINT)
-    text = finish(command)
-    assert command.returncode == 0, text
+    started.send_signal(signal.SIGINT)
+    text = finish(started)
+    assert started.returncode == 0, text
     assert not endpoint_path.exists()
     assert not processes_of(tmp_path)
 

@@ -364,19 +364,19 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @needs_mpirun
-def test_four_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
+def test_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
     tmp_path: Path, expected: Any
 ) -> None:
-    options = ("--tp", "2", "--pp", "2", "--instances", "1", "--device", "cpu")
+    options = ("--pp", "2", "--instances", "1", "--device", "cpu")
     with running(tmp_path, SAMPLE, *options, "--model-name", "other.name") as run:
-        launcher = run.mpirun(4)
+        launcher = run.mpirun(2)
         run.wait_until_ready("other.name")
         asked: list[dict[str, Any]] = [{}, {"beam_width": 3}]
         for answer, more in zip(expected, asked, strict=True):
             assert_same(ask(run, PROMPTS, LENGTHS, model="other.name", **more), answer)
         everything = run.all_processes()
         ranks = run.rank_processes()
-        assert sorted(ranks) == [0, 1, 2, 3]
+        assert sorted(ranks) == [0, 1]
         os.kill(ranks[0], signal.SIGTERM)
         assert launcher.wait(END_S) == 0, run.output()
         until(lambda: not any(map(lives, everything)), limit_s=END_S)

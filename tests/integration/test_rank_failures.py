@@ -71,9 +71,21 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         engine.stop()
 
 
-def test_forked_workers_serve_the_engine_under_their_own_names(ft_dir: Path) -> None:
-    program = f"""
-import os
+def program(text: str) -> str:
+    """Return the output of a program."""
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_forked_workers_serve_the_engine_under_their_own_names_but_not_with_the_driver_loaded(
+    ft_dir: Path, tmp_path: Path
+) -> None:
+    """A mapped file of its name stands for the driver, which loads with the first call of CUDA."""
+    driver = tmp_path / "libcuda.so.1"
+    driver.write_bytes(bytes(4096))
+    shown = program(f"""
+import mmap, os
 from pathlib import Path
 import inference.ranks.worker
 from inference.engine.engine import Engine
@@ -86,32 +98,18 @@ with Engine({str(ft_dir)!r}, Placement(tp_size=2, device="cpu")):
     assert descendants(os.getpid()) == [forked]
     print(Path(f"/proc/{{forked}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:4])
 assert descendants(os.getpid()) == []
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout == "[b'-m', b'inference.ranks.worker', b'--rank=1']\n"
-
-
-def test_a_process_that_has_loaded_the_driver_forks_no_worker(ft_dir: Path, tmp_path: Path) -> None:
-    """A mapped file of its name stands for the driver, which loads with the first call of CUDA."""
-    driver = tmp_path / "libcuda.so.1"
-    driver.write_bytes(bytes(4096))
-    program = f"""
-import mmap, os
-from pathlib import Path
-from inference.ranks.processes import fork_workers
-from inference.server.processes import descendants
 with open({str(driver)!r}, "r+b") as file:
     mapped = mmap.mmap(file.fileno(), 0)
 fork_workers(Path({str(ft_dir)!r}), 2)
 assert descendants(os.getpid()) == []
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+""")
+    assert shown == "[b'-m', b'inference.ranks.worker', b'--rank=1']\n"
 
 
-def test_what_is_imported_before_a_fork_asks_for_no_gpu() -> None:
-    program = """
-import importlib, torch
+def test_forked_workers_end_with_their_process_whose_imports_ask_for_no_gpu(ft_dir: Path) -> None:
+    shown = program(f"""
+import importlib, os, torch
+from pathlib import Path
 from inference.host.engine_process import _MODULES
 def asked(*_, **__):
     raise SystemExit("a GPU was asked for")
@@ -119,24 +117,13 @@ for name in ("is_available", "device_count", "_lazy_init", "get_device_propertie
     setattr(torch.cuda, name, asked)
 for name in _MODULES:
     importlib.import_module(name)
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-def test_forked_workers_end_with_their_process(ft_dir: Path) -> None:
-    program = f"""
-import os
-from pathlib import Path
-import inference.ranks.worker
 from inference.ranks.processes import fork_workers
 from inference.server.processes import descendants
 fork_workers(Path({str(ft_dir)!r}), 3)
 print(*descendants(os.getpid()), flush=True)
 os._exit(0)
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    forked = [int(word) for word in done.stdout.split()]
+""")
+    forked = [int(word) for word in shown.split()]
     assert len(forked) == 2
     until(lambda: not any(map(lives, forked)), "the end of the workers")
 
@@ -144,10 +131,8 @@ os._exit(0)
 def test_models_of_texts_import_no_torch() -> None:
     modules = ("python_backend", "encoder_backend", "text_generation", "nemo_generation")
     imports = "; ".join(f"import inference.backend.{name}" for name in modules)
-    program = f"import sys, inference.ranks.processes; {imports}; print('torch' in sys.modules)"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"
+    text = f"import sys, inference.ranks.processes; {imports}; print('torch' in sys.modules)"
+    assert program(text) == "False\n"
 
 
 def test_workers_end_when_rank_0_is_killed(ft_dir: Path) -> None:

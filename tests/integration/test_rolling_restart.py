@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.waiting import until
 
 PAUSE_S = 0.1  # of a client, which leaves the processors to the server that starts
-BODY = json.dumps({"INPUT_0": "It was", "INPUT_1": 24, "min_length": 24})
+BODY = json.dumps({"INPUT_0": "It was", "INPUT_1": 12, "min_length": 12})
 
 
 class Replica:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,25 +22,14 @@ from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
 from inference.system.launch_environment import LaunchEnvironment
 from inference.system.ports import pick_free_ports
-from tests.conftest import ROOT
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
+from tests.integration.started_rank import StartedRank
 from tests.waiting import until
 
-PROGRAM = """
-import logging, os, sys
-from pathlib import Path
-from inference.system.launch_environment import LaunchEnvironment
-from inference.ranks.worker import serve_started_rank
-rank, size, port = map(int, sys.argv[1:4])
-logging.basicConfig(level=logging.INFO)
-place = LaunchEnvironment(rank, size, rank, size, "test", sys.argv[4])
-key_file = Path(os.environ["KEY_FILE"])
-sys.exit(serve_started_rank(place, "127.0.0.1", port, key_file=key_file, timeout_s=5))
-"""
 NOTICE_S = 60.0  # a slow machine takes long to import torch
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., StartedRank]
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +39,20 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start(tmp_path: Path, key_file: Path) -> Iterator[Start]:
     """Start ranks other than 0; all of them end with the test."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[StartedRank] = []
 
-    def one(rank: int, size: int, port: int, *, job: str = "a") -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", PROGRAM, str(rank), str(size), str(port), job]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        started.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
+    def one(rank: int, size: int, port: int, *, job: str = "a") -> StartedRank:
+        place = LaunchEnvironment(rank, size, rank, size, "test", job)
+        log = tmp_path / f"{len(started)}.log"
+        started.append(StartedRank(place, port, key_file, log))
         return started[-1]
 
     yield one
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait(NOTICE_S)
 
 
 def rendezvous_of(size: int, *, timeout_s: float = 5.0, job: str = "a") -> tuple[Rendezvous, int]:
@@ -74,10 +60,6 @@ def rendezvous_of(size: int, *, timeout_s: float = 5.0, job: str = "a") -> tuple
     place = LaunchEnvironment(0, size, 0, size, "test", job)
     key_file = Path(os.environ["KEY_FILE"])
     return Rendezvous(place, "127.0.0.1", port, key_file=key_file, timeout_s=timeout_s), port
-
-
-def words_of(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=NOTICE_S)[1]
 
 
 def until_problem(rendezvous: Rendezvous) -> str:
@@ -157,7 +139,7 @@ def test_a_stopped_rank_is_missed_while_rank_0_prepares(start: Start) -> None:
     rendezvous, port = rendezvous_of(2, timeout_s=3)
     other = start(1, 2, port)
     until_present(rendezvous, 1)
-    other.send_signal(signal.SIGSTOP)
+    other.stop()
     problem = until_problem(rendezvous)
     assert problem.startswith("has sent no heartbeat for ")
     assert f"(process {other.pid} on {socket.gethostname()})" in problem
@@ -179,14 +161,14 @@ def test_ranks_log_why_rank_0_gave_up(start: Start) -> None:
     other = start(1, 2, port)
     until_present(rendezvous, 1)
     rendezvous.refuse("the disk is full")
-    assert "rank 0 gave up: the disk is full" in words_of(other)
-    assert other.returncode == 1
+    assert "rank 0 gave up: the disk is full" in other.words(NOTICE_S)
+    assert other.wait(NOTICE_S) == 1
 
 
 def test_a_rank_of_another_launch_is_turned_away(start: Start) -> None:
     rendezvous, port = rendezvous_of(2, job="mine")
     stranger = start(1, 2, port, job="other")
-    said = words_of(stranger)
+    said = stranger.words(NOTICE_S)
     assert f"rank 0 at 127.0.0.1:{port} belongs to another launch (" in said
     assert "test job mine of 2, this is" in said
     assert not rendezvous.problems()
@@ -197,7 +179,7 @@ def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
     start(1, 2, port)
     until_present(rendezvous, 1)
     second = start(1, 2, port)
-    assert "two processes have joined as rank 1; each needs its own" in words_of(second)
+    assert "two processes have joined as rank 1; each needs its own" in second.words(NOTICE_S)
     assert "two processes have joined as rank 1" in until_problem(rendezvous)
 
 
@@ -216,8 +198,8 @@ def test_a_listener_that_is_no_store_is_reported(start: Start, key_file: Path) -
         threading.Thread(target=refuse, daemon=True).start()
         write_key(key_file)
         other = start(1, 2, listener.getsockname()[1])
-        assert "does not hold the key in" in words_of(other)
-        assert other.returncode == 1
+        assert "does not hold the key in" in other.words(NOTICE_S)
+        assert other.wait(NOTICE_S) == 1
 
 
 def open_silent() -> socket.socket:

@@ -31,12 +31,12 @@ Cases = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def server(
-    host: str,
+    usual_host: str,
     sample_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ModelServer]:
     repository = sample_repository(tp_size=2)
-    with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
+    with hosted(usual_host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
         yield running
 
@@ -219,13 +219,13 @@ def _command(pid: int) -> bytes:
 
 
 def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
-    host: str, sample_repository: Callable[..., Path], tmp_path: Path
+    usual_host: str, sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:
     repository = sample_repository(tp_size=1, ensemble=False)
     path = repository / "fastertransformer" / "config.pbtxt"
     unknown = 'parameters { key: "is_horse" value { string_value: "1" } }'
     path.write_text(f"{path.read_text().replace('GPT', 'GPT-J')}\n{unknown}\n")
-    server = hosted(host, repository, tmp_path)
+    server = hosted(usual_host, repository, tmp_path)
     with pytest.raises(ServerStartError, match=r"model_type=GPT-J, but .* holds a GPT model"):
         server.start(timeout_s=START_LIMIT_S)
     assert "parameter is_horse is unknown and has no effect" in server.log_path.read_text()

@@ -30,7 +30,7 @@ SLOTS = 4
 
 @pytest.fixture(scope="module")
 def server(
-    host: str,
+    usual_host: str,
     sample_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ModelServer]:
@@ -44,7 +44,7 @@ def server(
     text = (streaming / MODEL / "config.pbtxt").read_text()
     (streaming / MODEL / "config.pbtxt").write_text(text.replace(MODEL, STREAMING, 1))
     (streaming / MODEL).rename(repository / STREAMING)
-    with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
+    with hosted(usual_host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
         yield running
 

@@ -26,6 +26,7 @@ def test_rows_outlive_a_killed_command_and_are_judged_by_the_next(
         "upgrade.rows={now:{},int8:{export.triton_deployment.int8_mode:1}}",
         "evaluate.tasks=[lambada]", f"evaluate.limit={_SAMPLES}", "evaluate.latency.enabled=false",
         f"evaluate.lambada.data_path={ROOT}/examples/passages.jsonl",
+        "export.model.tensor_model_parallel_size=1",
     ]  # fmt: skip
     command = start(*words, "wait=true")
     # At this moment its last jobs are announced, and perhaps not all of them submitted.

@@ -173,7 +173,7 @@ TWO_NODES = ("cluster.gpus_per_node=1", "cluster.mpi=none")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("nodes", "count"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 1)])
+@pytest.mark.parametrize(("nodes", "count"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_clients_notice_no_hand_over(
     tmp_path: Path,
     slurm_cluster: SlurmCluster,

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 
 SAMPLE = ["export=gpt3/sample", "evaluate.tasks=[lambada]", "deploy.http_port=0"]
 SMALL = ["evaluate.limit=4", "evaluate.latency.enabled=false"]
+SMALL += ["export.model.tensor_model_parallel_size=1"]
 PORTS = ["deploy.grpc_port=0", "deploy.metrics_port=0"]
 _PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 _WHEEL = [*_PIP, "wheel", "--no-deps", "--no-build-isolation", str(ROOT), "--wheel-dir"]

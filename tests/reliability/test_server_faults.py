@@ -139,7 +139,7 @@ def process_of(server: ModelServer, model: str) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("model", ["deferred", "double"])
+@pytest.mark.parametrize("model", [pytest.param("deferred", marks=pytest.mark.long), "double"])
 def test_killed_model_process_ends_the_server_and_its_requests(
     server: ModelServer, model: str, tmp_path: Path
 ) -> None:
@@ -186,8 +186,19 @@ def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
         assert answers == [2, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize("which", ["the server", "tritonserver", "deferred"])
-def test_stopped_process_is_a_failure(server: ModelServer, which: str) -> None:
+@pytest.mark.parametrize(
+    "which", [pytest.param("the server", marks=pytest.mark.long), "tritonserver", "deferred"]
+)
+def test_stopped_process_is_a_failure_and_one_that_is_stopped_for_a_moment_is_none(
+    server: ModelServer, which: str
+) -> None:
+    other = process_of(server, "double")
+    os.kill(other, signal.SIGSTOP)
+    time.sleep(STOPPED_LIMIT_S / 3)
+    os.kill(other, signal.SIGCONT)
+    time.sleep(STOPPED_LIMIT_S)
+    assert server.failure() is None
+    assert infer(server, "double", 1) == 200
     if which == "tritonserver":
         pid = triton_of(server)
     else:
@@ -199,16 +210,6 @@ def test_stopped_process_is_a_failure(server: ModelServer, which: str) -> None:
     everything = processes(server)
     server.stop(drain_s=0)
     assert not [each for each in everything if lives(each)]
-
-
-def test_process_that_is_stopped_for_a_moment_does_no_harm(server: ModelServer) -> None:
-    pid = process_of(server, "double")
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(STOPPED_LIMIT_S / 3)
-    os.kill(pid, signal.SIGCONT)
-    time.sleep(STOPPED_LIMIT_S)
-    assert server.failure() is None
-    assert infer(server, "double", 1) == 200
 
 
 def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Path) -> None:

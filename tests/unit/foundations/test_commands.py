@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
-import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,15 @@ from tests.conftest import ROOT
 from tests.tiny import write_nemo
 
 
-def run(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"export_scripts.{name}", *map(str, arguments)]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process."""
+    command = importlib.import_module(f"export_scripts.{name}").main
+    with redirect_stdout(io.StringIO()) as shown, redirect_stderr(io.StringIO()) as errors:
+        try:
+            status = command(list(map(str, arguments)))
+        except SystemExit as end:  # after --help
+            status = end.code
+    return subprocess.CompletedProcess([name], status, shown.getvalue(), errors.getvalue())
 
 
 def convert(source: Path, output: Path, *more: object) -> subprocess.CompletedProcess[str]:

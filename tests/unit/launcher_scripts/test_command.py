@@ -540,11 +540,11 @@ def test_full_disk_is_named_in_one_line(
     assert f"{tmp_path} cannot be written" in line
 
 
-def test_help_fits_on_a_screen_and_help_all_has_every_key() -> None:
+def test_help_fits_on_a_screen_and_help_all_has_every_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     short, long = (
-        subprocess.run(
-            [sys.executable, "main.py", *words], cwd=ROOT, capture_output=True, text=True
-        ).stdout.splitlines()
+        (main(words), capsys.readouterr().out.splitlines())[1]
         for words in (["--help"], ["--help", "all"])
     )
     assert 24 <= len(short) <= 40
@@ -556,13 +556,13 @@ def test_help_fits_on_a_screen_and_help_all_has_every_key() -> None:
     assert "[ClusterIP, NodePort, LoadBalancer]" in shown  # as they are written
 
 
-def test_first_call_without_arguments_says_what_to_type() -> None:
-    done = subprocess.run(
-        [sys.executable, "main.py"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "python main.py export=gpt3/sample\x20" in done.stdout
-    assert "checkpoint_path" not in done.stderr  # no user wrote the path that is missing
+def test_first_call_without_arguments_says_what_to_type(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    shown, errors = capsys.readouterr()
+    assert "python main.py export=gpt3/sample\x20" in shown
+    assert "checkpoint_path" not in errors  # no user wrote the path that is missing
 
 
 def test_other_users_may_not_change_files_of_a_run_whatever_the_umask(tmp_path: Path) -> None:
