@@ -112,7 +112,8 @@ def family_of(sections: Sections) -> ModelFamily:
         ValueError: No family has such sections.
     """
     for section in filter(sections.__contains__, SECTIONS):
-        for family in map(pkgutil.resolve_name, SECTIONS[section]):
+        for place in SECTIONS[section]:
+            family: ModelFamily = pkgutil.resolve_name(place)
             if family.owns(sections):
                 return family
     known = ", ".join(f"[{section}]" for section in sorted(SECTIONS))

@@ -42,6 +42,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mpirun.chmod(0o755)
     # Open MPI's launcher needs one to be there.
     (tmp_path / "bin" / "ssh").touch(0o755)
+    monkeypatch.delenv("TRITON_SERVER", raising=False)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.setenv("FAKE_SERVER_TOLD", str(tmp_path / "reported"))
 

@@ -277,22 +277,18 @@ def test_repository_is_published_and_served_from_an_object_store(
         region_name="us-east-1",
     )
     client.create_bucket(Bucket="pipeline")
-    command = words(tmp_path, "export.model.tensor_model_parallel_size=1")
-    command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/sample")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    status, text = run(*command, "stages=[export]")
-    assert status == 0, text
-    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="pipeline")["Contents"]]
-    assert "sample/fastertransformer/1/1-gpu/config.ini" in keys
-    assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
-    # From a new results folder into an empty place: published first, then served from there.
-    command = words(tmp_path / "new", "export.model.tensor_model_parallel_size=1")
-    command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/fresh")
-    results = tmp_path / "new" / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
+    # Into an empty place: published first, then served from there.
+    command = words(tmp_path, "export.model.tensor_model_parallel_size=1")
+    command.append(f"deploy.repository=s3://{store_endpoint}/pipeline/sample")
+    results = tmp_path / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
     with served(results, *command, "stages=[deploy]") as endpoint:
         assert endpoint["ensemble"] == "ensemble"
         assert answer(endpoint).startswith("It was")
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="pipeline")["Contents"]]
+    assert "sample/fastertransformer/1/1-gpu/config.ini" in keys
+    assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
     for written in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert secret.encode() not in written.read_bytes(), written
 

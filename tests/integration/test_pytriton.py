@@ -312,7 +312,7 @@ def test_lost_rank_fails_the_request_and_ends_everything(two_ranks: Run) -> None
     def client() -> None:
         try:
             while True:
-                ask(two_ranks, ["It was"] * 4, [100] * 4)
+                ask(two_ranks, ["It was"] * 4, [50] * 4)
                 answered.set()
         except Exception as error:
             failures.append(str(error))

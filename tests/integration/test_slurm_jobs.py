@@ -123,35 +123,40 @@ def test_evaluation_does_not_start_after_a_chain_that_failed(
     assert state(slurm_cluster, evaluate) == "CANCELLED"
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of results with a repository."""
+    results = tmp_path_factory.mktemp("exported")
+    words = ("export=gpt3/sample", "stages=[export]", f"export.run.results_dir={results}")
+    assert main(words) == 0
+    return results
+
+
 def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(
-    tmp_path: Path, slurm_cluster: SlurmCluster
+    exported: Path, slurm_cluster: SlurmCluster
 ) -> None:
     """Slurm starts it then: `after` is satisfied."""
-    words = ("export=gpt3/sample", "stages=[export]", f"export.run.results_dir={tmp_path}")
-    assert main(words) == 0
     more = ("deploy.ready_timeout_s=3000",)
-    assert submit(tmp_path, "deploy", "evaluate", more=more) == 0
+    assert submit(exported, "deploy", "evaluate", more=more) == 0
     deploy, evaluate = queued(slurm_cluster)
     slurm_cluster.run("scontrol", "update", f"JobId={evaluate}", "StartTime=now")
     slurm_cluster.run("scancel", deploy)
     until(lambda: not queued(slurm_cluster), "the end of the evaluation")
-    (found,) = [each for each in jobs_in(tmp_path) if each.stage == "evaluate"]
+    (found,) = [each for each in jobs_in(exported) if each.stage == "evaluate"]
     assert found.exit_code == 4
     assert deploy in found.error
 
 
 def test_server_ends_with_an_evaluation_that_is_cancelled_before_it_starts(
-    tmp_path: Path, slurm_cluster: SlurmCluster
+    exported: Path, slurm_cluster: SlurmCluster
 ) -> None:
-    words = ("export=gpt3/sample", "stages=[export]", f"export.run.results_dir={tmp_path}")
-    assert main(words) == 0
-    assert submit(tmp_path, "deploy", "evaluate") == 0
+    assert submit(exported, "deploy", "evaluate") == 0
     deploy, evaluate = queued(slurm_cluster)
     slurm_cluster.run("scontrol", "update", f"JobId={deploy}", "StartTime=now")
-    until((tmp_path / "deploy" / "endpoint.json").exists, "the server")
+    until((exported / "deploy" / "endpoint.json").exists, "the server")
     slurm_cluster.run("scancel", evaluate)
     until(lambda: not queued(slurm_cluster), "the end of the server")
-    states = {each.stage: each.state for each in jobs_in(tmp_path)}
+    states = {each.stage: each.state for each in jobs_in(exported)}
     assert states["deploy"] == "completed"
     assert states["evaluate"] == "cancelled"
 

@@ -87,7 +87,9 @@ def test_half_precision_weights_stay_close(name: str, tmp_path: Path) -> None:
     assert relative_difference(logits, case) < FP16_TOLERANCE
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)]
+)
 def test_ranks_in_processes_give_recorded_logits_and_tokens(
     tp_size: int, pp_size: int, tmp_path: Path
 ) -> None:

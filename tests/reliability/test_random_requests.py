@@ -69,10 +69,10 @@ GELU_TOLERANCE = 5e-3
 
 # Positions that are learned, biases of scores, or rotated; factors of long sequences; windows; an
 # encoder. The others, which differ from these within a layer alone, are for `make soak`.
-FEW = ("gpt2", "bloom", "gptj", "llama", "phi3", "gemma3", "t5")
+FEW = ("gpt2", "bloom", "llama", "gemma3", "t5")
 OTHERS = (
     "opt", "gptneox-parallel", "gptneox-sequential", "mistral", "qwen2", "granite", "smollm3",
-    "gemma2", "mt5",
+    "gemma2", "mt5", "gptj", "phi3",
 )  # fmt: skip
 # Sees only the newest tokens by a mask that its forward pass takes as it is.
 FORGETS = "llama"

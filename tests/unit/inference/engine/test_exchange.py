@@ -113,7 +113,7 @@ def test_weights_that_cannot_be_loaded_end_the_engine_with_the_reason(
             engine.submit(request)
 
 
-@pytest.mark.parametrize("milestone", ["loaded", "prepared"])
+@pytest.mark.parametrize("milestone", ["loaded", pytest.param("prepared", marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_during_an_exchange_ends_the_engine(
     tmp_path: Path, milestone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

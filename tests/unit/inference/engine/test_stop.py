@@ -131,7 +131,7 @@ def test_no_tensor_outlives_the_stop(
     assert not left, f"{len(left)} of {len(found)}: {[list(each.shape) for each in left[:5]]}"
 
 
-@pytest.mark.parametrize("int8_mode", [0, 1])
+@pytest.mark.parametrize("int8_mode", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) -> None:
     sizes = {"head_num": 8, "size_per_head": 64, "inter_size": 2048, "num_layer": 16}
     ft_dir = write_gpt(tmp_path, **sizes)  # 200 MB in fp32
