@@ -39,7 +39,9 @@ def default_bounds(first: Report) -> dict[str, Bound]:
     for metric in first.metrics:
         if metric.scale and (sentence := DEFAULT_BOUNDS.get(metric.unit)):
             word = "drop" if metric.higher_is_better else "rise"
-            bounds[metric.name] = Bound(paired=sentence.format(word=word))
+            bound = Bound(paired=sentence.format(word=word))
+            if not unsuited(bound, metric):
+                bounds[metric.name] = bound
     return bounds
 
 
@@ -122,8 +124,8 @@ def _problems(bounds: Bounds, first: Report) -> list[str]:
     metrics = {metric.name: metric for metric in first.metrics}
     if not bounds:
         return [
-            "the first run has no figure that can be compared by samples; give a bound such as "
-            "upgrade.gate.<metric>='no change of more than 1 point'."
+            "the first run has no figure that can be compared by samples and get worse; give a "
+            "bound such as upgrade.gate.<metric>='no change of more than 1 point'."
         ]
     problems = check_bounds(bounds, known=[*metrics])
     problems += _not_numbers(first, bounds)

@@ -248,9 +248,15 @@ def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
     return name
 
 
+_OF_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+
+
 def bare_name(name: str) -> str:
-    """Return a tensor's name without those of modules that wrap the model or a part of it."""
-    return _WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name))
+    """Return a tensor's name without those of modules that wrap the model or a part of it.
+
+    The first ports of BERT named the parameters of a norm gamma and beta.
+    """
+    return renamed(_WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name)), _OF_NORMS)
 
 
 def without_wrappers(table: dict[str, _Value]) -> dict[str, _Value]:

@@ -15,7 +15,7 @@ from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, Sources
+from export_scripts.families.mapping.sources import Sources
 
 LAYER = "model.encoder.layer.{layer}."
 
@@ -101,16 +101,10 @@ def _config(facts: Facts) -> BertConfig:
     )
 
 
-def _weights(facts: Facts, _: BertConfig) -> Sources:
+def _weights(_: Facts, __: BertConfig) -> Sources:
     modules = (spec.name.rpartition(".")[0] for spec in LAYOUT)
     names = {module: module.replace(LAYER, _HF) for module in modules}
-    table = named_sources(names, LAYOUT)
-    # The first ports of BERT named the parameters of a norm gamma and beta.
-    if facts.has(f"{_HF.format(layer=0)}output.LayerNorm.gamma"):
-        for name in (name for name in table if "LayerNorm" in name):
-            module, kind = name.replace(LAYER, _HF).rsplit(".", 1)
-            table[name] = Copy(f"{module}.{'gamma' if kind == 'weight' else 'beta'}")
-    return table
+    return named_sources(names, LAYOUT)
 
 
 BERT_HUGGINGFACE = SourceMapping(

@@ -24,7 +24,7 @@ from inference.certify.activations import (
     Activations,
     ModelInputs,
     Source,
-    size_of_errors,
+    relative_error,
 )
 from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_computed
 from inference.certify.huggingface import load_huggingface
@@ -134,18 +134,17 @@ def stored_types(folder: Folder) -> Iterator[str]:
 def _compared(
     place: str, expected: torch.Tensor | None, found: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the errors at one place; one that a side lacks, or has in another shape, has all."""
+    """Return the error at one place, infinite where a side lacks it or has another shape."""
     if place == LOGITS and expected is not None and found is not None:
         count = min(expected.shape[1], found.shape[1])  # without those of padding
         expected, found = expected[:, :count], found[:, :count]
-    errors, is_finite = (math.inf, math.inf, math.inf), False
+    relative, is_finite = math.inf, False
     if expected is not None and found is not None and expected.shape == found.shape:
         known = expected[expected.isfinite()].abs()
         is_finite = len(known) == expected.numel()
         largest = float(known.max()) if len(known) else 0.0
-        errors = size_of_errors(expected, found, largest=largest)
-    names = ("max_abs", "mean_abs", "relative")
-    return {"place": place, **dict(zip(names, errors, strict=True)), "finite": is_finite}
+        relative = relative_error(expected, found, largest=largest)
+    return {"place": place, "relative": relative, "finite": is_finite}
 
 
 def _findings(rows: list[dict[str, Any]], tolerance: float) -> Iterator[Remark]:

@@ -7,6 +7,7 @@ known family are compared by name, where both sides are Hugging Face folders.
 
 import contextlib
 import dataclasses
+import filecmp
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,9 +59,11 @@ from inference.certify.options import CertifySection, source_request
 _TOKEN_IDS = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id", "pad_id")
 _USUAL_TOKENS = (("start_id", "0"), ("end_id", "0"))
 TIE = "tie_word_embeddings"
+UNREAD = "another file"
 # Files of weights that libraries load, and of those the ones that they add to a model.
 _ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1])
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1], "*.gguf", "consolidated*.pt*")
+_FOR_PEOPLE = (".*", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.png", "*.index.json")
 
 
 def stored_type(piece: Piece) -> str:
@@ -177,7 +180,7 @@ def open_folder(path: Path) -> Folder:
     elif is_huggingface(path := snapshot_folder(path)):
         reader, found = index_huggingface(path)
         problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
-        problems += [*_ghosts(path, reader), *_uncompared(path, reader)]
+        problems += _ghosts(path, reader)
     else:
         raise ValueError(
             f"{path} holds neither config.json nor config.ini. FOLDER is a Hugging Face folder or "
@@ -197,7 +200,10 @@ def open_folder(path: Path) -> Folder:
             detail = "no tensor is quantised, and some libraries would quantise them"
             problems.append(Remark(DIFFERS, "quantisation", QUANTIZATION, detail))
     except CheckpointMismatchError as error:
-        problems += [Remark(NOT_COMPUTED, "quantisation", path.name, p) for p in error.problems]
+        problems += [
+            Remark(DIFFERS if " is missing" in p else NOT_COMPUTED, "quantisation", path.name, p)
+            for p in error.problems
+        ]
     problems += [
         Remark(NOT_COMPUTED, "quantisation", QUANTIZATION, f"{name} may change what is computed")
         for name in passed
@@ -241,15 +247,23 @@ def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
                 yield Remark(UP_TO, "stored and not listed", key, detail)
 
 
-def _uncompared(
-    path: Path, reader: CheckpointReader, patterns: Sequence[str] = _WEIGHTS
+def _unread_files(
+    reader: CheckpointReader, source: Path, weights: Sequence[str]
 ) -> Iterator[Remark]:
-    """Yield files of weights that a library may load, and that are not those compared here."""
-    for pattern in patterns:
-        for file in sorted(path.glob(pattern)):
-            if file not in reader.files:
-                detail = "weights next to those that were compared; some libraries load them"
-                yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
+    """Yield files next to a side's that no part compares, but those copied from the source.
+
+    Some libraries load those whose names fit the patterns of `weights`, and may read the others.
+    """
+    read = {*reader.files, *(region.path for region in reader.tokenizer.values())}
+    for file in sorted(each for each in Path(reader.path).iterdir() if each.is_file()):
+        own = source / file.name
+        if file in read or any(map(file.match, _FOR_PEOPLE)):
+            continue
+        if any(map(file.match, weights)):
+            detail = "weights next to those that were compared; some libraries load them"
+            yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
+        elif not (own.is_file() and filecmp.cmp(own, file, shallow=False)):
+            yield Remark(UP_TO, UNREAD, file.name, "some libraries may read it")
 
 
 def _scales(source: Path, folder: Path) -> Iterator[Remark]:
@@ -282,8 +296,10 @@ def open_pair(
     findings = [*own.findings]
     if own.quantised is not None:
         findings += _scales(original, own.path)
+    if not own.is_shards:
+        findings += _unread_files(own.reader, original, _WEIGHTS)
     if is_huggingface(original) and original not in map(Path, options.lora):
-        findings += _uncompared(original, index_huggingface(original)[0], _ADAPTERS)
+        findings += _unread_files(index_huggingface(original)[0], original, _ADAPTERS)
     own = dataclasses.replace(own, findings=tuple(findings))
     are_both_huggingface = is_huggingface(original) and not own.is_shards
     if own.mapping is not None:

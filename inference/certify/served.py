@@ -40,10 +40,14 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """Tokens, and the natural log probability of each after those before it; None: not known."""
+    """Tokens, and the natural log probability of each after those before it; None: not known.
+
+    `of` is the field of a training step that these come from.
+    """
 
     ids: tuple[int, ...]
     log_probs: tuple[float | None, ...]
+    of: str = ""
 
 
 def compare_endpoint(source: Source, options: CertifySection, types: Iterable[str]) -> Part:
@@ -111,7 +115,8 @@ def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: Certi
     tokens_of = f"{len(places)} tokens of {len(numbers)} rows"
     if without := len(rows) - len(numbers):
         tokens_of += f" ({without} more have none)"
-    compared = f"{tokens_of}, {of} and {url} ({model}), batch sizes {sizes}"
+    whose = " of ".join(filter(None, (" and ".join(sorted({row.of for row in rows} - {""})), of)))
+    compared = f"{tokens_of}, {whose} and {url} ({model}), batch sizes {sizes}"
     bound = f"log probabilities within {largest:.2g} (mean {table[0]['mean']:.2g})"
     return Part(name, compared, findings, (bound,) if largest > _SAME else (), table)
 
@@ -233,10 +238,14 @@ def _unbatched(table: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
-    ids, prompt, answer, log_probs, mask, padding = (
+    ids, prompt, answer, mask, padding = (
         next((row[name] for name in names if row.get(name) is not None), None)
-        for names in (_TOKENS, _PROMPTS, _ANSWERS, _LOG_PROBS, _MASKS, _PADDING)
+        for names in (_TOKENS, _PROMPTS, _ANSWERS, _MASKS, _PADDING)
     )
+    spelled = [name for name in _LOG_PROBS if row.get(name) is not None]
+    # NeMo-RL writes zeros for those that it has not computed (loss_fn.force_on_policy_ratio).
+    of = next((name for name in spelled if any(row[name])), next(iter(spelled), ""))
+    log_probs = row.get(of)
     if ids is None and answer is not None:
         ids = [*(() if prompt is None else prompt), *answer]
     if ids is None or row.keys().isdisjoint(_LOG_PROBS):
@@ -261,7 +270,7 @@ def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
         )
         if is_real
     ]
-    return ScoredRow(tuple(token for token, _ in tokens), tuple(value for _, value in tokens))
+    return ScoredRow(tuple(token for token, _ in tokens), tuple(value for _, value in tokens), of)
 
 
 def _of_last(values: Sequence[Any], count: int, filler: Any, where: str) -> list[Any]:

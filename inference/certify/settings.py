@@ -63,7 +63,6 @@ _SPELLINGS = {
     "rope_scaling.type": "rope_parameters.rope_type",
     "torch_dtype": "dtype",
 }
-_TABLES = TIED_TABLES[:5]  # of tokens; those of heads follow
 _DERIVED = ("feed_forward_proj",)  # transformers 5 states what 4 derives from it
 _TOKEN = "_token_id"
 _SETTING = "setting"
@@ -234,11 +233,12 @@ def _weight(
     if not is_same_kind or not (is_read or any(each not in known.values for each in values)):
         return EQUAL
     # The family has compared all of rotary embeddings, with what an absent parameter means, and
-    # otherwise what it reads; flags may be another library's alone.
+    # otherwise what it reads, which may be another release's spelling; flags may be another
+    # library's alone.
     is_flag = top in _DERIVED or any(isinstance(each, bool) for each in values)
     if is_read and is_flag and not is_rotary:
         return DIFFERS
-    return EQUAL if is_read and (is_rotary or None in (one, other)) else UP_TO
+    return EQUAL if is_read and is_rotary else UP_TO
 
 
 def _unknown(pair: Pair) -> Iterator[Remark]:
@@ -265,11 +265,11 @@ def _unknown(pair: Pair) -> Iterator[Remark]:
 
 
 def _table_rows(pair: Pair) -> Iterator[Remark]:
-    """Yield that config.json states another vocabulary than the embedding has rows."""
+    """Yield that config.json states another vocabulary than the embedding or head has rows."""
     stated = pair.folder.facts.config.get(_ROWS)
     for written in pair.tensors:
         stored = pair.folder.reader.tensors.get(written.key)
-        if stored is None or stated is None or not written.key.endswith(_TABLES):
+        if stored is None or stated is None or not written.key.endswith(TIED_TABLES):
             continue
         if (rows := stored[0].shape[0]) != stated:
             detail = f"{stated}, and {written.key} has {rows} rows"
@@ -289,13 +289,16 @@ def compare_generation(pair: Pair) -> Part:
         for facts in sides
     )  # fmt: skip
     files = {name for facts in sides for name in _generation(facts)}
+    # A source of another format has no such defaults.
+    is_stated = both or GENERATION_FILE in pair.facts.tokenizer
     findings = []
     for key, one, other in differing(mine, theirs):
         is_token = key.endswith(_TOKEN)
         if key not in _WITHOUT_FUNCTION and (mine or not is_token):
             # Libraries have defaults of such tokens in config.json, whatever ends an answer.
             is_default = is_token and key not in files and None in (one, other)
-            findings.append(differs(_SETTING, key, one, other, UP_TO if is_default else DIFFERS))
+            status = UP_TO if is_default else DIFFERS if is_stated else NOT_COMPUTED
+            findings.append(differs(_SETTING, key, one, other, status))
     alone = ", ".join(each.where for each in findings if each.status == UP_TO)
     try:
         ends, found = _ends(pair.facts, pair.config), _ends(pair.folder.facts, pair.folder.config)

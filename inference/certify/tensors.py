@@ -23,7 +23,7 @@ from export_scripts.numeric.dtypes import item_size
 from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import crc32
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
-from inference.certify.pair import Pair, stored_type
+from inference.certify.pair import UNREAD, Pair, stored_type
 
 # Methods that move errors from one value to another: how far from 1 the factor of a group of values
 # may be. Rounding to 4 bits alone leaves a factor within 0.03.
@@ -243,11 +243,13 @@ def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
         reason = "added to the folder; this source does not hold it"
         return TensorRecord(key, "not comparable", shape=piece.shape, reason=reason)
     if mapping is not None and pair.config is not None:
-        if key in map(facts.resolve, mapping.copies(facts, pair.config)):
+        is_copy = key in map(facts.resolve, mapping.copies(facts, pair.config))
+        is_ignored = mapping.is_ignored(key)
+        if is_copy or (is_ignored and key.endswith(TIED_TABLES)):
             for each in pair.tensors:
                 if each.key.endswith(TIED_TABLES) and each.shape[1:] == piece.shape[1:]:
                     return _Unit(pair, key, each, piece, each.shape)
-        if mapping.is_ignored(key):
+        if is_ignored:
             return TensorRecord(key, "ignored", shape=piece.shape)
     reason = "the source makes no such tensor"
     return TensorRecord(key, "extra", shape=piece.shape, reason=reason)
@@ -484,7 +486,10 @@ def compare_tensors(
             findings.append(Remark(status, record.state, record.key, detail))
     compared = f"{len(ordered)} tensors, {total:,} bytes"
     rows = [asdict(each) for each in ordered]
-    return Part("tensors", compared, tuple(findings), tuple(_up_to(ordered)), rows)
+    up_to = [*_up_to(ordered)]
+    if files := ", ".join(each.where for each in findings if each.kind == UNREAD):
+        up_to.append(f"files that no part compares ({files})")
+    return Part("tensors", compared, tuple(findings), tuple(up_to), rows)
 
 
 def _up_to(records: list[TensorRecord]) -> Iterator[str]:

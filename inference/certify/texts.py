@@ -226,11 +226,12 @@ def _content(file: Path) -> Any:
 
 def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
     """Yield other merges, which few texts may show, and what may change neither ids nor texts."""
-    for file in (*_VOCABULARIES[1:], *_SPECIAL):
-        pair = (source / file, folder / file)
-        is_second = all(each.with_name(name).is_file() for each in pair for name in (file, _WHOLE))
-        if is_second and _content(pair[0]) != _content(pair[1]):
-            status = UP_TO if file in _SPECIAL else NOT_COMPUTED
+    have_whole = all((each / _WHOLE).is_file() for each in (source, folder))
+    for file in (*_VOCABULARIES[1:], *_SPECIAL) if have_whole else ():
+        own, found = source / file, folder / file
+        is_own = own.is_file()
+        if found.is_file() and not (is_own and _content(own) == _content(found)):
+            status = NOT_COMPUTED if is_own and file in _VOCABULARIES else UP_TO
             yield Remark(status, "another file", file, f"some libraries read it, not {_WHOLE}")
     for file in (_WHOLE, SETTINGS_FILE):
         if not all((each / file).is_file() for each in (source, folder)):

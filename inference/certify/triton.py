@@ -28,14 +28,14 @@ from inference.certify.activations import (
     OUTPUT,
     ModelInputs,
     Source,
-    size_of_errors,
+    relative_error,
 )
 from inference.certify.findings import DIFFERS, Part, Remark, not_computed
 from inference.certify.options import CertifySection
 from inference.certify.tolerances import tolerance_of
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.run.served_model import ServedModel, ServedTokenizer
-from inference.evaluation.task import EvaluationError, Ids, generates
+from inference.evaluation.task import EvaluationError, Ids, RequestFailedError, generates
 from inference.server.client import TritonClient
 
 _MODEL = "fastertransformer"
@@ -48,8 +48,6 @@ class RowDifference(NamedTuple):
     generated.
     """
 
-    max_abs: float
-    mean_abs: float
     relative: float
     same_tokens: bool | None = None
 
@@ -114,8 +112,6 @@ def _served_types(client: TritonClient, model: str) -> list[str]:
 def _summed_up(size: int, found: Sequence[RowDifference]) -> dict[str, Any]:
     return {
         "batch_size": size,
-        "max_abs": max(each.max_abs for each in found),
-        "mean_abs": fmean(each.mean_abs for each in found),
         "relative": max(each.relative for each in found),
         "same_tokens": fmean(each.same_tokens is not False for each in found),
     }
@@ -157,11 +153,13 @@ def _compared_states(
     for expected, states in zip((each[OUTPUT] for each in computed), served, strict=True):
         own = torch.tensor(np.asarray(states[: len(expected)], np.float32))
         largest = float(expected.abs().max())
-        found.append(RowDifference(*size_of_errors(expected, own, largest=largest)))
+        found.append(RowDifference(relative_error(expected, own, largest=largest)))
     return found
 
 
 def _compared_answer(source: Source, ids: Ids, answer: Ids, log_probs: Any) -> RowDifference:
+    if not answer:
+        raise RequestFailedError("an answer without a token cannot be compared")
     inputs = ModelInputs((*ids, *answer[:-1]))
     if source.start is not None:
         inputs = ModelInputs(tuple(ids), (source.start, *answer[:-1]))
@@ -169,6 +167,6 @@ def _compared_answer(source: Source, ids: Ids, answer: Ids, log_probs: Any) -> R
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)  # (R,)
     largest = float(logits.abs().max())
     return RowDifference(
-        *size_of_errors(wanted, torch.tensor(log_probs), largest=largest),
+        relative_error(wanted, torch.tensor(log_probs), largest=largest),
         same_tokens=logits.argmax(-1).tolist() == list(answer),
     )

@@ -97,7 +97,14 @@ class PairedBound:
         if baseline.scale == "exp":
             share = amount if unit == "%" else amount / baseline.value
             return math.log1p(share)
-        return amount * abs(baseline.value) if unit == "%" else amount
+        margin = amount * abs(baseline.value) if unit == "%" else amount
+        room = baseline.value if baseline.higher_is_better else 1 - baseline.value
+        if baseline.unit == "fraction" and self.word != CHANGE and margin >= room:
+            raise ValueError(
+                f"the baseline's {baseline.name} is {baseline.value:g}, from where no {word} can "
+                "exceed that."
+            )
+        return margin
 
 
 def unsuited(bound: Bound, baseline: Metric) -> list[str]:

@@ -409,6 +409,20 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         setting(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
         "settings", "rotary.base", "500000.0",
     ),
+    "rows of the head that the vocabulary lacks": (
+        "llama", changed("lm_head.weight", lambda own: torch.cat([own, torch.zeros(4, 24)])),
+        "settings", "vocab_size", "lm_head.weight has 304 rows",
+    ),
+    "another copy of the table": (
+        "t5", lambda c: c.tensors.update(
+            {"decoder.embed_tokens.weight": c.tensors["shared.weight"] + 0.1}
+        ),
+        "tensors", "decoder.embed_tokens.weight", "plus 0.1",
+    ),
+    "a scale of FP8 that is lost": (
+        "llama", lambda c: (fp8(c, off=False), c.tensors.pop(f"{UP}_scale_inv")), "tensors",
+        f"{UP}_scale_inv is missing", "",
+    ),
     "scaling of the rotary embedding": (
         "llama", setting(rope_parameters=SCALED), "settings", "rotary.kind", "linear",
     ),
@@ -658,6 +672,31 @@ def test_another_file_of_the_vocabulary_is_not_called_equal(
     (folder / "vocab.json").write_text('{"a": 2}')
     (found,) = part(made(source, folder), "tokenizer").of("not computed")
     assert found.where == "vocab.json"
+    (source / "vocab.json").unlink()
+    (folder / "vocab.json").write_text('{"<|endoftext|>": 0}')
+    assert "another wording of the tokenizer (vocab.json)" in made(source, folder).verdict
+
+
+@pytest.mark.parametrize(
+    ("model", "key"), [("gemma3", "sliding_window_pattern"), ("llama", "rotary_emb_base")]
+)
+def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path: Path) -> None:
+    source = write_model(model, tmp_path / "source")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy.setting(**{key: 2})
+    assert key in made(source, copy.path).verdict
+
+
+def test_first_names_of_norms_are_those_of_today(tmp_path: Path) -> None:
+    source = write_model("bert", tmp_path / "source")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    for today, first in (("weight", "gamma"), ("bias", "beta")):
+        copy.tensors = {
+            key.replace(f"LayerNorm.{today}", f"LayerNorm.{first}"): value
+            for key, value in copy.tensors.items()
+        }
+    copy.save()
+    assert made(source, copy.path).status == made(copy.path, source).status == "equal"
 
 
 def test_rounding_may_choose_other_experts(tmp_path: Path) -> None:
@@ -856,7 +895,7 @@ def short_index(copy: Copy) -> None:
 
 
 # name -> what is done to a copy, and up to what it is equal
-SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
+SOUND: Mapping[str, tuple[Callable[[Copy], object], str]] = {
     "a copy": (lambda _: None, ""),
     "rounded": (in_bf16, "rounding to bf16"),
     "truncated": (truncated_to_bf16, "one unit in the last place of bf16"),
@@ -872,7 +911,10 @@ SOUND: Mapping[str, tuple[Callable[[Copy], None], str]] = {
         "tokenizer.json, normalizer",
     ),
     "quantised": (lambda c: fp8(c, off=False), "the rounding of quantised weights"),
-}
+    "with a file of another program": (
+        lambda c: (c.path / "chat_template.json").write_text("{}"), "(chat_template.json)",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -161,6 +161,22 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
         path = folder / "rollout.pt"
         torch.save({"rollout_id": 0, "samples": samples}, path)
         return path
+    if form == "verl's queue":  # nested tensors
+        columns = {
+            "prompts": [ids[:2] for ids, _ in rows],
+            "responses": [ids[2:] for ids, _ in rows],
+            "response_mask": [[1] * (len(ids) - 2) for ids, _ in rows],
+            "old_log_probs": [scores[2:] for _, scores in rows],
+        }
+        path = folder / "queue.pt"
+        torch.save(
+            {
+                name: torch.nested.as_nested_tensor([*map(torch.tensor, each)], layout=torch.jagged)
+                for name, each in columns.items()
+            },
+            path,
+        )
+        return path
     if form == "verl's batch":  # prompts are padded on the left, answers on the right
         batch = {
             "prompts": [[0, *ids[:2]] for ids, _ in rows],
@@ -179,6 +195,11 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
             "generation_logprobs": [[0] * (len(ids) + 2)], "input_lengths": [len(ids)],
             "token_loss_mask": [[0, 0, *[1] * (len(ids) - 2), 0, 0]], "idx": 0,
         },
+        "NeMo-RL on policy": lambda ids, scores: {
+            "token_ids": [ids], "prev_logprobs": [[0.0] * len(ids)],
+            "generation_logprobs": [[0.0, 0.0, *scores[2:]]], "input_lengths": [len(ids)],
+            "token_loss_mask": [[0, 0, *[1] * (len(ids) - 2)]],
+        },
         "verl": lambda ids, scores: {
             "prompts": ids[:2], "responses": ids[2:], "old_log_probs": scores[2:],
             "response_mask": [1] * (len(ids) - 2),
@@ -189,9 +210,11 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
     return path
 
 
-@pytest.mark.parametrize(("form", "tokens"), [("plain", 8), ("NeMo-RL", 6), ("verl", 6),
-                                              ("verl's batch", 6), ("slime", 6),
-                                              ("slime's training", 6)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "tokens"),
+    [("plain", 8), ("NeMo-RL", 6), ("NeMo-RL on policy", 6), ("verl", 6), ("verl's batch", 6),
+     ("verl's queue", 6), ("slime", 6), ("slime's training", 6)],
+)  # fmt: skip
 def test_training_step_is_compared_with_the_server(
     form: str, tokens: int, server: Server, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Rotary positions as Hugging Face configurations describe them, old spelling and new.
 
-Before version 5: rope_theta (rotary_emb_base), partial_rotary_factor (rotary_pct) and rope_scaling;
-since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
+Before version 5: rope_theta, partial_rotary_factor (of GPT-NeoX rotary_emb_base, rotary_pct) and
+rope_scaling; since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
 """
 
 import math
@@ -17,6 +17,7 @@ FT_BASE = 10000.0
 
 # Earlier names.
 _RENAMED = {"su": "longrope", "default": None}
+_OLDER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}  # of GPT-NeoX
 
 
 def rotary_fields(
@@ -67,8 +68,9 @@ def rotary_fields(
         )
         kind = None
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
-    base = _either(settings, inner, "rope_theta", "rotary_emb_base", base)
-    part = _either(settings, inner, "partial_rotary_factor", "rotary_pct", fraction or 1.0)
+    older = _OLDER if source.get("model_type") == "gpt_neox" else {}
+    base = _either(settings, inner, "rope_theta", older, base)
+    part = _either(settings, inner, "partial_rotary_factor", older, fraction or 1.0)
     if part > 1:
         settings.note(f"partial_rotary_factor = {part:g}: expected at most 1")
         part = 1.0
@@ -93,11 +95,14 @@ def rotary_parameters(source: Table) -> Any:
     return source.get("rope_scaling") or source.get("rope_parameters")
 
 
-def _either(settings: Settings, inner: Settings, name: str, older: str, default: float) -> float:
+def _either(
+    settings: Settings, inner: Settings, name: str, older: Mapping[str, str], default: float
+) -> float:
     """Return a number that stands among the parameters or, in older files, next to them."""
-    outside = settings.number(name, older, default=default)
+    names = [name, *([older[name]] if name in older else ())]
+    outside = settings.number(*names, default=default)
     inside = inner.number(name, default=outside)
-    if inside != outside and not {name, older}.isdisjoint(settings.source):
+    if inside != outside and not settings.source.keys().isdisjoint(names):
         settings.note(
             f"{name} = {outside:g}, and {inside:g} among the parameters of rotary positions: "
             "transformers 4 reads the first and 5 the second; remove the wrong one"

@@ -119,10 +119,11 @@ def _by_id(run: Sequence[Prediction], task: str) -> dict[str | int, Prediction]:
 def _ends(task: TaskReport, predictions: Sequence[Prediction]) -> list[str]:
     """Return the share of samples without an answer, and how requests ended.
 
-    The share is empty where no sample has an answer: a task that asks for probabilities alone.
+    The share is empty of a task that asks for probabilities alone.
     """
     empty = sum(not each.answer.strip() for each in predictions)
-    silent = "" if empty == len(predictions) else f"{empty / len(predictions):.1%}"
+    has_text = predictions and any(metric.scale != "exp" for metric in task.metrics)
+    silent = f"{empty / len(predictions):.1%}" if has_text else ""
     return [silent, *(f"{getattr(task.requests, each):,}" for each in Tally.NAMES)]
 
 

@@ -18,12 +18,6 @@ from inference.evaluation.tasks import TASKS, known_tasks, make_task
 from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
 
-# Tasks of earlier versions, and what to use instead.
-_REMOVED = {
-    "identity": "stages=[certify] certify.serve=true certify.protocol=grpc asks the server",
-    "end_to_end": "lambada asks the ensemble, and NVIDIA's end_to_end_test runs against any server",
-}
-
 
 def check_gate(gate: Mapping[str, Any], options: EvaluationOptions) -> list[str]:
     """Return the bounds that are none, or that can never be applied to what is measured."""
@@ -46,12 +40,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
         f"tasks: {', '.join(sorted(TASKS))}, and {PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
-        if make_task(name, options) is None and name not in _REMOVED
-    ]
-    problems += [
-        f"evaluate.tasks names {name}, a task of earlier versions: leave it out; {instead}."
-        for name, instead in _REMOVED.items()
-        if name in options.tasks
+        if make_task(name, options) is None
     ]
     if not (options.tasks or options.latency.enabled):
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")

@@ -236,7 +236,6 @@ def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
         ),
         ("stages=[certify] certify.serve=true", "certify.protocol=openai needs a server"),
         ("stages=[certify] certify.serve=true certify.endpoint=a:1", "starts another"),
-        ("stages=[evaluate] evaluate.tasks=[identity]", "stages=[certify] certify.serve"),
     ],
 )
 def test_what_cannot_run_is_named(tmp_path: Path, words: str, named: str) -> None:

@@ -165,10 +165,6 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
                 ("starcoder2", "full", "full"),
             )
         ),
-        (
-            {"rotary_pct": 0.5, "partial_rotary_factor": 1.0},
-            "partial_rotary_factor = 1.0 but rotary_pct = 0.5, two spellings of one setting",
-        ),
         ({"head_dim": 7}, "rotary_embedding = 7 is not an even number of at most the head"),
         ({"attention_bias": None}, "attention_bias = None is neither true nor false"),
         ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),

@@ -52,6 +52,7 @@ def test_the_name_of_the_head_in_either_version_is_known(parallel: Path, tmp_pat
     ("settings", "words"),
     [
         ({"rotary_emb_base": 500, "rope_theta": 500}, "base 500 cannot be represented"),
+        ({"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "two spellings of one setting"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "kind linear"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn rotary scaling without factor"),
         ({"hidden_act": "relu"}, "hidden_act = relu cannot be represented"),

@@ -22,7 +22,7 @@ def read(config: dict[str, Any], **options: Any) -> Any:
     "config",
     [
         {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
-        {"rotary_emb_base": 5e5, "rotary_pct": 0.5},
+        {"model_type": "gpt_neox", "rotary_emb_base": 5e5, "rotary_pct": 0.5},
         {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
         {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": None},
     ],
@@ -68,9 +68,10 @@ def test_unknown_scaling_is_reported_with_the_known_ones() -> None:
 def test_two_values_of_which_releases_read_different_ones_are_refused(
     outside: str, name: str
 ) -> None:
-    assert read({outside: 0.5, "rope_parameters": {name: 0.5}})
+    stated = {"model_type": "gpt_neox", outside: 0.5}
+    assert read({**stated, "rope_parameters": {name: 0.5}})
     with pytest.raises(ValueError, match=name):
-        read({outside: 0.5, "rope_parameters": {name: 0.25}})
+        read({**stated, "rope_parameters": {name: 0.25}})
 
 
 def test_truncate_which_releases_apply_differently_in_layers_apart_is_refused() -> None:

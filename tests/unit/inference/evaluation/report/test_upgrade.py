@@ -172,6 +172,10 @@ def test_too_few_samples_leave_an_upgrade_undecided(report, make_metric, tmp_pat
     [
         ({"other": Bound(paired="no drop at 95 %")}, "gate.other bounds a metric that is not"),
         ({"lambada_x": Bound(paired="no rise at 95 %")}, "lambada_x gets worse by a drop"),
+        (
+            {"lambada_x": Bound(paired="no drop of more than 75 points at 95 %")},
+            "lambada_x is 0.75, from where no drop can exceed that",
+        ),
     ],
 )
 def test_bounds_that_cannot_be_applied_are_refused(runs, tmp_path, bounds, reported):
@@ -193,6 +197,19 @@ def test_figures_without_scores_of_samples_are_said_to_be_unjudged(report, make_
     assert json.loads((tmp_path / "upgrade.json").read_text())["unjudged"] == ["harness_x_acc"]
     bounds = {"harness_x_acc": Bound(paired="no change of more than 1 point")}
     assert decide(runs, bounds, tmp_path)[1] == 0
+
+
+def test_a_figure_that_cannot_get_worse_is_not_held(report, make_metric, tmp_path):
+    metric = make_metric("lambada_x", scale="mean")
+    silent = run_of(report, metric, [0.0] * 400, "silent")
+    silent = (silent[0], [replace(each, answer="") for each in silent[1]])
+    with pytest.raises(ValueError, match="no figure that can be compared by samples and get wors"):
+        decide({"now": silent, "next": silent}, {}, tmp_path)
+    good = run_of(report, metric, GOOD, "good")
+    _, status = decide({"now": good, "next": silent}, {}, tmp_path)
+    assert status == 3
+    page = (tmp_path / "upgrade.md").read_text()
+    assert "| lambada | next | 400 | 0 | 0 | 0 | 100.0% | 0 | 0 | 0 | 0 |" in page
 
 
 def test_nothing_is_judged_without_the_first_run(runs, tmp_path):
