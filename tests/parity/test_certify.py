@@ -1027,6 +1027,15 @@ def change_setting(folder: Path, key: str, value: str) -> None:
     (folder.parent / f"{folder.name}.manifest.json").unlink()
 
 
+def test_defaults_of_generation_that_a_format_lacks_are_not_computed(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "gpt.nemo")
+    folder = convert_to(source, tmp_path, tp_size=1, output_format="huggingface", allow=("*",))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    generation = part(made(source, folder), "generation")
+    assert generation.status == "not computed"
+    assert "temperature" in [each.where for each in generation.findings]
+
+
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
 def test_what_could_not_be_computed_is_never_called_equal(
     layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
