@@ -46,7 +46,7 @@ def test_server_finds_nothing_wrong_but_the_absent_backend(shared: Path, tmp_pat
             model_dir=model_dir, tp_size=tp_size, engine="fastertransformer", pp_size=1, **settings
         )
         assert build_repository(request) == [model_dir]
-    # Of another configuration it would have complained first.
+    # The server complains about a wrong configuration before it looks for the backend.
     (repository / "wrong" / "1").mkdir(parents=True)
     wrong = 'name: "wrong" backend: "fastertransformer" nonsense: 8'
     (repository / "wrong" / "config.pbtxt").write_text(wrong)
