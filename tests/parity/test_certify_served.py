@@ -162,20 +162,20 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
         torch.save({"rollout_id": 0, "samples": samples}, path)
         return path
     if form == "verl's queue":  # nested tensors
-        columns = {
+        columns: dict[str, list[Any]] = {
             "prompts": [ids[:2] for ids, _ in rows],
             "responses": [ids[2:] for ids, _ in rows],
             "response_mask": [[1] * (len(ids) - 2) for ids, _ in rows],
             "old_log_probs": [scores[2:] for _, scores in rows],
         }
         path = folder / "queue.pt"
-        torch.save(
-            {
-                name: torch.nested.as_nested_tensor([*map(torch.tensor, each)], layout=torch.jagged)
-                for name, each in columns.items()
-            },
-            path,
-        )
+        nested = {
+            name: torch.nested.as_nested_tensor(
+                [torch.tensor(row) for row in rows], layout=torch.jagged
+            )
+            for name, rows in columns.items()
+        }
+        torch.save(nested, path)
         return path
     if form == "verl's batch":  # prompts are padded on the left, answers on the right
         batch = {

@@ -203,7 +203,7 @@ def test_a_figure_that_cannot_get_worse_is_not_held(report, make_metric, tmp_pat
     metric = make_metric("lambada_x", scale="mean")
     silent = run_of(report, metric, [0.0] * 400, "silent")
     silent = (silent[0], [replace(each, answer="") for each in silent[1]])
-    with pytest.raises(ValueError, match="no figure that can be compared by samples and get wors"):
+    with pytest.raises(ValueError, match="no figure that can be compared by samples"):
         decide({"now": silent, "next": silent}, {}, tmp_path)
     good = run_of(report, metric, GOOD, "good")
     _, status = decide({"now": good, "next": silent}, {}, tmp_path)
