@@ -10,7 +10,7 @@ from pathlib import Path
 
 from foundations.commands import command_parser, run_command, say
 from foundations.files.replace import replace_file
-from inference.evaluation.bounds import check_bounds, parse_bounds, unsuited
+from inference.evaluation.bounds import check_bounds, parse_bounds, sentences_of, unsuited
 from inference.evaluation.gate import (
     EXIT_GATE_BREACHED,
     EXIT_INSUFFICIENT,
@@ -23,6 +23,7 @@ from inference.evaluation.record import Report
 from inference.evaluation.report.compare import ComparedRun, Run, SideBySide, compare_runs
 from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import REPORT_JSON, read_run, verdicts_junit
+from inference.evaluation.task import Metric
 
 # Bounds of an upgrade for each metric by its unit, unless its gate names bounds.
 DEFAULT_BOUNDS = {
@@ -40,7 +41,7 @@ def default_bounds(first: Report) -> dict[str, Bound]:
         if metric.scale and (sentence := DEFAULT_BOUNDS.get(metric.unit)):
             word = "drop" if metric.higher_is_better else "rise"
             bound = Bound(paired=sentence.format(word=word))
-            if not unsuited(bound, metric):
+            if not _unsuited(bound, metric):
                 bounds[metric.name] = bound
     return bounds
 
@@ -130,8 +131,17 @@ def _problems(bounds: Bounds, first: Report) -> list[str]:
     problems = check_bounds(bounds, known=[*metrics])
     problems += _not_numbers(first, bounds)
     for name in bounds.keys() & metrics.keys():
-        problems += [f"{name}={each}" for each in unsuited(bounds[name], metrics[name])]
+        problems += [f"{name}={each}" for each in _unsuited(bounds[name], metrics[name])]
     return problems
+
+
+def _unsuited(bound: Bound, metric: Metric) -> list[str]:
+    return unsuited(bound, metric) or [
+        f"{each.text}: the first run's {metric.name} is {metric.value:g}, from where no "
+        f"{each.word} can exceed that."
+        for each in sentences_of(bound)
+        if each.is_idle(metric)
+    ]
 
 
 def _not_numbers(report: Report, bounds: Bounds) -> list[str]:

@@ -97,14 +97,13 @@ class PairedBound:
         if baseline.scale == "exp":
             share = amount if unit == "%" else amount / baseline.value
             return math.log1p(share)
-        margin = amount * abs(baseline.value) if unit == "%" else amount
+        return amount * abs(baseline.value) if unit == "%" else amount
+
+    def is_idle(self, baseline: Metric) -> bool:
+        """Return whether it allows more than a share can lose, so that no run breaks it."""
         room = baseline.value if baseline.higher_is_better else 1 - baseline.value
-        if baseline.unit == "fraction" and self.word != CHANGE and margin >= room:
-            raise ValueError(
-                f"the baseline's {baseline.name} is {baseline.value:g}, from where no {word} can "
-                "exceed that."
-            )
-        return margin
+        is_share = baseline.unit == "fraction" and self.word != CHANGE
+        return is_share and self.margin(baseline) >= room
 
 
 def unsuited(bound: Bound, baseline: Metric) -> list[str]:
