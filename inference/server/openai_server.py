@@ -4,7 +4,7 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -49,19 +49,11 @@ class OpenAIServer(ServedProcess):
             command = [word.replace(field, value) for word in command]
         self._process = self._started(supervisor.PROGRAM, ["", f"{_GRACE_S:g}", *command])
 
-    def _await_ready(
-        self,
-        deadline: float,
-        timeout_s: float,
-        progress: Callable[[str], None],
-        check: Callable[[], None],
-    ) -> None:
+    def _starting(self, progress: Callable[[str], None]) -> Iterator[Sequence[str]]:
         progress(f"waiting for {self.name}")
         while not self._is_healthy():
-            check()
             self._fail_if_ended("before it was ready")
-            if time.monotonic() > deadline:
-                self._fail(f"{self.name} was not ready after {timeout_s:g} s:")
+            yield ()
             time.sleep(_POLL_S)
         progress("sending a first request")
         self._ask_once()

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -90,7 +90,11 @@ class ServedProcess:
             self.ports = self._wanted_ports | dict(zip(missing, chosen, strict=True))
             try:
                 self._launch()
-                self._await_ready(time.monotonic() + timeout_s, timeout_s, progress, check)
+                deadline = time.monotonic() + timeout_s
+                for loading in self._starting(progress):
+                    check()
+                    if time.monotonic() > deadline:
+                        self._fail(f"{self.name} was not ready after {timeout_s:g} s:", loading)
             except BaseException:
                 self.stop(drain_s=0)
                 raise
@@ -99,14 +103,8 @@ class ServedProcess:
         """Start the process."""
         raise NotImplementedError
 
-    def _await_ready(
-        self,
-        deadline: float,
-        timeout_s: float,
-        progress: Callable[[str], None],
-        check: Callable[[], None],
-    ) -> None:
-        """Return once the server is ready; `deadline` is `timeout_s` after the start."""
+    def _starting(self, progress: Callable[[str], None]) -> Iterator[Sequence[str]]:
+        """Yield what is still loading, until the server is ready; a failed one raises."""
         raise NotImplementedError
 
     def poll(self) -> int | None:

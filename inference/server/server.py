@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -117,16 +117,9 @@ class ModelServer(ServedProcess):
         text = str(self.model_repository)
         return text if "://" in text else str(Path(text).absolute())
 
-    def _await_ready(
-        self,
-        deadline: float,
-        timeout_s: float,
-        progress: Callable[[str], None],
-        check: Callable[[], None],
-    ) -> None:
+    def _starting(self, progress: Callable[[str], None]) -> Iterator[Sequence[str]]:
         link = self._link
         while not link.models:
-            check()
             if (status := self.poll()) is not None:
                 link.read_all()
             for said in link.said():
@@ -135,8 +128,7 @@ class ModelServer(ServedProcess):
                 self._fail("the server cannot serve this repository:", link.news["failures"])
             if status is not None:
                 self._fail(f"the server ended with status {status} before it was ready:")
-            if time.monotonic() > deadline:
-                self._fail(f"the server was not ready after {timeout_s:g} s:", link.loading())
+            yield link.loading()
             link.wait(_POLL_S)
         self.models = link.models
         progress("ready")
