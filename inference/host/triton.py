@@ -30,6 +30,7 @@ from inference.server.installation import find_triton, nvidias_options, server_o
 from inference.server.log import fatal_lines, short_reason
 from inference.server.processes import ServerWatch, descendants, is_running, model_of
 from inference.server.segments import user_prefix
+from inference.system.launch_environment import RENDEZVOUS_VARIABLE
 from inference.system.parent_process import LinkedProcess
 from inference.system.private_folder import PrivateFolder, is_plain, plain_folder
 from inference.system.supervision import REPORTS_VARIABLE
@@ -38,7 +39,7 @@ _POLL_S = 0.1
 _REPORT_S = 0.2  # for the supervisor to report an end
 _CALL_S = 2.0
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world
+_ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world, and for a model to end its ranks
 _KILLED_S = 5.0
 _LONGEST_REPORT = 64 * 1024
 # `/slipway-sockets-12345678/grpc:8001` takes the rest of the 108 bytes of a socket's name.
@@ -233,7 +234,8 @@ class TritonRepository:
         if self._watching is not None:
             self._watching.cancel()
         if self._process is not None:
-            if self._options.is_nvidias:
+            # Ranks that a launcher has started learn from the model itself that it ends in order.
+            if self._options.is_nvidias or RENDEZVOUS_VARIABLE in os.environ:
                 self._process.terminate()
                 await self._ended(_ENDS_S)
             self._kill()

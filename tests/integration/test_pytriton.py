@@ -28,6 +28,7 @@ from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from inference.server.client import TritonClient
+from inference.server.kinds import SERVER_VARIABLE
 from inference.server.processes import descendants
 from inference.server.tensors import as_tensor
 from inference.system.ports import pick_free_ports
@@ -364,11 +365,15 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @needs_mpirun
+@pytest.mark.parametrize("has_triton", [False, True])
 def test_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
-    tmp_path: Path, expected: Any
+    tmp_path: Path, expected: Any, has_triton: bool
 ) -> None:
     options = ("--pp", "2", "--instances", "1", "--device", "cpu")
     with running(tmp_path, SAMPLE, *options, "--model-name", "other.name") as run:
+        named = run.environment.pop(SERVER_VARIABLE, str(ROOT / ".triton"))
+        if has_triton:
+            run.environment[SERVER_VARIABLE] = named
         launcher = run.mpirun(2)
         run.wait_until_ready("other.name")
         asked: list[dict[str, Any]] = [{}, {"beam_width": 3}]
