@@ -174,9 +174,19 @@ def index_huggingface(
         described_in=settings,
         tensors={key: tensor.pieces for key, tensor in tensors.items()},
         files=(*configuration.files, *files),
+        remarks=(*configuration.remarks, *_left_out(path)),
     )
     problems = listed(problems) or listed(_misplaced(path, index, tensors))
     return reader if problems else in_huggingface_names(reader), problems
+
+
+def _left_out(path: Path) -> list[str]:
+    """Return a remark on an adapter next to a model's weights, which may hold it already."""
+    return [
+        f"{each} lies next to the model's weights and is left out: to merge it, name it as a LoRA "
+        "checkpoint"
+        for each in sorted(path.glob("adapter_model.*"))
+    ]
 
 
 def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReader:
@@ -298,4 +308,9 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
     for name in _MODEL_KEYS:  # of a trainer's state
         inner = tree.get(name) if isinstance(tree, Mapping) else None
         tree = inner if isinstance(inner, Mapping) else tree
+    if not isinstance(tree, Mapping) or "_modules" in tree:
+        raise CheckpointMismatchError(
+            f"{path} holds no tensors by name, as a whole module does not: save its state_dict() "
+            "in its place"
+        )
     return flatten(tree)

@@ -229,9 +229,27 @@ def _check_type(kind: Any) -> None:
 
 
 def _stored(
-    storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, kind: Any = None
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    views: Any = None,
+    *,
+    kind: Any = None,
 ) -> StoredTensor:
-    """Return a tensor in a storage, of a type of its own if `kind` is given."""
+    """Return a tensor in a storage, of a type of its own if `kind` is given.
+
+    `views` says whether its values are negated or conjugated where they are used, which the storage
+    does not show.
+    torch/_utils.py, get_tensor_metadata
+    """
+    if views:
+        raise pickle.UnpicklingError(
+            f"it holds a view that changes values ({reprlib.repr(views):.80}): save it again with "
+            "tensor.resolve_neg().resolve_conj()"
+        )
     sizes, steps = tuple(shape), tuple(stride)
     numbers = (offset, *sizes, *steps)
     if (
@@ -286,7 +304,9 @@ _KNOWN: Fields = {
     "torch._utils._rebuild_tensor": _stored,
     "torch._utils._rebuild_tensor_v2": _stored,
     # Its type comes after its hooks.
-    "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(*facts[:4], kind=facts[6]),
+    "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(
+        *facts[:6], *facts[7:], kind=facts[6]
+    ),
     "torch._tensor._rebuild_from_type_v2": _with_type,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,

@@ -395,3 +395,30 @@ def test_root_of_a_cache_with_several_snapshots_names_them(
     with pytest.raises(ValueError, match="give a snapshot in it") as caught:
         open_checkpoint(root)
     assert f"{root}/snapshots/a, {root}/snapshots/b" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [torch.nn.Linear(2, 3), {"model": torch.nn.Linear(2, 3), "step": 1}, [torch.ones(2)]],
+    ids=["module", "module in a state", "list"],
+)
+def test_a_whole_module_is_refused_with_the_remedy(tmp_path: Path, content: Any) -> None:
+    path = folder(tmp_path / "m", {"pytorch_model.bin": content})
+    with pytest.raises(CheckpointMismatchError, match=r"bin holds no tensors by name.*state_dict"):
+        values(path)
+
+
+def test_a_negated_view_is_not_read_with_its_stored_signs(tmp_path: Path) -> None:
+    negated = torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
+    assert negated.is_neg()
+    path = folder(tmp_path / "m", {"pytorch_model.bin": {"a": negated}})
+    with pytest.raises(CheckpointMismatchError, match="resolve_neg"):
+        values(path)
+
+
+def test_an_adapter_next_to_a_model_is_left_out_with_a_remark(tmp_path: Path) -> None:
+    adapter = {"base_model.model.a.lora_A.weight": torch.ones(1, 3)}
+    files = {"model.safetensors": TENSORS, "adapter_model.safetensors": adapter}
+    reader = open_checkpoint(folder(tmp_path / "m", files))
+    assert reader.tensors.keys() == TENSORS.keys()
+    assert [remark for remark in reader.remarks if "adapter_model.safetensors" in remark]
