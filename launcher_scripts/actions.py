@@ -180,7 +180,8 @@ def _is_abandoned(found: record.JobRecord) -> bool:
     """Return whether the command that was about to submit a job has ended, as far as is known."""
     if found.job_id or found.is_final:
         return False
-    if _is_here(found) and not Path(f"/proc/{found.process}").exists():
+    has_ended = _is_here(found) and not Path(f"/proc/{found.process}").exists()
+    if has_ended or not found.submitted_at:
         return True
     # On another machine, or where another process has got its id since.
     age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)

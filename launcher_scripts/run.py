@@ -4,16 +4,15 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundations.time_limit import slurm_notation
 from inference.server.log import last_lines
+from inference.system.parent_process import uninterrupted
 from launcher_scripts import job_folder
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import (
@@ -35,6 +34,7 @@ from launcher_scripts.pipeline import PlannedStage
 from stages import record
 from stages.base import Stage, Summary
 from stages.endpoint import published_by
+from stages.job_process import STOP_SIGNALS
 from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
@@ -355,7 +355,7 @@ class Run:
                 if handle.poll() is None:
                     handle.stop(handle.job.stage.stop_grace_s())
         except KeyboardInterrupt:
-            with _uninterrupted():
+            with uninterrupted(*STOP_SIGNALS):
                 for handle in handles:
                     if handle.poll() is None:
                         handle.stop(0)
@@ -401,15 +401,3 @@ def _findings(name: str, result: Summary) -> list[str]:
     if "report" in result:
         lines.append(f"report: {result['report']}")
     return lines
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore the signals that ask for the end."""
-    chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in chosen}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

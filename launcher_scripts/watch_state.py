@@ -139,7 +139,8 @@ class WatchState:
         found = read_as(self.folder / STATE_NAME, _Saved, "the state of a watch")
         if found is None:
             return
-        self.watched, self.best = {one.step: one for one in found.watched}, found.best
+        self.watched = {one.step: one for one in found.watched}
+        self.best = found.best if found.best in self.watched else None
         self.held = found.held
         if found.run != str(self.run):
             raise ValueError(

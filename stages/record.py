@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +19,9 @@ RECORD_NAME = "job.json"
 SUBMITTED, RUNNING, READY = "submitted", "running", "ready"
 COMPLETED, FAILED, CANCELLED, LOST = "completed", "failed", "cancelled", "lost"
 FINAL_STATES = (COMPLETED, FAILED, CANCELLED, LOST)
+_STATES = (SUBMITTED, RUNNING, READY, *FINAL_STATES)
+# It becomes a word of Slurm's commands, which take one that begins with a dash for an option.
+_JOB_ID = re.compile(r"(\w[\w.+-]*)?")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,14 @@ class JobRecord:
     successor: str = ""
     outputs: tuple[str, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what no job has. Raises ValueError."""
+        if self.state not in _STATES or not _JOB_ID.fullmatch(self.job_id):
+            raise ValueError(f"no job has the id {self.job_id!r} and the state {self.state!r}")
+        for at in filter(None, (self.submitted_at, self.started_at, self.ended_at)):
+            if datetime.fromisoformat(at).tzinfo is None:
+                raise ValueError(f"{at} names no time zone")
 
     @property
     def is_final(self) -> bool:

@@ -13,7 +13,7 @@ from inference.server.log import ServerStartError, last_lines
 from inference.server.process import kill
 from inference.server.processes import descendants
 from inference.server.server import NEXT_LOG, ModelServer
-from inference.system.parent_process import LinkedProcess
+from inference.system.parent_process import LinkedProcess, uninterrupted
 from inference.system.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import PYTORCH, DeployConfig, problems_of_exchange
@@ -25,7 +25,7 @@ from stages.endpoint import (
     published_by,
     server_log,
 )
-from stages.job_process import cause_of, job_id_here, log_line
+from stages.job_process import STOP_SIGNALS, cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
 from stages.server_starts import ServerStart, losses
 from stages.serving import AnyServer, endpoint_of, serving
@@ -116,7 +116,7 @@ class Service:
 
     def _serve_once(self) -> tuple[str, str]:
         """Serve; return why the service ended, or why the server failed."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as to_the_end, contextlib.ExitStack() as stack:
             server, endpoint = self._start(stack)
             self._serves = endpoint
             # Clients find the next start where they found this one.
@@ -138,8 +138,9 @@ class Service:
                     failure = "; ".join([*lost, failure])
                 tail = "\n".join(f"  | {line}" for line in last_lines(server.log_path))
                 failure = f"{failure}; last lines of {server.log_path}:\n{tail}"
-            # A signal that comes while the server is already stopping changes nothing.
-            with contextlib.suppress(KeyboardInterrupt):
+            if not failure and reason != _RELOAD:  # a signal that comes now changes nothing
+                to_the_end.enter_context(uninterrupted(*STOP_SIGNALS))
+            try:
                 if reason != _HANDED_OVER:  # the successor reports from now on
                     self.progress.update("stopping")
                 log_line(f"stopping: {reason or 'the server failed'}")
@@ -148,6 +149,8 @@ class Service:
                 left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
                 drain_s = self.config.drain_s + max(left_s, 0.0)
                 server.stop(drain_s=0 if failure else drain_s)
+            except KeyboardInterrupt:  # no other server follows
+                reason, failure = _STOPPED, ""
             self._withdraw(endpoint)
         return reason, failure
 

@@ -58,6 +58,18 @@ def stop_signals(*signals: signal.Signals) -> Iterator[threading.Event]:
             signal.signal(each, handler)
 
 
+@contextlib.contextmanager
+def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
+    """Ignore signals that ask for an end which has begun."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {each: signal.signal(each, signal.SIG_IGN) for each in signals if is_main}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
 def set_command_line(words: Sequence[str]) -> None:
     """Show other words in the list of processes, as far as there is room for them (proc(5), stat).
 

@@ -224,7 +224,8 @@ def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobReco
     """Return a job's record, corrected from Slurm when the job ended unnoticed.
 
     The job's own record comes first: only the job knows whether the stage succeeded. A record that
-    came with the copy of a folder describes a job of the other folder.
+    came with the copy of a folder describes a job of the other folder; one of another Slurm, or of
+    long ago, may have the id of a stranger's job.
     """
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
@@ -232,8 +233,7 @@ def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobReco
     answer = (queue or queue_now(found.job_id)).state(found.job_id)
     if answer is None:
         return found
-    if answer.script and (other := _other_folder(Path(answer.script), record_path.parent)):
-        error = f"{record_path.parent} is a copy of {other}, to which job {found.job_id} belongs"
+    if error := _stranger(found.job_id, answer.script, record_path.parent):
         new = replace(found, state=record.LOST, error=error)
     elif not answer.has_ended:
         return found
@@ -262,12 +262,15 @@ def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
     return found
 
 
-def _other_folder(script: Path, folder: Path) -> Path | None:
-    """Return the folder of a batch script's job if that is another one, and still there."""
-    if script.parent.name != SUBMITIT_NAME or not script.parent.is_dir():
-        return None
-    own = script.parent.parent
-    return None if folder.resolve() == own else own
+def _stranger(job_id: str, script: str, folder: Path) -> str:
+    """Return why a job with a record in `folder` is not that record's, empty if it may be."""
+    place = Path(script).parent
+    if not script or place.parent == folder.resolve():
+        return ""
+    if place.name != SUBMITIT_NAME:
+        return f"Slurm has given the id {job_id} to another job ({script}); this one is forgotten"
+    # The folder may have been moved.
+    return f"{folder} is a copy of {place.parent}, to which job {job_id} belongs" * place.is_dir()
 
 
 def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:

@@ -148,7 +148,8 @@ def test_every_state_of_slurm_is_known_and_only_ends_are_ends() -> None:
 
 
 def test_a_state_of_a_later_slurm_is_named_and_is_no_end(tmp_path: Path, folder: Path) -> None:
-    assert described(folder, "FROZEN|Winter|/x").waits_for.startswith("FROZEN")
+    script = tmp_path / "convert" / "submitit" / "1.sh"
+    assert described(folder, f"FROZEN|Winter|{script}").waits_for.startswith("FROZEN")
     assert settled(tmp_path).state == "running"
 
 
@@ -197,3 +198,12 @@ def test_record_in_a_copied_folder_describes_no_job_of_its_own(
     assert str(original) in found.error
     shutil.rmtree(original)  # it was moved, not copied
     assert settled(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize("script", ["/home/me/train.sh", "(null)"])
+def test_job_that_has_the_id_of_an_old_record_is_not_its_job(
+    tmp_path: Path, folder: Path, script: str
+) -> None:
+    program(folder, "squeue", f"echo '12|RUNNING|None|{script}'")
+    found = settled(tmp_path)  # so that action=cancel leaves the other job alone
+    assert (found.state, script in found.error) == ("lost", True)

@@ -82,6 +82,22 @@ def test_record_with_a_value_of_another_type_is_named(
         read_record(path)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": "gone"},
+        {"job_id": "--me"},  # an option of scancel
+        {"started_at": "yesterday"},
+        {"submitted_at": "2026-01-01T00:00:00"},
+    ],
+)
+def test_record_with_what_no_job_has_is_damaged(tmp_path: Path, wrong: dict[str, str]) -> None:
+    path = tmp_path / "job.json"
+    write_json(path, {"job_id": "7", "stage": "deploy", "name": "d", "state": RUNNING, **wrong})
+    with pytest.raises(DamagedFileError, match=next(iter(wrong.values()))):
+        read_record(path)
+
+
 def test_whole_seconds_are_a_time(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     record = JobRecord(job_id="7", stage="deploy", name="d", state=LOST, seconds=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from inference.system.parent_process import stop_signals
 from stages import service
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
@@ -334,3 +336,23 @@ def test_pause_before_the_next_of_very_many_starts_has_a_limit(
     kept._failures = 2000
     assert kept._wait("it has failed") == "no longer needed"
     assert phases == ["starting again in 300 s"]
+
+
+@pytest.mark.parametrize(("failure", "ended"), [("", "no longer needed"), ("lost", "stopped")])
+def test_signal_while_a_server_stops_makes_no_other_end_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, ended: str
+) -> None:
+    class Server(FakeServer):
+        def failure(self) -> str | None:  # type: ignore[override]
+            return failure or None
+
+        def stop(self, *, drain_s: float) -> None:
+            super().stop(drain_s=drain_s)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    (tmp_path / STOP_NAME).write_text("another job" if failure else "")
+    serve(monkeypatch, lambda: Server(tmp_path / "log"))
+    kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m"))
+    with stop_signals(signal.SIGTERM) as stopped:
+        assert kept.run() == ended
+        assert (stopped.is_set(), kept.restarts) == (bool(failure), 0)
