@@ -85,7 +85,6 @@ def option(
     path: bool = False,
     name: bool = False,
     lines: bool = False,
-    ignored: bool = False,
     check: Callable[[Any], object] | None = None,
 ) -> Any:
     """Return a dataclass field with the facts of `Key` about it; pydantic reads `ge` and `le`."""
@@ -95,7 +94,6 @@ def option(
         "is_path": path,
         "is_name": name,
         "has_lines": lines,
-        "is_ignored": ignored,
         "check": check,
     }
     if within is not None:
@@ -117,7 +115,6 @@ class Key:
     is_path: bool = False  # names files or folders, and is made absolute
     is_name: bool = False  # becomes part of names of files and jobs
     has_lines: bool = False  # a text that may have several lines
-    is_ignored: bool = False  # accepted for compatibility, without effect
     check: Callable[[Any], object] | None = None  # raises ValueError with what is wrong with it
     ge: float | None = None  # smallest value of a number
     le: float | None = None  # largest value of a number

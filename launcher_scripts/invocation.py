@@ -11,9 +11,8 @@ from launcher_scripts import job_folder
 from launcher_scripts.actions import jobs_in, note_last_run, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
-from launcher_scripts.configuration.diagnosis import is_below
+from launcher_scripts.configuration.effects import notes_of_effects, problems_of_effects
 from launcher_scripts.configuration.evaluation_config import Context
-from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import (
     CHECKOUT,
     EXIT_FAILED,
@@ -27,33 +26,7 @@ from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_state import SlurmQueue, queue_now
 from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
-from stages.deploy_config import PYTORCH
 from stages.progress import DamagedFileError
-
-# Keys about jobs on clusters, and those of them that a kind of cluster uses.
-_OF_JOBS = tuple(
-    name
-    for name in KEYS
-    if name.startswith(("cluster.", "container", "bcp_"))
-    or name.endswith(("cpus_per_task", "mem_gb", "run.dependency", "run.gpus_per_node"))
-    or name in ("deploy.time_limit", "deploy.max_restarts", "deploy.restart_backoff_s")
-)
-_EVERYWHERE = ("cluster.gpus_per_node", "cluster.job_name_prefix")
-_HERE = (
-    "cluster.setup", "deploy.time_limit", "deploy.max_restarts", "deploy.restart_backoff_s",
-)  # fmt: skip
-_USED = {
-    "local": (*_EVERYWHERE, *_HERE),
-    "bcm": tuple(name for name in _OF_JOBS if "bcp" not in name and "kubernetes" not in name),
-    "bcp": (
-        *(*_EVERYWHERE, *_HERE, "cluster.signal_delay_s"),
-        *("cluster.bcprun", "cluster.bcprun_args", "bcp_no_redirect"),
-    ),
-    "kubernetes": (
-        *(*_EVERYWHERE, "cluster.kubernetes", "container", "deploy.cpus_per_task"),
-        "deploy.mem_gb",
-    ),
-}
 
 
 def prepare_run(
@@ -75,7 +48,7 @@ def prepare_run(
         return None
     command = shlex.join(["python", "main.py", *words])
     revision = job_folder.git_revision(CHECKOUT)
-    problems += problems_of_settings(config)
+    problems += [*problems_of_settings(config), *problems_of_effects(config)]
     try:
         plan = plan_pipeline(config, Context(command=command, git_revision=revision))
     except DamagedFileError as error:
@@ -102,7 +75,7 @@ def prepare_run(
     notes = (
         *plan.notes,
         *launcher.notes(stages),
-        *_ignored(config),
+        *notes_of_effects(config),
         *finished,
     )
     for note in notes:
@@ -139,19 +112,3 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
         plain = f"{error.filename or place}: {error.strerror}"
         sys.stderr.write(f"{full_disk(error, place) or plain}\n")
         return EXIT_FAILED
-
-
-def _ignored(config: Config) -> list[str]:
-    """Return a remark on the settings that have no effect."""
-    given = [key for key in KEYS.values() if config.at(key.name) not in (key.default, [None], None)]
-    compatible = [key.name for key in given if key.is_ignored]
-    if config.export.triton_deployment.enable_custom_all_reduce and config.deploy.engine == PYTORCH:
-        compatible.append("export.triton_deployment.enable_custom_all_reduce")
-    found = [f"{name} is accepted for compatibility and has no effect here" for name in compatible]
-    used = _USED[config.cluster_type]
-    asked = (key.name for key in given if key.name in _OF_JOBS)
-    # Shipped files name singleton, which is about a queue.
-    others = [e for e in asked if not is_below(e, used) and config.at(e) != "singleton"]
-    if others:
-        found.append(f"without effect on cluster_type={config.cluster_type}: {', '.join(others)}")
-    return found

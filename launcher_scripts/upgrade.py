@@ -114,7 +114,7 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
         own = dict(_flat(keys))
         engine = own.get("deploy.engine", config.deploy.engine)
         is_on = own.get("deploy.openai.enabled", config.deploy.openai.enabled)
-        left_out = ["action"]
+        left_out = ["action", "upgrade"]
         if engine in (VLLM, OPENAI) or not is_on:
             left_out.append("deploy.openai")  # how the other rows speak that protocol
         words = [override for override in overrides if not is_below(override, left_out)]

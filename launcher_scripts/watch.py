@@ -16,6 +16,7 @@ from launcher_scripts.actions import cancel_jobs, jobs_in, note_last_run, read_j
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.diagnosis import decided_elsewhere, hydra_text, is_below
+from launcher_scripts.configuration.effects import problems_of_effects
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -101,6 +102,7 @@ class Watch:
     def problems(self) -> Iterator[str]:
         """Yield the problems that no checkpoint can mend."""
         yield from problems_of_settings(self.config)
+        yield from problems_of_effects(self.config)
         if self.config.export.run.training_dir is None:
             yield "action=watch needs the folder of the training run: set export.run.training_dir."
         if self.config.cluster_type not in ("local", "bcm"):
@@ -270,7 +272,7 @@ class Watch:
             return True
         results = self.state.results_of(each.step)
         overrides = [
-            *(word for word in self.words if not is_below(word, ["action"])),
+            *(word for word in self.words if not is_below(word, ["action", "watch"])),
             *(f"{key}=0" for key in _PORTS),
             *[f"{_OPENAI_PORT}=0"] * self.config.deploy.openai.enabled,
             f"export.model.checkpoint_path={hydra_text(each.path)}",

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from foundations.values import (
     PORT,
     SECONDS,
     option,
-    shown,
 )
 from inference.front.access import Access, OpenAIOptions, access_of
 from inference.server.installation import find_triton
-from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, chosen_server
+from inference.server.kinds import AUTO, SERVERS, TRITONSERVER, chosen_server
 from inference.server.openai_server import HOST_FIELD, MODEL_FIELD, PORT_FIELD
 from inference.system.ports import DEFAULT_PORTS, ports_problems
 from stages.engines import (
@@ -315,84 +313,16 @@ def problems_of_exchange(config: DeployConfig) -> list[str]:
     ]
 
 
-_OWN_SERVERS = (SLIPWAY, TRITONSERVER, AUTO)
-# Servers of a repository, whose clients a process of ours answers.
-_FRONTS = (*_OWN_SERVERS, FASTERTRANSFORMER, PYTRITON)
-_SEVERAL_NODES, _STORE = "a model over several nodes", "deploy.repository=s3://..."
-_INSTANCES = "export.triton_deployment.instance_count"
-# Setting that not every server has -> the engines, and with deploy.engine=pytorch the values of
-# deploy.server, that have it.
-_TAKEN_BY: Mapping[str, tuple[str, ...]] = {
-    "deploy.command": (OPENAI,),
-    "deploy.executable": (VLLM,),
-    "deploy.max_request_mb": _FRONTS,
-    "deploy.openai": _OWN_SERVERS,
-    "deploy.otlp_collector": _FRONTS,
-    "deploy.repository": (*_OWN_SERVERS, FASTERTRANSFORMER, VLLM, OPENAI),
-    "deploy.tls_cert": (*_FRONTS, VLLM),
-    "deploy.token_file": (*_FRONTS, VLLM),
-    "deploy.uptime": _OWN_SERVERS,
-    "deploy.vllm": (VLLM,),
-    _INSTANCES: (*_OWN_SERVERS, FASTERTRANSFORMER),
-    _SEVERAL_NODES: (*_OWN_SERVERS, FASTERTRANSFORMER, VLLM),
-    _STORE: (TRITONSERVER, AUTO, FASTERTRANSFORMER),
-}
-
-
-def _is_given(config: DeployConfig, setting: str) -> bool:
-    others = {
-        "deploy.openai": config.openai != OpenAIOptions(),
-        _INSTANCES: config.instance_count > 1,
-        _SEVERAL_NODES: config.nodes > 1,
-        _STORE: config.store is not None,
-    }
-    if setting in others:
-        return others[setting]
-    name = setting.removeprefix("deploy.")
-    return bool(getattr(config, name) != getattr(DeploySection(), name))
-
-
-def _without_effect(config: DeployConfig) -> Iterator[str]:
-    """Yield what the chosen server would not do, and which does."""
-    is_ours = config.engine == PYTORCH
-    kind = f"deploy.server={config.server}" if is_ours else f"deploy.engine={config.engine}"
-    fitting = (AUTO, TRITONSERVER) if config.engine == FASTERTRANSFORMER else (AUTO,)
-    if not is_ours and config.server not in fitting:
-        yield f"deploy.server={config.server} has no effect with {kind}; leave it out."
-    chosen = config.server if is_ours else config.engine
-    for setting, takers in _TAKEN_BY.items():
-        if chosen in takers or not _is_given(config, setting):
-            continue
-        ours = [f"deploy.server={each}" for each in (SLIPWAY, TRITONSERVER) if each in takers]
-        able = f"deploy.engine={PYTORCH} with {' or '.join(ours)}"
-        if not ours:
-            able = " or ".join(f"deploy.engine={taker}" for taker in takers)
-        yield f"{setting} has no effect with {kind}; leave it out, or use {able}."
-
-
-def _switched_off(config: DeployConfig) -> Iterator[str]:
-    """Yield settings of what is not switched on."""
-    plain, in_openai = DeploySection(), "deploy.openai.enabled=true" * (not config.openai.enabled)
-    switches = {
-        "interface": "deploy.server=pytriton" * (config.server != PYTRITON),
-        "handover_s": "deploy.uptime" * (config.uptime is None),
-        **{f"openai.{name}": in_openai for name in vars(config.openai)},
-    }
-    for name, switch in switches.items():
-        value = attrgetter(name)(config)
-        if switch and value != attrgetter(name)(plain):
-            yield (
-                f"deploy.{name}={shown(value)} has no effect without {switch}; set that too, or "
-                f"leave deploy.{name} out."
-            )
-
-
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
-    problems = [*_without_effect(config)] or [*_switched_off(config)]
-    problems += ports_problems(
-        config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here
+    problems = list(
+        ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here)
     )
+    if config.nodes > 1 and (config.engine == OPENAI or config.server == PYTRITON):
+        problems.append(
+            f"a model over {config.nodes} nodes: deploy.engine={config.engine} with deploy.server="
+            f"{config.server} serves on one; lower the parallel sizes, or choose another server."
+        )
     problems += config.access.problems()
     if config.is_other_engine:
         return [*problems, *_other_engine_problems(config)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -16,7 +16,6 @@ from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from foundations.files.lock import folder_lock
 from foundations.files.replace import replace_file
-from foundations.values import shown
 from inference.certify.findings import dotted
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
@@ -43,8 +42,6 @@ _POLL_S = 0.5
 _NEEDS_OPENAI = (
     "evaluate.protocol=openai needs a server of that protocol; set deploy.openai.enabled=true"
 )
-# Sections that other keys set, or that belong to no task.
-_OF_EVERY_TASK = ("lambada", "latency")
 
 
 class NotEvaluatedError(StageError):
@@ -81,7 +78,7 @@ class EvaluateStage(Stage):
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
         options, server = self.options, self.options.server
-        problems = [*check_evaluation(options), *_without_effect(options)]
+        problems = [*check_evaluation(options)]
         if options.shared_server is not None:
             if server is not None:
                 problems.append(
@@ -318,31 +315,6 @@ class EvaluateStage(Stage):
         if url is None and openai is not None:
             url = f"{'http' if options.ca is None else 'https'}://{openai}/v1"
         return address, url, endpoint.ready_at
-
-
-def _without_effect(options: EvaluationOptions) -> Iterator[str]:
-    """Yield the settings of tasks that are not asked, and of a protocol that is not spoken."""
-    asked = {task.partition(":")[0] for task in options.tasks}
-    asked |= {*_OF_EVERY_TASK}
-    if options.protocol == OPENAI or "harness" in asked:  # whose chats are of that protocol
-        asked.add("openai")
-    for section, given in vars(options).items():
-        if not is_dataclass(given) or section in asked:
-            continue
-        kind: Any = type(given)
-        plain = vars(kind())
-        key = "protocol" if section == "openai" else "tasks"
-        yield from (
-            f"evaluate.{section}.{name}={shown(value)} has no effect with "
-            f"evaluate.{key}={shown(getattr(options, key))}; change that, or leave it out."
-            for name, value in vars(given).items()
-            if value != plain[name]
-        )
-    if options.baseline == "none" and options.baseline_path is not None:
-        yield (
-            f"evaluate.baseline_path={options.baseline_path} has no effect with "
-            "evaluate.baseline=none; set evaluate.baseline=compare or update, or leave it out."
-        )
 
 
 def is_address(text: str, protocol: str) -> bool:

@@ -25,11 +25,6 @@ _WRITTEN = (
 
 def problems_of_settings(config: Config) -> Iterator[str]:
     """Yield every problem that can be found without a model or a cluster."""
-    if config.run_dir is not None:
-        yield (
-            f"run_dir={config.run_dir} names an earlier run for action=status, logs or cancel, and "
-            f"has no effect with action={config.action}; export.run.results_dir is this run's."
-        )
     level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
     if level.upper() not in logging.getLevelNamesMapping():
         yield f"{LOG_LEVEL_VARIABLE}={level} is not a level of logs; use DEBUG, INFO or WARNING."

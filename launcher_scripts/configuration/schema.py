@@ -38,12 +38,6 @@ DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANKS = 4096  # beyond which a number can only be a typing error
 
 
-def _accepted(default: Any, why: str = "", **checks: Any) -> Any:
-    """Return the option of a key of the NeMo launcher that has no effect here."""
-    text = "accepted for compatibility" + (f": {why}" if why else "")
-    return option(text, default, ignored=True, **checks)
-
-
 @dataclass
 class KubernetesSection:
     """`cluster.kubernetes`: further settings of the server's manifests."""
@@ -145,7 +139,7 @@ class ModelSection:
     )
     weight_data_type: str = option("stored type of the weights", choices=DATA_TYPES)
     processes: int = option("processes that convert in parallel", within=(1, NODE_CPUS))
-    load_checkpoints_to_cpu: bool = _accepted(False, "checkpoints are always read on the CPU")
+    load_checkpoints_to_cpu: bool = option("accepted; checkpoints are read on the CPU", False)
 
 
 @dataclass
@@ -187,13 +181,13 @@ class TritonDeploymentSection:
 class BenchmarkSection:
     """`export.benchmark`: how long to wait for the server; `evaluate.latency` does the rest."""
 
-    input_len: int = _accepted(60, "see evaluate.latency.shapes", within=(1, TOKENS))
-    output_len: int = _accepted(20, "see evaluate.latency.shapes", within=(1, TOKENS))
-    batch_sizes: list[Annotated[int, Within(1, INT32)]] = _accepted(
-        [1, 2, 4, 8, 16, 32, 64, 128, 256], "see evaluate.latency.batch_sizes"
+    input_len: int = option("see evaluate.latency.shapes", 60, within=(1, TOKENS))
+    output_len: int = option("see evaluate.latency.shapes", 20, within=(1, TOKENS))
+    batch_sizes: list[Annotated[int, Within(1, INT32)]] = option(
+        "see evaluate.latency.batch_sizes", [1, 2, 4, 8, 16, 32, 64, 128, 256]
     )
     triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(1, SECONDS))
-    vocab_size: int = _accepted(51200, "prompts are real text", within=(1, INT32))
+    vocab_size: int = option("accepted; prompts are real text", 51200, within=(1, INT32))
 
 
 @dataclass
@@ -325,12 +319,12 @@ class Config:
     container: str | None = option("image of every job: registry path or .sqsh file")
     container_mounts: list[str | None] = option("further mounts", check=check_mounts)
     env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
-    wandb_api_key_file: str | None = _accepted(None, "nothing is sent")
-    numa_mapping: dict[str, Any] = _accepted({}, "training only")
+    wandb_api_key_file: str | None = option("accepted; nothing is sent", None)
+    numa_mapping: dict[str, Any] = option("accepted; of training only", {})
     bcp_no_redirect: bool = option("all ranks write to the job's log on bcp", True)
     debug: bool = option("show tracebacks", False)
-    ci_test: bool = _accepted(False)
-    api_log: bool = _accepted(False)
+    ci_test: bool = option("accepted for compatibility", False)
+    api_log: bool = option("accepted for compatibility", False)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     export: ExportSection = field(default_factory=ExportSection)
     convert: ConvertSection = field(default_factory=ConvertSection)

@@ -38,8 +38,6 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             images["deploy.container" if is_own else "container"] = image
     problems = [*_options(config), *_images(config, images), *_paths(config)]
     is_inside = any(in_container(config, stage.name) for stage in stages)
-    if stages and not is_inside:
-        problems += _without_container(config)
     if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
@@ -93,25 +91,6 @@ def _options(config: Config) -> Iterator[str]:
             yield f"{key}={value}: expected a single value, as sbatch takes it after --{name}=."
         if isinstance(value, str) and _CONTROL.search(value):
             yield f"{key}={value!r}: an option of sbatch is one line; remove the line break."
-
-
-def _without_container(config: Config) -> Iterator[str]:
-    """Yield what only a container could use, of stages that run in none."""
-    cluster, python = config.cluster, "cluster.container_python"
-    useless = {
-        python: "" if config.at(python) == KEYS[python].default else config.at(python),
-        "container_mounts": [mount for mount in config.container_mounts if mount is not None],
-        "cluster.srun_args": [
-            argument for argument in cluster.srun_args if argument.startswith("--container")
-        ],
-    }
-    for key, value in useless.items():
-        if value:
-            yield (
-                f"{key}={value} needs a container, and no stage of this run has one; set "
-                "container=IMAGE, name one that is on the nodes in cluster.srun_args "
-                "(--container-name=NAME), or leave it out."
-            )
 
 
 def _paths(config: Config) -> Iterator[str]:

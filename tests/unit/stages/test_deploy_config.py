@@ -10,7 +10,7 @@ import pytest
 from export_scripts.triton.object_store import StoreLocation
 from stages.base import JobSettings, Resources
 from stages.deploy import DeployStage
-from stages.deploy_config import DeployConfig, DeploySection, check_deploy
+from stages.deploy_config import DeployConfig, DeploySection
 from stages.serving import server_environment, server_prefix
 
 
@@ -112,8 +112,6 @@ def test_chain_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
     (found,) = problems(handover_s=3525.0)
     assert found.startswith("deploy.handover_s=3525 is not below the 3525 s that a job of 60 min")
-    (found,) = problems(engine="fastertransformer")
-    assert found.startswith("deploy.uptime has no effect with deploy.engine=fastertransformer")
 
 
 @pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])
@@ -141,21 +139,3 @@ def test_restarts_that_cannot_be_are_reported_beforehand(
     )
     notes = "\n".join(stage_of(config, tmp_path).notes())
     assert ("deploy.max_restarts=3 has no effect" in notes) is is_told
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"vllm": {"quantization": "fp8"}}, "deploy.vllm "),
-        ({"executable": "/next/vllm"}, "deploy.executable "),
-        ({"command": ["serve", "{port}"]}, "deploy.command "),
-        ({"engine": "vllm", "command": ["serve", "{port}"]}, "deploy.command "),
-        ({"engine": "openai", "vllm": {"dtype": "half"}}, "deploy.vllm "),
-        ({"otlp_collector": "http://a:99999"}, "deploy.otlp_collector="),
-    ],
-)
-def test_settings_without_effect_are_refused(
-    tmp_path: Path, given: dict[str, Any], key: str
-) -> None:
-    problems = check_deploy(DeployConfig(folder=tmp_path, model_name="m", **given))
-    assert [each for each in problems if each.startswith(key)]

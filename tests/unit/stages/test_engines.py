@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from inference.front.access import OpenAIOptions
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, check_deploy
 from stages.server_starts import ServerStart
 
@@ -63,13 +62,7 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
     [
         ({"command": ["serve"]}, "deploy.command of deploy.engine=openai"),
         ({"command": ["no-such-program", "{port}"], "serves_here": True}, "is not a program"),
-        ({"nodes": 2}, "a model over several nodes has no effect"),
-        ({"server": "pytriton"}, "deploy.server=pytriton has no effect"),
-        (
-            {"openai": OpenAIOptions(origins=["https://chat.example.org"])},
-            "deploy.openai has no effect",
-        ),
-        ({"max_request_mb": 7}, "deploy.max_request_mb"),
+        ({"nodes": 2}, "a model over 2 nodes: deploy.engine=openai"),
         ({"folder": Path("/nowhere")}, "has no config.json"),
     ],
 )
@@ -106,7 +99,5 @@ def test_tokens_and_tls_of_a_given_command_are_its_own(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{'a' * 30}\n{'b' * 30}\n")
     tokens.chmod(0o600)
-    (problem,) = check_deploy(replace(config(tmp_path), token_file=tokens))
-    assert "deploy.token_file has no effect with deploy.engine=openai" in problem
     (problem,) = check_deploy(replace(config(tmp_path, VLLM), token_file=tokens))
     assert "vLLM takes one" in problem

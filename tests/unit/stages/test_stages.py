@@ -210,10 +210,6 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
             "deploy.openai.tokenizer=/nowhere is not a folder",
         ),
         (
-            {"openai": OpenAIOptions(enabled=True), "engine": "fastertransformer"},
-            "deploy.openai has no effect with deploy.engine=fastertransformer",
-        ),
-        (
             {"repository": "there"},
             "holds no model (<name>/config.pbtxt); give the folder above",
         ),
