@@ -1,42 +1,29 @@
-"""Asynchronous base class of the models with an engine.
+"""Base class of the models with an engine.
 
-One instance holds any number of requests. A failing request gets an error, the others their
-answers; when its engine fails, a model leaves service.
+One instance holds any number of requests. When its engine fails, a model leaves service.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pkgutil
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.ft.validation import validate_directory
 from foundations.errors import CheckpointMismatchError
+from inference.backend.answering import AskedEngine
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import read_settings
-from inference.backend.requests import (
-    InferRequest,
-    ModelError,
-    ModelHost,
-    Outputs,
-    Responses,
-    Submitted,
-)
-from inference.backend.triton_model import TritonModel
-from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.backend.requests import InferRequest, ModelError, ModelHost, Submitted
+from inference.backend.triton_model import TritonModel, TritonSender
 from inference.ranks.launched_rank import open_rendezvous
 from inference.ranks.processes import fork_workers, start_workers
 from inference.system.launch_environment import RENDEZVOUS_VARIABLE
@@ -49,14 +36,6 @@ if TYPE_CHECKING:
 # Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
 # plans the next step.
 _SWITCH_S = 0.0005
-# Larger requests are read in a thread.
-_INLINE_BYTES = 16 << 10
-# The code of an error, and the reason in the metrics.
-_FAILURES: dict[type[Exception], tuple[str, str]] = {
-    ValueError: ("INVALID_ARGUMENT", "invalid"),
-    EngineBusyError: ("UNAVAILABLE", "busy"),
-    EngineFailedError: ("UNAVAILABLE", "unavailable"),
-}
 
 
 class EngineModel(TritonModel):
@@ -181,26 +160,9 @@ class EngineModel(TritonModel):
         """
         raise NotImplementedError
 
-    async def infer(self, request: InferRequest) -> Responses:
-        """Yield the responses, see `TritonModel`."""
-        came: asyncio.Queue[Any] = asyncio.Queue()
-
-        def put(step: Any) -> None:  # from any thread
-            self.host.post(partial(came.put_nowait, step))
-
-        asked = AskedEngine(self, request, put)
-        try:
-            if asked.is_large:
-                await asyncio.to_thread(asked.submit)
-            else:
-                asked.submit()
-            final = False
-            while not final:
-                outputs, final = asked.response(await came.get())
-                if outputs is not None:
-                    yield outputs, final
-        finally:
-            asked.end()
+    def respond(self, request: InferRequest, sender: TritonSender) -> None:
+        """Have a request answered, see `TritonModel`."""
+        self._host.ask(sender, self, request)
 
     def check_progress(self) -> None:
         """Refuse a canary where the engine is busy, and has made steps since the last one."""
@@ -224,97 +186,3 @@ def fork_ranks(arguments: ModelArguments) -> None:
         settings = read_settings(arguments)
         if arguments.instance.count == 1 and not os.environ.get(RENDEZVOUS_VARIABLE):
             fork_workers(settings.checkpoint_path, settings.placement.world_size)
-
-
-class AskedEngine:
-    """One request to an engine, whose thread puts what it makes where the host will read it.
-
-    Attributes:
-        queued_s: seconds in the engine's queue, once the last response is made.
-    """
-
-    queued_s = 0.0
-
-    def __init__(
-        self, model: EngineModel, request: InferRequest, put: Callable[[Any], None]
-    ) -> None:
-        """`put` is called from any thread: with each step, and at last with None."""
-        self._model, self._request, self._put = model, request, put
-        self._began = time.perf_counter()
-        self._future: Future[Any] = Future()  # of a refusal, or else the engine's
-        self._outputs_of: Callable[[Any], Outputs | None] = lambda _: None
-        self._outcome = "cancelled"
-        self._is_refused = self._is_given_up = False
-        self._submitting = threading.Lock()  # a first step may come before it is submitted
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it takes some time to read."""
-        return sum(each.nbytes for each in self._request.tensors.values()) > _INLINE_BYTES
-
-    def submit(self) -> None:
-        """Queue it; a refusal is its response."""
-        with self._submitting:
-            try:
-                if self._request.is_canary:
-                    self._model.check_progress()
-                self._future, self._outputs_of = self._model.submit(self._request, self._put)
-                self._model.running.add(self)
-            except Exception as error:  # whatever it is, it is this request's answer alone
-                self._is_refused, self._future = True, Future()
-                self._future.set_exception(error.with_traceback(None))  # which holds this one
-        # After the steps that it consists of, which were put before.
-        self._future.add_done_callback(lambda _: self._put(None))
-        if self._is_given_up:  # while it was read
-            self._free()
-
-    def response(self, step: Any) -> tuple[Outputs | None, bool]:
-        """Return the outputs of what was put, None for none, and whether they are the last.
-
-        Raises ModelError.
-        """
-        with self._submitting:
-            pass
-        try:
-            if step is not None:
-                return self._outputs_of(step), False
-            result = self._future.result()
-            times = getattr(result, "times", None)
-            self.queued_s = getattr(times, "queued_s", None) or 0.0
-            last = self._outputs_of(result)
-        except CancelledError:
-            raise ModelError("the request was cancelled", "CANCELLED") from None
-        except ModelError:  # a canary's
-            self._outcome = ""
-            raise
-        except Exception as error:  # a refusal, or found by the engine's thread
-            answer, reason = _failure(error)
-            self._outcome = "failed"
-            if self._is_refused and reason:
-                self._outcome = ""
-                self._model.metrics.refused(reason)
-            raise answer from None
-        assert last is not None, "the last step is never reported on its own"
-        self._outcome = ""
-        if not self._request.is_canary:
-            self._model.metrics.completed(time.perf_counter() - self._began, times)
-        return last, True
-
-    def end(self) -> None:
-        """Give up what is not finished; called once."""
-        self._is_given_up = True
-        self._free()
-        if self._outcome and not (self._request.is_canary and self._outcome == "cancelled"):
-            self._model.metrics.ended(self._outcome)
-
-    def _free(self) -> None:
-        self._future.cancel()
-        self._model.running.discard(self)
-
-
-def _failure(error: Exception) -> tuple[ModelError, str]:
-    """Return the answer to a request that has failed; of one that is refused also the reason."""
-    for kind, (code, reason) in _FAILURES.items():
-        if isinstance(error, kind):
-            return ModelError(str(error), code), reason
-    return ModelError(str(error) or type(error).__name__, "INTERNAL"), ""

@@ -78,8 +78,5 @@ class ModelHost(Protocol):
     def warn(self, message: str) -> None:
         """Write to the server's log."""
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Call a function soon, in order, in the thread of the event loop that answers."""
-
     def leave(self, reason: str) -> None:
-        """Take a model whose engine has failed out of service, after the posted calls."""
+        """Take a model whose engine has failed out of service, after its answers."""

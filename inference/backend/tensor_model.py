@@ -11,10 +11,9 @@ from inference.backend.requests import (
     ModelError,
     ModelHost,
     Outputs,
-    Responses,
     Tensors,
 )
-from inference.backend.triton_model import TritonModel
+from inference.backend.triton_model import TritonModel, TritonSender
 from inference.decoding.rows import SessionTurn
 
 # Larger requests run in a process of their own, where there is one: they may take seconds, in which
@@ -64,18 +63,24 @@ class TensorModel(TritonModel):
         )
         return {name: value[None] for name, value in outputs.items()}
 
-    async def infer(
-        self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
-    ) -> Responses:
-        """Yield the response, see `TritonModel`."""
-        del queued  # it did not wait
-        yield await self.whole(request), True
-
     async def whole(self, request: InferRequest) -> Outputs:
         """Return the outputs of one request. Raises ModelError."""
+        if self.apart is None or (size := _size_bytes(request.tensors)) <= _INLINE_BYTES:
+            return self._answered(request)
         try:
-            if self.apart is not None and (size := _size_bytes(request.tensors)) > _INLINE_BYTES:
-                return await self.apart(request, size)
+            return await self.apart(request, size)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
+
+    def respond(self, request: InferRequest, sender: TritonSender) -> None:
+        """Answer a request, see `TritonModel`."""
+        try:
+            sender.send(self._answered(request))
+        except ModelError as error:
+            sender.fail(error)
+
+    def _answered(self, request: InferRequest) -> Outputs:
+        try:
             return self.answer(request.tensors, request.turn)
         except ValueError as error:
             raise ModelError(str(error)) from None

@@ -6,27 +6,25 @@ is used.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from inference.backend.answering import Answering
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance
 from inference.backend.metrics import HISTOGRAM, ModelMetric, ModelMetrics
-from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Responses
+from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Outputs
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
-_WATCH_S = 0.1
 _REPORT_S = 0.5
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
@@ -82,47 +80,66 @@ def _turn(request: Any, tensors: dict[str, Array]) -> SessionTurn | None:
     return SessionTurn(session_id, starts=starts, ends=ends) if session_id else None
 
 
-def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
-    """Return a Triton response with those of `outputs` that the client wants."""
-    import triton_python_backend_utils as pb_utils
+class TritonSender:
+    """Sends the responses to one request, whose server wants some outputs.
 
-    tensors = [
-        pb_utils.Tensor(name, value)
-        if isinstance(value, np.ndarray)
-        else pb_utils.Tensor.from_dlpack(name, value.contiguous())
-        for name, value in outputs.items()
-        if name in wanted
-    ]
-    return pb_utils.InferenceResponse(tensors)
-
-
-def error_response(message: str, code: str = "INVALID_ARGUMENT") -> Any:
-    """Return a Triton response that carries an error; `code` is the name of gRPC's status."""
-    import triton_python_backend_utils as pb_utils
-
-    kind = getattr(pb_utils.TritonError, _CODES.get(code, code))
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, kind))
-
-
-class TritonHost:
-    """The server around the process of one model, which ends with the server.
-
-    An event loop in a thread answers the requests.
+    Attributes:
+        is_cancelled: returns whether the client has left, before the final response alone.
     """
 
+    def __init__(self, sender: Any, wanted: Collection[str], *, streams: bool) -> None:
+        self._sender, self._wanted, self._streams = sender, wanted, streams
+        self.is_cancelled = sender.is_cancelled
+
+    def send(self, outputs: Outputs, *, final: bool = True) -> None:
+        """Send those of `outputs` that the client wants."""
+        import triton_python_backend_utils as pb_utils
+
+        tensors = [
+            pb_utils.Tensor(name, value)
+            if isinstance(value, np.ndarray)
+            else pb_utils.Tensor.from_dlpack(name, value.contiguous())
+            for name, value in outputs.items()
+            if name in self._wanted
+        ]
+        self._put(pb_utils.InferenceResponse(tensors), final=final)
+
+    def fail(self, error: ModelError) -> None:
+        """Send an error, the final response."""
+        import triton_python_backend_utils as pb_utils
+
+        # Streams carry no code: the text names it unless the request itself is wrong.
+        is_named = self._streams and error.code != "INVALID_ARGUMENT"
+        text = f"{error.code}: {error}" if is_named else str(error)
+        kind = getattr(pb_utils.TritonError, _CODES.get(error.code, error.code))
+        answer = pb_utils.InferenceResponse(error=pb_utils.TritonError(text, kind))
+        self._put(answer, final=True)
+
+    def _put(self, message: Any, *, final: bool) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        try:
+            self._sender.send(message, flags=flags)
+        except pb_utils.TritonModelException as error:
+            pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+
+
+class TritonHost(Answering):
+    """The server around the process of one model, which ends with the server.
+
+    The key of a request is the sender of its responses.
+    """
+
+    pause_s = 0.1
+
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
         self._parent = os.getppid()
-        self._running: dict[asyncio.Task[None], Any] = {}  # to the sender of its responses
+        self._looked_s = 0.0
         self._next = 0  # index of the running request to check next
-        self._loop = asyncio.new_event_loop()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Call a function in the event loop's thread."""
-        self._loop.call_soon_threadsafe(call)
 
     def show(self, metrics: ModelMetrics) -> None:
         """Report metrics to the server twice a second.
@@ -156,58 +173,29 @@ class TritonHost:
             time.sleep(_REPORT_S)
             metrics.read()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the event loop; returns at once."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _send(self, key: TritonSender, outputs: Outputs, *, final: bool, queued_s: float) -> None:
+        del queued_s  # the server has clocks of its own
+        key.send(outputs, final=final)
 
-    async def answer(
-        self, responses: Responses, request: InferRequest, sender: Any, *, streams: bool
-    ) -> None:
-        """Send the responses to a request, which the client's leaving cancels."""
-        import triton_python_backend_utils as pb_utils
-
-        task = asyncio.current_task()
-        assert task is not None
-        self._running[task] = sender
-
-        def send(message: Any, *, final: bool) -> None:
-            if final:  # the server drops the request, and must not be asked about it any more
-                del self._running[task]
-            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-            try:
-                sender.send(message, flags=flags)
-            except pb_utils.TritonModelException as error:
-                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
-
-        try:
-            async with contextlib.aclosing(responses):
-                async for outputs, final in responses:
-                    send(response(outputs, request.wanted), final=final)
-        except ModelError as error:
-            # Streams carry no code: the text names it unless the request itself is wrong.
-            is_named = streams and error.code != "INVALID_ARGUMENT"
-            text = f"{error.code}: {error}" if is_named else str(error)
-            send(error_response(text, error.code), final=True)
-        except asyncio.CancelledError:
-            send(error_response("the request was cancelled", "CANCELLED"), final=True)
-
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._watch())
-
-    async def _watch(self) -> None:
-        """Look for clients that have left, some of them at a time, and for the server's end."""
-        while not self._is_closing:
-            await asyncio.sleep(_WATCH_S)
-            if os.getppid() != self._parent:
-                os._exit(1)  # the workers follow
-            running = list(self._running.items())
-            first = self._next if self._next < len(running) else 0
-            self._next = first + _ASKED_AT_ONCE
-            for task, sender in running[first : self._next]:
-                if sender.is_cancelled():
-                    task.cancel()
+    def _fail(self, key: TritonSender, error: ModelError) -> None:
+        key.fail(error)
 
     def _flush(self) -> None:
+        """Look for clients that have left, some of them at a time, and for the server's end."""
+        if (now := time.monotonic()) < self._looked_s + self.pause_s:
+            return
+        self._looked_s = now
+        if os.getppid() != self._parent:
+            os._exit(1)  # the workers follow
+        running = list(self._running)
+        first = self._next if self._next < len(running) else 0
+        self._next = first + _ASKED_AT_ONCE
+        for sender in running[first : self._next]:
+            if sender.is_cancelled():
+                sender.fail(ModelError("the request was cancelled", "CANCELLED"))
+                self._end(sender)
+
+    def _wait_for_answers(self) -> None:
         until = time.monotonic() + _FLUSH_S
         while self._running and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -229,7 +217,7 @@ class TritonHost:
         text = f"{self._name} is out of service: {reason}"
         pb_utils.Logger.log_error(text)
         if report_end(text):
-            self._flush()
+            self._wait_for_answers()
             time.sleep(_SEND_S)
             os._exit(1)
         try:
@@ -239,8 +227,8 @@ class TritonHost:
             pb_utils.Logger.log_warn(f"{self._name} stays listed as ready: {error}")
 
     def close(self) -> None:
-        """End the event loop, once every request has its answer."""
-        self._flush()
+        """End the thread, once every request has its answer."""
+        self._wait_for_answers()
         self._is_closing = True
         self._thread.join()
 
@@ -263,9 +251,9 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
 
 
 class TritonModel:
-    """A model of either server: this project's own calls `load`, `infer` and `close`.
+    """A model of either server: this project's own calls `load` and `close`.
 
-    Triton calls the other methods.
+    Triton calls `initialize`, `execute` and `finalize`.
 
     Attributes:
         decoupled: whether a request may have several responses.
@@ -281,11 +269,8 @@ class TritonModel:
         """Load the model. Raises ValueError if that is impossible."""
         raise NotImplementedError
 
-    def infer(self, request: InferRequest) -> Responses:
-        """Yield the responses, each with whether it is the last. Raises ModelError.
-
-        Closing it gives the request up.
-        """
+    def respond(self, request: InferRequest, sender: TritonSender) -> None:
+        """Answer a request, now or later."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -306,12 +291,12 @@ class TritonModel:
             tensors = _request_tensors(each, self.bf16_inputs)
             request = InferRequest(
                 tensors,
-                tuple(each.requested_output_names()),
                 turn=_turn(each, tensors) if self.interactive else None,
                 is_canary=CANARY_PARAMETER in json.loads(each.parameters() or "{}"),
             )
-            sender, answers = each.get_response_sender(), self.infer(request)
-            self._host.start(self._host.answer(answers, request, sender, streams=self.decoupled))
+            wanted = tuple(each.requested_output_names())
+            sender = TritonSender(each.get_response_sender(), wanted, streams=self.decoupled)
+            self.respond(request, sender)
 
     def finalize(self) -> None:
         """End the model (called by Triton)."""

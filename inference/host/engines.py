@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from inference.backend.answering import GIVE_UP, TAKEN
 from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
-from inference.host.engine_process import GIVE_UP, LOST, READ_METRICS, TAKEN, LoadOrder
+from inference.host.engine_process import LOST, READ_METRICS, LoadOrder
 from inference.host.engine_start import started_engine
 from inference.server.processes import how_ended
 
@@ -61,7 +62,10 @@ class EngineProcess:
     async def infer(
         self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
     ) -> Responses:
-        """Yield the responses, see `TritonModel`."""
+        """Yield the responses, each with whether it is the last. Raises ModelError.
+
+        Closing it gives the request up. `queued` gets the seconds in the engine's queue.
+        """
         tokens: list[list[int]] = []
         final = False
         with self._order(request) as (number, answers):

@@ -289,20 +289,15 @@ class HostedInstances(HostedModel):
         def queued(seconds: float) -> None:
             self.statistics.queued(round(seconds * 1e9))
 
-        answer = self._instance(request).infer(request, queued=queued)
+        instance = self._instance(request)
         try:
+            if isinstance(instance, TensorModel):
+                yield self._wanted(request, await instance.whole(request)), True
+                return
+            answer = instance.infer(request, queued=queued)
             async with contextlib.aclosing(answer) as responses:
                 async for outputs, final in responses:
                     yield outputs if request.wants_tokens else self._wanted(request, outputs), final
-        except ModelError as error:
-            raise InferError(str(error), error.code) from None
-
-    async def _whole(self, request: InferRequest) -> Outputs:
-        instance = self.instances[0]
-        if not isinstance(instance, TensorModel):
-            return await super()._whole(request)
-        try:
-            return self._wanted(request, await instance.whole(request))
         except ModelError as error:
             raise InferError(str(error), error.code) from None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.backend.engine_model import AskedEngine, EngineModel
+from inference.backend.answering import GIVE_UP, Answering, AskedEngine
+from inference.backend.engine_model import EngineModel
 from inference.backend.requests import InferRequest, ModelError, Outputs
-from inference.backend.triton_model import TritonHost
+from inference.backend.triton_model import TritonHost, TritonSender
 from inference.engine.errors import EngineBusyError
 from tests.waiting import until
 
-REQUEST = InferRequest({}, wanted=("y",))
+REQUEST = InferRequest({})
 LARGE = InferRequest({"x": np.zeros(1 << 15, np.uint8)})
 
 
 class Model(EngineModel):
     """A model whose engine does what a test wants; its outputs are what the engine gives."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None], error: Any = None) -> None:
-        self.host = SimpleNamespace(post=post)
+    def __init__(self, error: Any = None) -> None:
         self.engine = SimpleNamespace(steps=0)  # type: ignore[assignment]
         self.noted: list[str] = []
         self.metrics = SimpleNamespace(  # type: ignore[assignment]
@@ -53,26 +53,48 @@ class Model(EngineModel):
         return self.future, lambda state: None if state == "nothing" else {"y": state}
 
 
-def post(call: Callable[[], None]) -> None:
-    asyncio.get_running_loop().call_soon(call)
+class Host(Answering):
+    """Keeps the answers of requests by their keys."""
+
+    pause_s = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, list[Any]] = defaultdict(list)
+        self._thread.start()
+
+    def _send(self, key: str, outputs: Outputs, *, final: bool, queued_s: float) -> None:
+        assert queued_s == 0
+        self.sent[key].append((outputs["y"], final))
+
+    def _fail(self, key: str, error: ModelError) -> None:
+        self.sent[key].append((str(error), error.code))
+
+    def end_of(self, key: str) -> list[Any]:
+        """Wait until a request has ended, and return its answers."""
+        until(lambda: key not in self._running, "the end")
+        return self.sent[key]
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._thread.join()
 
 
-async def answers(model: Model, request: InferRequest = REQUEST) -> list[Any]:
-    return [(outputs["y"], final) async for outputs, final in model.infer(request)]
+@pytest.fixture
+def answering() -> Iterator[Host]:
+    made = Host()
+    yield made
+    made.close()
 
 
-def test_steps_come_in_order_and_the_result_last() -> None:
-    async def main() -> None:
-        model = Model(post)
-        asking = asyncio.create_task(answers(model))
-        await asyncio.sleep(0)
-        for step in ("one", "nothing", "two"):
-            model.on_step(step)
-        model.future.set_result("all")
-        assert await asking == [("one", False), ("two", False), ("all", True)]
-        assert model.noted == ["completed"]
-
-    asyncio.run(main())
+def test_steps_come_in_order_and_the_result_last(answering: Host) -> None:
+    model = Model()
+    answering.ask("a", model, REQUEST)
+    for step in ("one", "nothing", "two"):
+        model.on_step(step)
+    model.future.set_result("all")
+    assert answering.end_of("a") == [("one", False), ("two", False), ("all", True)]
+    assert model.noted == ["completed"]
 
 
 @pytest.mark.parametrize(
@@ -85,22 +107,19 @@ def test_steps_come_in_order_and_the_result_last() -> None:
 )
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_each_request_that_fails_has_its_answer(
-    error: Exception, answer: tuple[str, str], noted: str, is_taken: bool
+    answering: Host, error: Exception, answer: tuple[str, str], noted: str, is_taken: bool
 ) -> None:
-    async def main() -> None:
-        model = Model(post, error=None if is_taken else error)
-        if is_taken:
-            model.future.set_exception(error)
-        with pytest.raises(ModelError) as caught:
-            await answers(model)
-        assert (str(caught.value), caught.value.code) == answer
-        assert model.noted == ["failed" if is_taken else noted]
-
-    asyncio.run(main())
+    model = Model(error=None if is_taken else error)
+    if is_taken:
+        model.future.set_exception(error)
+    answering.ask("a", model, REQUEST)
+    assert answering.end_of("a") == [answer]
+    until(lambda: bool(model.noted), "the end")
+    assert model.noted == ["failed" if is_taken else noted]
 
 
 def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> None:
-    model, put = Model(post), list[Any]()
+    model, put = Model(), list[Any]()
     asked = AskedEngine(model, LARGE, put.append)
     with ThreadPoolExecutor() as pool:
         pool.submit(asked.submit)
@@ -117,7 +136,7 @@ def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> N
 
 
 def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody() -> None:
-    model = Model(post, error=ValueError("too long"))
+    model = Model(error=ValueError("too long"))
     asked = AskedEngine(model, LARGE, list[Any]().append)
     asked.end()
     asked.submit()
@@ -125,34 +144,24 @@ def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody() -> None:
 
 
 @pytest.mark.parametrize("request_", [REQUEST, LARGE])
-def test_a_request_whose_client_leaves_is_given_up(request_: InferRequest) -> None:
-    async def main() -> None:
-        model = Model(post)
-        asking = asyncio.create_task(answers(model, request_))
-        await asyncio.to_thread(model.begins.wait, 10)
-        asking.cancel()
-        await asyncio.wait([asking])
-        model.goes_on.set()
-        while not model.future.cancelled():
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+def test_a_request_whose_client_leaves_is_given_up(answering: Host, request_: InferRequest) -> None:
+    model = Model()
+    answering.ask("a", model, request_)
+    assert model.begins.wait(10)
+    answering.note("a", GIVE_UP)
+    assert answering.end_of("a") == []
+    model.goes_on.set()
+    until(model.future.cancelled, "the end")
 
 
-def test_a_canary_is_refused_while_the_engine_makes_steps() -> None:
-    async def main() -> None:
-        model = Model(post)
-        asking = asyncio.create_task(answers(model))
-        await asyncio.sleep(0)
-        with pytest.raises(ModelError) as caught:
-            await answers(model, InferRequest({}, is_canary=True))
-        assert caught.value.code == "UNAVAILABLE"
-        canary = asyncio.create_task(answers(model, InferRequest({}, is_canary=True)))
-        await asyncio.sleep(0)  # no step since the last one: it waits
-        model.future.set_result("all")
-        assert await canary == await asking
-
-    asyncio.run(main())
+def test_a_canary_is_refused_while_the_engine_makes_steps(answering: Host) -> None:
+    model, canary = Model(), InferRequest({}, is_canary=True)
+    answering.ask("a", model, REQUEST)
+    answering.ask("first", model, canary)
+    assert answering.end_of("first") == [("busy", "UNAVAILABLE")]
+    answering.ask("second", model, canary)  # no step since the last one: it waits
+    model.future.set_result("all")
+    assert answering.end_of("second") == answering.end_of("a") == [("all", True)]
 
 
 class _Error:
@@ -199,7 +208,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonHost]:
 
 def asked(host: TritonHost, model: Model, *, streams: bool = False) -> Sender:
     sender = Sender()
-    host.start(host.answer(model.infer(REQUEST), REQUEST, sender, streams=streams))
+    host.ask(TritonSender(sender, ("y",), streams=streams), model, REQUEST)
     return sender
 
 
@@ -213,7 +222,7 @@ class Value(str):
 
 
 def test_triton_gets_each_response_and_one_that_is_final(host: TritonHost) -> None:
-    model = Model(host.post)
+    model = Model()
     sender = asked(host, model)
     assert model.begins.wait(10)
     model.on_step(Value("a"))
@@ -233,13 +242,13 @@ def test_triton_gets_each_response_and_one_that_is_final(host: TritonHost) -> No
 def test_triton_gets_the_code_of_an_error_on_streams_in_its_text(
     host: TritonHost, error: Exception, streams: bool, answer: tuple[str, int]
 ) -> None:
-    sender = asked(host, Model(host.post, error=error), streams=streams)
+    sender = asked(host, Model(error=error), streams=streams)
     until(lambda: sender.final, "the end")
     assert sender.sent == [answer]
 
 
 def test_triton_is_told_of_the_end_of_a_request_whose_client_has_left(host: TritonHost) -> None:
-    model = Model(host.post)
+    model = Model()
     sender = asked(host, model)
     assert model.begins.wait(10)
     sender.has_left = True

@@ -254,14 +254,14 @@ def test_a_request_that_fails_has_an_answer_of_its_own(
                 raise ValueError("it is negative")
             return {"OUTPUT": np.array([1 // int(tensors["x"])])}
 
-    async def ask(value: int) -> list[Any]:
+    async def ask(value: int) -> Any:
         request = InferRequest({"x": np.array(value)})
-        return [each async for each in Failing().infer(request)]
+        return await Failing().whole(request)
 
     with pytest.raises(ModelError) as caught:
         asyncio.run(ask(value))
     assert (str(caught.value), caught.value.code) == (words, code or "INVALID_ARGUMENT")
-    assert asyncio.run(ask(1)) == [({"OUTPUT": [1]}, True)]
+    assert asyncio.run(ask(1)) == {"OUTPUT": [1]}
 
 
 def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:

@@ -1,0 +1,235 @@
+"""The requests to a model with an engine, on both servers: one thread makes all the answers.
+
+A request goes to the engine at once. What the engine makes of it waits for that thread, which sends
+the answers in their order. A failing request gets an error, the others their answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+from inference.backend.metrics import ModelMetrics
+from inference.backend.requests import TOKENS, InferRequest, ModelError, Outputs, Submitted
+from inference.engine.errors import EngineBusyError, EngineFailedError
+
+GIVE_UP, TAKEN = "give up", "taken"  # news of a client, as against the steps of the engine
+_INLINE_BYTES = 16 << 10  # larger requests are read in a thread
+_LARGE_AT_ONCE = 4  # of these
+# The code of an error, and the reason in the metrics.
+_FAILURES: dict[type[Exception], tuple[str, str]] = {
+    ValueError: ("INVALID_ARGUMENT", "invalid"),
+    EngineBusyError: ("UNAVAILABLE", "busy"),
+    EngineFailedError: ("UNAVAILABLE", "unavailable"),
+}
+
+logger = logging.getLogger(__name__)
+
+
+class AskedModel(Protocol):
+    """A model with an engine, see `EngineModel`."""
+
+    metrics: ModelMetrics
+    running: set[AskedEngine]
+
+    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+        """Queue a request in the engine."""
+
+    def check_progress(self) -> None:
+        """Refuse a canary where the engine is busy."""
+
+
+class Answering:
+    """The server around a model; subclasses send answers, each under the key of its request.
+
+    Attributes:
+        most_unread: answers with tensors that a client has not taken; no more are made before.
+        pause_s: the longest time between two calls of `_flush`.
+    """
+
+    most_unread: float = math.inf
+    pause_s = 0.5
+
+    def __init__(self) -> None:
+        self._running: dict[Any, AskedEngine] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(_LARGE_AT_ONCE)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+
+    def ask(self, key: Any, model: AskedModel, request: InferRequest) -> None:
+        """Have a model answer a request."""
+        asked = AskedEngine(model, request, partial(self.note, key), room=self.most_unread)
+        self._running[key] = asked
+        if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
+            self._readers.submit(asked.submit)
+        else:
+            asked.submit()
+
+    def note(self, key: Any, news: Any) -> None:
+        """Take in what an engine has made, or news of the client, soon; called by any thread."""
+        self._calls.put(partial(self._take, key, news))
+
+    def _work(self) -> None:
+        """Do what is queued until the end; a failure of this program ends the process."""
+        try:
+            while not self._is_closing:
+                with contextlib.suppress(queue.Empty):
+                    self._calls.get(timeout=self.pause_s)()
+                    for _ in range(self._calls.qsize()):
+                        self._calls.get()()
+                self._flush()
+        except Exception:
+            logger.exception("the answers of an engine cannot be made")
+            os._exit(1)
+
+    def _take(self, key: Any, news: Any) -> None:
+        if (asked := self._running.get(key)) is None:  # it has ended
+            return
+        if news == GIVE_UP:
+            self._end(key)
+        elif news == TAKEN:
+            asked.room += 1
+        else:
+            asked.came.append(news)
+        while asked.came and asked.room:
+            self._respond(key, asked)
+
+    def _respond(self, key: Any, asked: AskedEngine) -> None:
+        try:
+            outputs, final = asked.response(asked.came.popleft())
+            if outputs is None:
+                return
+            self._send(key, outputs, final=final, queued_s=asked.queued_s)
+            asked.room -= TOKENS not in outputs
+        except Exception as error:
+            final = True
+            if not isinstance(error, ModelError):  # of this program
+                logger.exception("a request has failed")
+                error = ModelError(str(error) or type(error).__name__, "INTERNAL")
+            self._fail(key, error)
+        if final:
+            self._end(key)
+
+    def _end(self, key: Any) -> None:
+        asked = self._running.pop(key)
+        asked.came.clear()
+        asked.end()
+
+    def _send(self, key: Any, outputs: Outputs, *, final: bool, queued_s: float) -> None:
+        """Send a response of a request, which has waited `queued_s` in the engine's queue."""
+        raise NotImplementedError
+
+    def _fail(self, key: Any, error: ModelError) -> None:
+        """Send the error that ends a request."""
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        """Do what is due once no more answers are there."""
+
+
+class AskedEngine:
+    """One request to an engine, whose thread puts what it makes where the host will read it.
+
+    Attributes:
+        came: what the engine has made and was not answered yet.
+        room: for more answers.
+        queued_s: seconds in the engine's queue, once the last response is made.
+    """
+
+    queued_s = 0.0
+
+    def __init__(
+        self,
+        model: AskedModel,
+        request: InferRequest,
+        put: Callable[[Any], None],
+        *,
+        room: float = math.inf,
+    ) -> None:
+        """`put` is called from any thread: with each step, and at last with None."""
+        self.came, self.room = deque[Any](), room
+        self._model, self._request, self._put = model, request, put
+        self._began = time.perf_counter()
+        self._future: Future[Any] = Future()  # of a refusal, or else the engine's
+        self._outputs_of: Callable[[Any], Outputs | None] = lambda _: None
+        self._outcome = "cancelled"
+        self._is_refused = self._is_given_up = False
+        self._submitting = threading.Lock()  # a first step may come before it is submitted
+
+    def submit(self) -> None:
+        """Queue it; a refusal is its response."""
+        with self._submitting:
+            try:
+                if self._request.is_canary:
+                    self._model.check_progress()
+                self._future, self._outputs_of = self._model.submit(self._request, self._put)
+                self._model.running.add(self)
+            except Exception as error:  # whatever it is, it is this request's answer alone
+                self._is_refused, self._future = True, Future()
+                self._future.set_exception(error.with_traceback(None))  # which holds this one
+        # After the steps that it consists of, which were put before.
+        self._future.add_done_callback(lambda _: self._put(None))
+        if self._is_given_up:  # while it was read
+            self._free()
+
+    def response(self, step: Any) -> tuple[Outputs | None, bool]:
+        """Return the outputs of what was put, None for none, and whether they are the last.
+
+        Raises ModelError.
+        """
+        with self._submitting:
+            pass
+        try:
+            if step is not None:
+                return self._outputs_of(step), False
+            result = self._future.result()
+            times = getattr(result, "times", None)
+            self.queued_s = getattr(times, "queued_s", None) or 0.0
+            last = self._outputs_of(result)
+        except CancelledError:
+            raise ModelError("the request was cancelled", "CANCELLED") from None
+        except ModelError:  # a canary's
+            self._outcome = ""
+            raise
+        except Exception as error:  # a refusal, or found by the engine's thread
+            answer, reason = _failure(error)
+            self._outcome = "failed"
+            if self._is_refused and reason:
+                self._outcome = ""
+                self._model.metrics.refused(reason)
+            raise answer from None
+        assert last is not None, "the last step is never reported on its own"
+        self._outcome = ""
+        if not self._request.is_canary:
+            self._model.metrics.completed(time.perf_counter() - self._began, times)
+        return last, True
+
+    def end(self) -> None:
+        """Give up what is not finished; called once."""
+        self._is_given_up = True
+        self._free()
+        if self._outcome and not (self._request.is_canary and self._outcome == "cancelled"):
+            self._model.metrics.ended(self._outcome)
+
+    def _free(self) -> None:
+        self._future.cancel()
+        self._model.running.discard(self)
+
+
+def _failure(error: Exception) -> tuple[ModelError, str]:
+    """Return the answer to a request that has failed; of one that is refused also the reason."""
+    for kind, (code, reason) in _FAILURES.items():
+        if isinstance(error, kind):
+            return ModelError(str(error), code), reason
+    return ModelError(str(error) or type(error).__name__, "INTERNAL"), ""
