@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from inference.backend.answering import failure_of
 from inference.backend.arguments import ModelArguments, RequestInputs
 from inference.backend.requests import (
     Array,
@@ -82,10 +83,8 @@ class TensorModel(TritonModel):
     def _answered(self, request: InferRequest) -> Outputs:
         try:
             return self.answer(request.tensors, request.turn)
-        except ValueError as error:
-            raise ModelError(str(error)) from None
         except Exception as error:  # whatever it is, it is this request's answer alone
-            raise ModelError(str(error) or type(error).__name__, "INTERNAL") from None
+            raise failure_of(error)[0] from None
 
 
 def _size_bytes(tensors: Mapping[str, Array]) -> int:

@@ -6,13 +6,11 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from aiohttp import HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.helpers import rfc822_formatted_time
+from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from inference.front.access import Access
@@ -23,7 +21,6 @@ from inference.front.tracing import traced
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-JSON_HEADERS = {"Content-Type": "application/json"}
 _COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
 # Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
@@ -40,45 +37,6 @@ async def http_server(
     await runner.setup()
     await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
-
-
-class EventStream(web.StreamResponse):
-    """A response whose head goes out with the first event."""
-
-    _send_headers_immediately = False
-
-
-class Reply(web.StreamResponse):
-    """A whole answer of status 200, written at once; one of aiohttp's takes five times as long."""
-
-    def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
-        super().__init__(headers={**headers, "Content-Length": str(len(body))})
-        self._whole = body
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter:
-        """Write it (called by aiohttp)."""
-        self._keep_alive, self._eof_sent = True, True
-        self.headers["Date"] = rfc822_formatted_time()
-        await request.writer.write_headers("HTTP/1.1 200 OK", self.headers)
-        await request.writer.write_eof(self._whole)
-        return request.writer
-
-
-def whole_answer(
-    request: web.BaseRequest,
-    body: bytes,
-    *,
-    headers: Mapping[str, str] = JSON_HEADERS,
-    compresses: bool = False,
-) -> web.StreamResponse:
-    """Return an answer of status 200, which `compresses` where the client takes that."""
-    is_coded = compresses and "Accept-Encoding" in request.headers
-    if request.keep_alive and request.version == HttpVersion11 and not is_coded:
-        return Reply(body, headers)
-    response = web.Response(body=body, headers=headers)
-    if is_coded:
-        response.enable_compression()
-    return response
 
 
 class _Port(web.TCPSite):

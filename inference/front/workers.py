@@ -115,9 +115,9 @@ class _Worker:
     def _answer(self, call: tuple[Callable[..., Any], Any], limit_s: float) -> tuple[bool, Any]:
         assert self._pipe is not None
         try:
-            self._pipe.send_bytes(pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL))
+            self._pipe.send(call)
             if self._pipe.poll(limit_s):
-                found: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
+                found: tuple[bool, Any] = self._pipe.recv()
                 return found
             self.end()
             return False, RejectedError(f"the request takes more than {limit_s:.0f} s to read")
@@ -148,7 +148,7 @@ def _work(pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     while True:
         try:
-            work, args = pickle.loads(pipe.recv_bytes())
+            work, args = pipe.recv()
         except EOFError:
             return
         try:

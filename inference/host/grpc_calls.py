@@ -293,20 +293,10 @@ def _stream_error(error: InferError, model: HostedModel | None, sent: SentReques
     return bytes(answer.SerializeToString())
 
 
-def _model_ready(hosted: Hosted, message: Any) -> Any:
-    is_ready = hosted.has(message.name, message.version)
-    return service_pb2.ModelReadyResponse(ready=is_ready)
-
-
 def _metadata(hosted: Hosted, message: Any) -> Any:
     model = found_model(hosted.models, message.name, message.version)
     answer = service_pb2.ModelMetadataResponse()  # it has no parameters: ModelConfig has them
     return json_format.ParseDict(model_metadata(model), answer, ignore_unknown_fields=True)
-
-
-def _config(hosted: Hosted, message: Any) -> Any:
-    model = found_model(hosted.models, message.name, message.version)
-    return service_pb2.ModelConfigResponse(config=config_message(model))
 
 
 def _statistics(hosted: Hosted, message: Any) -> Any:
@@ -316,20 +306,17 @@ def _statistics(hosted: Hosted, message: Any) -> Any:
     return json_format.ParseDict(found, service_pb2.ModelStatisticsResponse())
 
 
-def _index(hosted: Hosted, _: Any) -> Any:
-    found = {"models": index_json(hosted.models)}
-    return json_format.ParseDict(found, service_pb2.RepositoryIndexResponse())
-
-
-def _server(_: Hosted, __: Any) -> Any:
-    return json_format.ParseDict(server_metadata(), service_pb2.ServerMetadataResponse())
-
-
 _ANSWERS: dict[str, Callable[[Hosted, Any], Any]] = {
-    "ModelReady": _model_ready,
+    "ModelReady": lambda hosted, message: service_pb2.ModelReadyResponse(
+        ready=hosted.has(message.name, message.version)
+    ),
     "ModelMetadata": _metadata,
-    "ModelConfig": _config,
+    "ModelConfig": lambda hosted, message: service_pb2.ModelConfigResponse(
+        config=config_message(found_model(hosted.models, message.name, message.version))
+    ),
     "ModelStatistics": _statistics,
-    "RepositoryIndex": _index,
-    "ServerMetadata": _server,
+    "RepositoryIndex": lambda hosted, _: service_pb2.RepositoryIndexResponse(
+        models=index_json(hosted.models)
+    ),
+    "ServerMetadata": lambda *_: service_pb2.ServerMetadataResponse(**server_metadata()),
 }

@@ -18,7 +18,6 @@ from inference.backend.requests import InferRequest, Outputs
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
-from inference.front.http_server import JSON_HEADERS, EventStream, whole_answer
 from inference.front.request_log import REQUEST_ID, request_id
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
@@ -52,7 +51,7 @@ from inference.host.statistics import triton_metrics
 
 _METRICS_PATH = "/metrics"
 _JSON_LENGTH = "Inference-Header-Content-Length"
-_BINARY = {"Content-Type": "application/octet-stream"}
+_JSON, _BINARY = "application/json", "application/octet-stream"
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 _ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
@@ -157,12 +156,14 @@ class KServeHttp:
         outputs = await model.answer(asked)
         sent.fits(model)
         answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
-        return whole_answer(
-            request,
-            b"".join((answer, *raw)),
-            headers=_BINARY | {_JSON_LENGTH: str(len(answer))} if raw else JSON_HEADERS,
-            compresses=bool(raw) or len(answer) > _LEAST_COMPRESSED_BYTES,
+        response = web.Response(
+            body=b"".join((answer, *raw)), content_type=_BINARY if raw else _JSON
         )
+        if raw:
+            response.headers[_JSON_LENGTH] = str(len(answer))
+        if raw or len(answer) > _LEAST_COMPRESSED_BYTES:
+            response.enable_compression()  # where the client takes that
+        return response
 
     async def _generated(
         self,
@@ -183,7 +184,7 @@ class KServeHttp:
                 raise InferError(_ONE_RESPONSE)
             outputs = await model.answer(asked)
             answer = await _written(outputs, partial(encoded, outputs))
-            return whole_answer(request, answer)
+            return web.Response(body=answer, content_type=_JSON)
         async with contextlib.aclosing(_frames(model, asked)) as frames:
             return await _streamed(request, frames, encoded)
 
@@ -236,7 +237,7 @@ async def _streamed(
     encoded: Callable[[Outputs], bytes],
 ) -> web.StreamResponse:
     """Send the frames as events; an error before the first decides the status of the answer."""
-    response = EventStream(headers=_EVENTS | {REQUEST_ID: request_id(request)})
+    response = web.StreamResponse(headers=_EVENTS | {REQUEST_ID: request_id(request)})
     response.enable_chunked_encoding()
     try:
         async for outputs in frames:
@@ -258,4 +259,4 @@ async def _streamed(
 
 def _json(value: Any) -> web.Response:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return web.Response(body=text.encode(), content_type="application/json")
+    return web.Response(body=text.encode(), content_type=_JSON)

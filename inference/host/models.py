@@ -146,15 +146,11 @@ class HostedModel:
     async def answer(self, request: InferRequest) -> Outputs:
         """Return the outputs of the last response that has some. Raises InferError."""
         with _Counted(self, request) as counted:
-            outputs = await self._whole(self._checked(request))
+            last: Outputs = {}
+            async with contextlib.aclosing(self._answer(self._checked(request))) as responses:
+                async for outputs, _ in responses:
+                    last = outputs or last
             counted.note(final=True)
-        return outputs
-
-    async def _whole(self, request: InferRequest) -> Outputs:
-        last: Outputs = {}
-        async with contextlib.aclosing(self._answer(request)) as responses:
-            async for outputs, _ in responses:
-                last = outputs or last
         return last
 
     def _answer(self, request: InferRequest) -> Responses:

@@ -34,7 +34,7 @@ def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, na
             f"{len(raw)}"
         )
     if datatype == "BOOL":  # any byte but 0 is true; numpy's own bools are 0 or 1
-        return (np.frombuffer(raw, np.uint8) != 0).reshape(shape)
+        return np.frombuffer(raw, np.uint8).astype(np.bool_).reshape(shape)
     if datatype == "BF16":  # the upper half of an FP32
         return (
             (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)

@@ -15,7 +15,6 @@ from typing import Any
 from aiohttp import web
 
 from inference.front.guard import Guard, RejectedError, refusal
-from inference.front.http_server import EventStream, whole_answer
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
 from inference.front.openai.description import described
@@ -170,8 +169,7 @@ class OpenAIEndpoint:
 
     async def _model(self, request: web.BaseRequest) -> web.Response:
         name = request.path.removeprefix(f"{_MODELS_PATH}/")
-        model_facts(self._models, name)
-        return web.json_response(self._described(name))
+        return web.json_response(self._described(model_facts(self._models, name).facts.name))
 
     def _described(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "slipway"}
@@ -216,7 +214,7 @@ class OpenAIEndpoint:
         choices = write() if run.is_short else await asyncio.to_thread(write)
         rest = json.dumps({"usage": _usage(run), **run.about_prompt}).encode()
         body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
-        return whole_answer(request, body)
+        return web.Response(body=body, content_type="application/json")
 
     async def _embeddings(self, request: web.BaseRequest) -> web.Response:
         asked, rows = await self._read(request, prepare_embeddings, self._encoders)
@@ -318,7 +316,7 @@ async def _streamed(
         async for chunk in run.chunks():
             opening = start
             if response is None:
-                response, opening = EventStream(headers=_EVENTS | dict(headers)), first
+                response, opening = web.StreamResponse(headers=_EVENTS | dict(headers)), first
                 await response.prepare(request)
             if options.include_usage and options.continuous_usage_stats:
                 end = b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"

@@ -518,8 +518,9 @@ def test_unknown_models_and_paths_are_not_found() -> None:
         assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
         assert "letters" in error["message"]
         await refused(client, 404, ASKED, "/v1/edits")
-        async with client.get("/v1/models/letters") as response:
-            assert (await response.json())["id"] == "letters"
+        for name in ("letters", ""):  # a request need not name the only model
+            async with client.get(f"/v1/models/{name}") as response:
+                assert (await response.json())["id"] == "letters"
         async with client.get("/v1/models/others") as response:
             assert response.status == HTTPStatus.NOT_FOUND
         async with client.get(COMPLETIONS) as response:
