@@ -203,7 +203,7 @@ class AskedEngine:
             self._outcome = ""
             raise
         except Exception as error:  # a refusal, or found by the engine's thread
-            answer, reason = failure_of(error)
+            answer, reason = model_error(error)
             self._outcome = "failed"
             if self._is_refused and reason:
                 self._outcome = ""
@@ -227,7 +227,7 @@ class AskedEngine:
         self._model.running.discard(self)
 
 
-def failure_of(error: Exception) -> tuple[ModelError, str]:
+def model_error(error: Exception) -> tuple[ModelError, str]:
     """Return the answer to a request that has failed; of one that is refused also the reason."""
     if isinstance(error, ModelError):
         return error, ""

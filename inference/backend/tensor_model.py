@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from inference.backend.answering import failure_of
+from inference.backend.answering import model_error
 from inference.backend.arguments import ModelArguments, RequestInputs
 from inference.backend.requests import (
     Array,
@@ -84,7 +84,7 @@ class TensorModel(TritonModel):
         try:
             return self.answer(request.tensors, request.turn)
         except Exception as error:  # whatever it is, it is this request's answer alone
-            raise failure_of(error)[0] from None
+            raise model_error(error)[0] from None
 
 
 def _size_bytes(tensors: Mapping[str, Array]) -> int:

@@ -10,17 +10,23 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http import HttpProcessingError
 
 from inference.front.access import Access
 from inference.front.guard import IDLE_S
 from inference.front.link import LONGEST_REQUEST_S
+from inference.front.request_log import REQUEST_ID, request_id
 from inference.front.tracing import traced
 
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+_EVENTS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # by which nginx passes each event on at once
+}
 _COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
 # Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
@@ -37,6 +43,17 @@ async def http_server(
     await runner.setup()
     await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
+
+
+def event_stream(request: web.BaseRequest) -> web.StreamResponse:
+    """Return a stream of events; in HTTP/1.0, which has no chunks, its connection's end is its own.
+
+    Proxies speak that by default.
+    """
+    response = web.StreamResponse(headers=_EVENTS | {REQUEST_ID: request_id(request)})
+    if request.version < HttpVersion11:
+        response.force_close()
+    return response
 
 
 class _Port(web.TCPSite):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
@@ -18,7 +17,7 @@ from inference.backend.requests import InferRequest, Outputs
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
-from inference.front.request_log import REQUEST_ID, request_id
+from inference.front.http_server import event_stream
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import (
@@ -48,11 +47,11 @@ from inference.host.messages import (
 )
 from inference.host.models import HostedModel
 from inference.host.statistics import triton_metrics
+from inference.host.tensors import compact_json
 
 _METRICS_PATH = "/metrics"
 _JSON_LENGTH = "Inference-Header-Content-Length"
 _JSON, _BINARY = "application/json", "application/octet-stream"
-_EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 _ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
@@ -237,8 +236,8 @@ async def _streamed(
     encoded: Callable[[Outputs], bytes],
 ) -> web.StreamResponse:
     """Send the frames as events; an error before the first decides the status of the answer."""
-    response = web.StreamResponse(headers=_EVENTS | {REQUEST_ID: request_id(request)})
-    response.enable_chunked_encoding()
+    response = event_stream(request)
+    last = b""
     try:
         async for outputs in frames:
             if not response.prepared:
@@ -248,15 +247,12 @@ async def _streamed(
         if not response.prepared:
             response.set_status(error.status)
             response.headers.update(headers_of(error))
-            await response.prepare(request)
-        text = json.dumps({"error": str(error)}, separators=(",", ":")).encode()
-        await response.write(b"data: " + text + b"\n\n")
+        last = b"data: " + compact_json({"error": str(error)}) + b"\n\n"
     if not response.prepared:
         await response.prepare(request)
-    await response.write_eof()
+    await response.write_eof(last)
     return response
 
 
 def _json(value: Any) -> web.Response:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return web.Response(body=text.encode(), content_type=_JSON)
+    return web.Response(body=compact_json(value), content_type=_JSON)

@@ -90,7 +90,7 @@ def json_elements(value: Any) -> bytes:
 
 def compact_json(value: Any) -> bytes:
     """Return a value in JSON without spaces."""
-    return _encode(value).encode()
+    return _encode(value).encode(errors="replace")
 
 
 def _values(flat: Array) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from inference.front.guard import Guard, RejectedError, refusal
+from inference.front.http_server import event_stream
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
 from inference.front.openai.description import described
@@ -40,11 +41,6 @@ from inference.front.workers import Workers
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 _RUN_KEY = "slipway_run"
-_EVENTS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # by which nginx passes each event on at once
-}
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 # A kind of request, what its id begins with, and the kinds of a whole answer and of a chunk.
 _COMPLETION = (CompletionRequest, "cmpl", "text_completion", "text_completion")
@@ -204,7 +200,7 @@ class OpenAIEndpoint:
         if record is ChatRequest:
             about["service_tier"] = "default"
         if asked.stream:
-            headers = self._page_headers(request) | {REQUEST_ID: request_id(request)}
+            headers = self._page_headers(request)
             return await _streamed(request, run, about, headers, asked.stream_options)
         whole = await run.whole()
 
@@ -316,7 +312,8 @@ async def _streamed(
         async for chunk in run.chunks():
             opening = start
             if response is None:
-                response, opening = web.StreamResponse(headers=_EVENTS | dict(headers)), first
+                response, opening = event_stream(request), first
+                response.headers.update(headers)
                 await response.prepare(request)
             if options.include_usage and options.continuous_usage_stats:
                 end = b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"

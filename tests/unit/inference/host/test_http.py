@@ -93,6 +93,21 @@ def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
     with_server(Served(Busy, decoupled=True), check)
 
 
+@pytest.mark.parametrize("kept", [b"", b"Connection: keep-alive\r\n"])
+def test_a_stream_of_http_1_0_ends_with_its_connection(kept: bytes) -> None:
+    async def check(_: FrontContext[Any], port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        asked = ASKED.replace(b"/1.1", b"/1.0").replace(b"\r\n\r\n", b"\r\n" + kept + b"\r\n")
+        writer.write(asked % (b"generate_stream", 7) + b'{"x":1}')
+        head, _, body = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+        writer.close()
+        assert b" 200 " in head
+        assert b"chunked" not in head
+        assert body.startswith(b"data: {")
+
+    with_server(Served(Large, decoupled=True), check)
+
+
 @pytest.mark.parametrize(("action", "decoupled"), [("generate", False), ("generate_stream", True)])
 def test_an_answer_and_the_log_have_the_id_of_the_request(
     action: str, decoupled: bool, capfd: pytest.CaptureFixture[str]
