@@ -215,6 +215,19 @@ def published_endpoint(path: Path, port: str) -> dict[str, Any]:
     return endpoint
 
 
+def _flag(text: str) -> bool:
+    if text in ("true", "false"):
+        return text == "true"
+    raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text, "it")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 # Fields of OpenAIOptions to how a command line takes them.
 _OPENAI_ARGUMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "port": ("--openai-port", {"type": int}),
@@ -222,14 +235,8 @@ _OPENAI_ARGUMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "origins": ("--openai-origin", {"action": "append"}),
     "sampling_defaults": ("--openai-sampling-defaults", {"choices": ("model", "openai")}),
     "chat_template": ("--openai-chat-template", {"type": Path}),
-    "access_log": (
-        "--openai-access-log",
-        {"type": lambda text: ("false", "true").index(text) == 1, "metavar": "true|false"},
-    ),
-    "chat_template_kwargs": (
-        "--openai-chat-template-kwargs",
-        {"type": lambda text: json_object(text, "it"), "metavar": "JSON"},
-    ),
+    "access_log": ("--openai-access-log", {"type": _flag, "metavar": "true|false"}),
+    "chat_template_kwargs": ("--openai-chat-template-kwargs", {"type": _object, "metavar": "JSON"}),
 }
 
 
@@ -265,15 +272,17 @@ class OpenAIOptions:
 
     def problems(self, *, prefix: str = "deploy.openai.") -> list[str]:
         """Return the origins that no browser would send, and files that are not there."""
+        is_option = prefix.startswith("--")
+        name = "origin" if is_option else "origins"
         found = [
-            f"{prefix}origins: {each!r} is not an origin; write https://host[:port], or *."
+            f"{prefix}{name}: {each!r} is not an origin; write https://host[:port], or *."
             for each in self.origins
             if each != "*" and not _ORIGIN.fullmatch(each)
         ]
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             found.append(f"{prefix}tokenizer={self.tokenizer} is not a folder.")
         if self.chat_template is not None and not self.chat_template.is_file():
-            name = "chat-template" if prefix.startswith("--") else "chat_template"
+            name = "chat-template" if is_option else "chat_template"
             found.append(f"{prefix}{name}={self.chat_template} is not a file.")
         return found
 

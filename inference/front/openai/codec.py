@@ -292,14 +292,15 @@ def load_chat_template(
     """
     settings: dict[str, Any] = {}
     path, own = folder / SETTINGS_FILE, own or folder / TEMPLATE_FILE
+    read = path
     try:
         if path.is_file():
             settings = tokenizer_settings(path)
-        source = settings.get("chat_template")
+        source, read = settings.get("chat_template"), own
         if own.is_file():
             source = own.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
+        raise ValueError(f"{read} cannot be read: {error}") from error
     if isinstance(source, list):  # of several templates the one called default
         named = (
             each for each in source if isinstance(each, dict) and each.get("name") == "default"

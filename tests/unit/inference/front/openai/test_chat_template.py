@@ -96,5 +96,10 @@ def test_templates_are_found_where_transformers_keeps_them(tmp_path: Path) -> No
         load_chat_template(tmp_path)
     for wrong in ("{", "[]", "[" * 100_000):
         settings.write_text(wrong)
-        with pytest.raises(ValueError, match="cannot be read"):
+        with pytest.raises(ValueError, match=r"config\.json cannot be read"):
             load_chat_template(tmp_path)
+    settings.unlink()
+    own_file = tmp_path / "own.jinja"
+    own_file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"own\.jinja cannot be read"):
+        load_chat_template(tmp_path, own=own_file)

@@ -500,7 +500,9 @@ def test_the_access_log_has_a_line_for_each_request_and_no_text(
     assert "request_id" not in capfd.readouterr().err
 
 
-def test_a_command_line_gives_the_options_back(tmp_path: Path) -> None:
+def test_a_command_line_gives_the_options_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     add_openai_options(parser)
     assert openai_of(parser.parse_args([])) is None
@@ -514,6 +516,13 @@ def test_a_command_line_gives_the_options_back(tmp_path: Path) -> None:
         access_log=True,
     )
     assert openai_of(parser.parse_args(["--openai-port=7", *options.arguments()])) == options
+    for wrong, reason in (
+        ("access-log=maybe", "maybe is neither true nor false"),
+        ("chat-template-kwargs=[1]", "it is not a JSON object: it is of type list"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--openai-{wrong}"])
+        assert reason in capsys.readouterr().err
     assert {f"--openai-{each.name}".replace("_", "-") for each in dataclasses.fields(options)} - {
         "--openai-enabled", "--openai-origins"
     } <= set(parser._option_string_actions)  # fmt: skip
