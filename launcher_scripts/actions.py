@@ -53,25 +53,20 @@ def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
 
 
 def problems_of_action(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that an action would not follow: it would work on another run."""
-    problems = []
-    if config.action == "cancel":
-        why = "action=cancel ends every job of the run"
-        problems = decided_elsewhere(overrides, ["stages"], why)
-    others = [override for override in overrides if not is_below(override, _NEUTRAL)]
-    found = [] if config.run_dir else _run_dirs(config)
-    if others and found and config.results_dir not in found:
-        problems.append(
-            f"action={config.action} is about the last run, in {', '.join(map(str, found))}, and "
-            f"{others[0]} names a run in {config.results_dir}; set run_dir to the one that is "
-            "meant."
-        )
-    return problems
+    """Return the overrides that an action would not follow."""
+    why = "action=cancel ends every job of the run"
+    return decided_elsewhere(overrides, ["stages"], why) if config.action == "cancel" else []
 
 
-def look_after(config: Config, console: Console) -> int:
-    """Run `action` on the last run, or on `run_dir`; return the exit status."""
+def look_after(config: Config, console: Console, overrides: Sequence[str] = ()) -> int:
+    """Run `action` on `run_dir`, on the run that overrides name, or on the last one.
+
+    Return the exit status.
+    """
     found = _run_dirs(config)
+    is_named = not all(is_below(override, _NEUTRAL) for override in overrides)
+    if config.run_dir is None and is_named and config.results_dir not in found:
+        found = [config.results_dir]
     if not found:
         console.say(
             f"{config.base_results_dir} records no run; give the results folder of one as "
@@ -83,7 +78,10 @@ def look_after(config: Config, console: Console) -> int:
     for each in found:
         records = jobs_in(each, queue)
         if not records:
-            console.say(f"run_dir={each} holds no jobs; give a folder with <stage>/job.json in it.")
+            console.say(
+                f"{each} holds no jobs; give a folder with <stage>/job.json in it as "
+                "run_dir=<folder>."
+            )
             status = max(status, EXIT_USAGE)
             continue
         console.say(str(each))

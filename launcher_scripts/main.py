@@ -102,11 +102,10 @@ def _run(words: Sequence[str]) -> int:
         return _help(arguments.overrides, console, everything="all" in words)
     compose = functools.partial(compose_config, place=arguments.root)
     if arguments.multirun and arguments.shows is None:
-        from launcher_scripts.sweep import compositions_of_sweep, run_and_compare
+        from launcher_scripts.sweep import compositions_of_sweep
 
         found, problems = compositions_of_sweep(arguments.overrides, compose)
-        problems = [*arguments.problems, *problems]
-        return _report(problems) if problems else _start(found, words, console, run_and_compare)
+        return _start(found, words, console, [*arguments.problems, *problems])
     composition = compose(arguments.overrides)
     problems = [*arguments.problems, *composition.problems]
     if (config := composition.config) is None:
@@ -119,14 +118,11 @@ def _run(words: Sequence[str]) -> int:
         from launcher_scripts.actions import look_after, problems_of_action
 
         problems = problems or problems_of_action(config, arguments.overrides)
-        return _report(problems) if problems else look_after(config, console)
+        return _report(problems) if problems else look_after(config, console, arguments.overrides)
     if (other := _other_replica(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    from launcher_scripts.rows import run_rows
-
-    start: Start = functools.partial(run_rows, wait=config.wait)
-    found = {"": composition}
+    start, found = None, {"": composition}
     if config.action == "upgrade":
         from launcher_scripts.upgrade import (
             command_lines_of_rows,
@@ -142,19 +138,19 @@ def _run(words: Sequence[str]) -> int:
         rows = command_lines_of_rows(config, arguments.overrides)
         found = {name: compose(each) for name, each in rows.items()}
         start = functools.partial(run_and_decide, config)
-    return _start(found, words, console, start, arguments.problems)
+    return _start(found, words, console, arguments.problems, start)
 
 
 def _start(
     compositions: Mapping[str, Composition],
     words: Sequence[str],
     console: Console,
-    start: Start,
-    problems: Sequence[str] = (),
+    problems: Sequence[str],
+    start: Start | None = None,
 ) -> int:
     """Check the runs of these configurations, then start them; return the exit status."""
     from launcher_scripts.invocation import execute
-    from launcher_scripts.rows import prepare_rows
+    from launcher_scripts.rows import prepare_rows, run_rows
 
     found = {
         name: replace(composition, problems=(*problems, *composition.problems))
@@ -163,6 +159,7 @@ def _start(
     rows, wrong = prepare_rows(found, words, console)
     if wrong:
         return _report(wrong) if words else _welcome(wrong, console)
+    start = start or functools.partial(run_rows, wait=rows[0].config.wait)
     return execute(rows, functools.partial(start, rows, console))
 
 

@@ -1,23 +1,14 @@
-"""`--multirun key=1,2,4`: a run for each combination of values, and a table at the end."""
+"""`--multirun key=1,2,4`: a run for each combination of values."""
 
 import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.types import ValueType
 
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.diagnosis import hydra_text, read_override
-from launcher_scripts.console import Console
-from launcher_scripts.rows import run_rows
-from launcher_scripts.run import Run
-from stages import record
-from stages.progress import write_json
-
-SUMMARY_NAME = "sweep.json"
 
 
 def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -68,38 +59,3 @@ def compositions_of_sweep(
         for each in {one.config.action for one in found.values() if one.config} - {"run"}
     ]
     return found, problems
-
-
-def run_and_compare(runs: Sequence[Run], console: Console) -> int:
-    """Run the combinations, show and save their comparison; return the first bad exit status."""
-    config = runs[0].config
-    status = run_rows(runs, console, wait=config.wait)
-    results = [_result(run) for run in runs]
-    names = list(dict.fromkeys(name for result in results for name in result["metrics"]))
-    rows = [
-        (
-            result["name"],
-            result["state"],
-            *(f"{result['metrics'][n]:.4g}" if n in result["metrics"] else "-" for n in names),
-            result["results_dir"],
-        )
-        for result in results
-    ]
-    console.say("\n" + console.table(("values", "state", *names, "results"), rows))
-    path = Path(config.base_results_dir) / SUMMARY_NAME
-    write_json(path, {"at": record.now(), "combinations": results})
-    console.say(f"comparison: {path}")
-    return status
-
-
-def _result(each: Run) -> dict[str, Any]:
-    """Return what the records of a run say; its state is that of the last job that has one."""
-    states = [found.state for found in each.records().values() if found is not None]
-    results = each.results().values()
-    return {
-        "name": each.name,
-        "results_dir": str(each.config.results_dir),
-        "state": states[-1] if states else "finished earlier" if not each.jobs else "-",
-        "exit_status": each.status,
-        "metrics": {k: v for found in results for k, v in found.get("metrics", {}).items()},
-    }

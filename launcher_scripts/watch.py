@@ -8,7 +8,6 @@ from pathlib import Path
 
 from foundations.files.lock import folder_lock
 from foundations.files.replace import replace_file
-from foundations.values import shown
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.system.launch_environment import visible_gpus
@@ -23,7 +22,6 @@ from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTE
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.base import Room, SubmissionError
-from launcher_scripts.pipeline import read_stages
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import (
     TrainedCheckpoint,
@@ -103,13 +101,6 @@ class Watch:
         """Yield the problems that no checkpoint can mend."""
         yield from problems_of_settings(self.config)
         yield from problems_of_effects(self.config)
-        if self.config.export.run.training_dir is None:
-            yield "action=watch needs the folder of the training run: set export.run.training_dir."
-        if self.config.cluster_type not in ("local", "bcm"):
-            yield (
-                f"action=watch does not start jobs on cluster_type={self.config.cluster_type}; "
-                "use local or bcm."
-            )
         why = "action=watch decides it for each checkpoint"
         yield from decided_elsewhere(self.words, _DECIDED, why)
         for key in _FOLDERS:
@@ -121,22 +112,8 @@ class Watch:
         if self.config.deploy.keep:
             yield "deploy.keep=true would keep every checkpoint's server; leave it out."
         if self.options.exchange:
-            yield from self._problems_of_exchange()
-
-    def _problems_of_exchange(self) -> Iterator[str]:
-        stages, _ = read_stages(self.config.stages)
-        if not {"deploy", "evaluate"} <= set(stages):
-            yield (
-                f"watch.exchange=true keeps servers, and stages={shown(self.config.stages)} has "
-                "none that others ask: it needs deploy and evaluate."
-            )
-        if self.config.export.triton_deployment.interactive:
-            yield (
-                "export.triton_deployment.interactive=true: watch.exchange=true would end "
-                "sessions; leave one of them out."
-            )
-        with contextlib.suppress(ValueError):  # which each pipeline reports
-            yield from problems_of_exchange(server_config(self.config))
+            with contextlib.suppress(ValueError):  # which each pipeline reports
+                yield from problems_of_exchange(server_config(self.config))
 
     def run(self) -> int:
         """Watch until the last step, a quiet period or Ctrl-C; return the exit status.

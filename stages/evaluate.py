@@ -80,11 +80,6 @@ class EvaluateStage(Stage):
         options, server = self.options, self.options.server
         problems = [*check_evaluation(options)]
         if options.shared_server is not None:
-            if server is not None:
-                problems.append(
-                    "evaluate.shared_server is given this run's weights, and evaluate.server="
-                    f"{server} serves its own; set one of them to null."
-                )
             problems += problems_of_exchange(self.deploy)
         if server is None:
             is_followed = self.endpoint_path is not None

@@ -1,4 +1,4 @@
-"""Values that have no effect next to others, by the table `effects.yaml`."""
+"""Values that need others, by the table `effects.yaml`."""
 
 import re
 from collections.abc import Iterator
@@ -14,10 +14,7 @@ _TABLE = read_own_table(Path(__file__).with_name("effects.yaml"))
 def problems_of_effects(config: Config) -> Iterator[str]:
     """Yield the values that were meant for something else, and what they need."""
     for key, needs in _idle(config, "refused").items():
-        yield (
-            f"{key}={shown(config.at(key))} has no effect: it needs {needs}; set that, or leave "
-            f"{key} out."
-        )
+        yield f"{key}={shown(config.at(key))} needs {needs}; set that, or leave {key} out."
 
 
 def notes_of_effects(config: Config) -> Iterator[str]:
@@ -61,6 +58,6 @@ def _has(config: Config, term: str) -> bool:
     name, _, pattern = term.partition("=")
     value = config.at(name)
     entries = value if isinstance(value, list) else [value]
-    return any(
-        re.fullmatch(pattern or "(?s).+", shown(each)) for each in entries if each is not None
-    )
+    if not pattern:
+        return any(each not in (None, "") for each in entries)
+    return any(re.fullmatch(pattern, shown(each)) for each in entries)

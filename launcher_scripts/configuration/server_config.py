@@ -15,13 +15,8 @@ _STARTS_CONTAINERS = ("bcm", "kubernetes")
 
 
 def server_config(config: Config) -> DeployConfig:
-    """Return the settings of the server. Raises ValueError if its ranks or its image do not fit."""
+    """Return the settings of the server. Raises ValueError if its ranks do not fit."""
     deploy = config.deploy
-    if deploy.container is not None and config.cluster_type not in _STARTS_CONTAINERS:
-        raise ValueError(
-            f"deploy.container={deploy.container}: cluster_type={config.cluster_type} does not "
-            "start containers; run the command inside the image, and set deploy.container=null."
-        )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
     sizes = _served_sizes(config)
     placement = _placement(config, sizes)
@@ -54,7 +49,7 @@ def server_config(config: Config) -> DeployConfig:
         adapter=adapter,
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
-        uptime_s=_uptime_s(config),
+        uptime_s=None if deploy.uptime is None else 60.0 * minutes(deploy.uptime),
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         instance_count=sizes.instance_count,
@@ -67,36 +62,6 @@ def server_config(config: Config) -> DeployConfig:
         remarks=tuple(filter(None, [placement.warning])),
         is_elsewhere=is_elsewhere,
     )
-
-
-def _uptime_s(config: Config) -> float | None:
-    """Return how long a chain of jobs serves; None for one job.
-
-    Raises:
-        ValueError: there can be no chain.
-    """
-    wanted = config.deploy.uptime
-    if wanted is None:
-        return None
-    if config.cluster_type != "bcm":
-        raise ValueError(
-            f"deploy.uptime={wanted} makes a chain of Slurm jobs (cluster=bcm); nothing but "
-            f"deploy.time_limit limits a server of cluster_type={config.cluster_type}: set that to "
-            f"{wanted}, and deploy.uptime=null."
-        )
-    if config.export.triton_deployment.interactive:
-        raise ValueError(
-            f"deploy.uptime={wanted}: sessions of an interactive model "
-            "(export.triton_deployment.interactive=true) end with their job; set "
-            "deploy.uptime=null."
-        )
-    if config.cluster.dependency is not None:
-        raise ValueError(
-            f"deploy.uptime={wanted}: the next job of the chain has to start while its predecessor "
-            f"runs, whatever cluster.dependency={config.cluster.dependency} says; set "
-            "cluster.dependency=null."
-        )
-    return 60.0 * minutes(wanted)
 
 
 def _converted(config: Config) -> Path:

@@ -251,7 +251,7 @@ def test_a_server_that_cannot_be_placed_is_refused(
     render: Render, capsys: pytest.CaptureFixture[str]
 ) -> None:
     render(*CLAIM, "deploy.uptime=3-00:00:00", status=2)
-    assert "deploy.uptime=3-00:00:00 makes a chain of Slurm jobs" in capsys.readouterr().err
+    assert "deploy.uptime=3-00:00:00 needs cluster_type=bcm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["/models", "gpt/../.."])

@@ -1,8 +1,7 @@
-"""`--multirun`: every combination is checked first, runs in a folder of its own and is compared."""
+"""`--multirun`: every combination is checked first, and runs in a folder of its own."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -34,18 +33,12 @@ def test_values_that_are_not_listed_are_refused(values: str) -> None:
     assert "a=1,2,4" in problem
 
 
-def test_sizes_are_swept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SAMPLE, f"{TP}=1,4", "stages=[convert]", f"base_results_dir={tmp_path}"]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "[2/2] tensor_model_parallel_size=4" in shown
-    header, _, one, four, *_ = shown[shown.index("values  ") :].split("\n")
-    assert header.split() == ["values", "state", "results"]
-    assert one.split()[:2] == ["tensor_model_parallel_size=1", "completed"]
-    assert four.split()[:2] == ["tensor_model_parallel_size=4", "completed"]
     assert {path.name for path in tmp_path.rglob("*-gpu")} == {"1-gpu", "4-gpu"}
-    saved = json.loads((tmp_path / "sweep.json").read_text())["combinations"]
-    assert [each["exit_status"] for each in saved] == [0, 0]
     assert main(["action=status", f"base_results_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out.count("completed") == 2
 
