@@ -1,20 +1,20 @@
 """The checkpoints of a training run, and whether each one is whole.
 
-Every trainer says in its own way that a checkpoint is finished; `_FORMS` has those whose names are
-their own. NeMo 1 and 2 name a checkpoint by a template of the user's with `step=<n>`, and keep a
-file `<checkpoint>-unfinished` next to one that is being written or removed
+Every trainer says in its own way that a checkpoint is finished; `trained_checkpoints.yaml` has
+those whose names are their own. NeMo 1 and 2 name a checkpoint by a template of the user's with
+`step=<n>`, and keep a file `<checkpoint>-unfinished` next to one that is being written or removed
 (`nemo/lightning/pytorch/callbacks/model_checkpoint.py`).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import read_small
-from export_scripts.checkpoints.megatron import LATEST_NAME
 from export_scripts.checkpoints.partitioned import parse_rank_folder
+from foundations.files.yaml_content import read_own_table
 from stages.convert import CHECKPOINT_FOLDERS
 
 _UNFINISHED = "-unfinished"
@@ -41,36 +41,13 @@ class _Form:
     """
 
     name: str
-    written: tuple[str, ...] = ()
+    written: Sequence[str] = ()
     removed: str = ""
     tracker: str = ""
     model: str = ""
 
 
-# Read in the trainers' own sources, of August 2026.
-_FORMS = (
-    # Megatron-LM, Megatron Bridge, slime: `save_checkpoint`.
-    _Form(r"iter_(\d{7,})", tracker=LATEST_NAME),
-    # verl/trainer/ppo/ray_trainer.py; its supervised trainer has no `actor`
-    _Form(r"global_step_(\d+)", tracker=LATEST_NAME, model="actor"),
-    # DeepSpeed, GPT-NeoX, Megatron-DeepSpeed: deepspeed/runtime/engine.py
-    _Form(r"global_step(\d+)", tracker="latest"),
-    # transformers/trainer.py
-    _Form(r"checkpoint-(\d+)", written=("trainer_state.json",)),
-    # accelerate/checkpointing.py, for names that accelerate counts
-    _Form(r"checkpoint_(\d+)", written=("random_states_0.pkl",)),
-    # torchtitan/components/checkpointer/dcp.py
-    _Form(r"step-(\d+)", written=(".metadata", "model.safetensors.index.json")),
-    # nemo_automodel/recipes/base_recipe.py, components/checkpoint/utils.py
-    _Form(r"epoch_\d+_step_(\d+)", written=("config.yaml",), removed=".incomplete"),
-    # nemo_rl/utils/checkpoint.py (renamed once it is whole), prime_rl/transports/weights, and
-    # programs with accelerate
-    _Form(
-        r"step_(\d+)",
-        written=("training_info.json", "STABLE", "random_states_0.pkl"),
-        model="policy/weights/iter_*",
-    ),
-)
+_FORMS = [_Form(**row) for row in read_own_table(Path(__file__).with_suffix(".yaml"))]
 
 
 @dataclass(frozen=True)

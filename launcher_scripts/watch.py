@@ -109,8 +109,6 @@ class Watch:
                     f"{key}={folder} would be that of every checkpoint; leave it out: each has a "
                     "folder in watch.output_dir."
                 )
-        if self.config.deploy.keep:
-            yield "deploy.keep=true would keep every checkpoint's server; leave it out."
         if self.options.exchange:
             with contextlib.suppress(ValueError):  # which each pipeline reports
                 yield from problems_of_exchange(server_config(self.config))

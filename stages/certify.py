@@ -53,11 +53,6 @@ class CertifyStage(Stage):
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         ]
         problems += endpoint_problems(options, "certify.")
-        if options.serve and options.endpoint is not None:
-            problems.append(
-                f"certify.endpoint={options.endpoint} names a server, and certify.serve=true "
-                "starts another; leave one of them out."
-            )
         if (deploy := self.deploy) is not None:
             problems += check_deploy(deploy)
             speaks_openai = deploy.openai.enabled or deploy.is_other_engine

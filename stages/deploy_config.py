@@ -17,7 +17,6 @@ from foundations.time_limit import minutes
 from foundations.values import (
     INT32,
     NODE_CPUS,
-    NODE_GPUS,
     NODE_MEMORY_GB,
     PORT,
     SECONDS,
@@ -127,9 +126,6 @@ class DeploySection(Access):
         within=(0, SECONDS),
     )
     keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit", False)
-    gpus_per_node: int | None = option(
-        "GPUs for the server; null: as many as TP x PP needs", None, within=(1, NODE_GPUS)
-    )
     cpus_per_task: int | None = option("CPU cores for the server", None, within=(1, NODE_CPUS))
     mem_gb: float | None = option("memory for the server, in GB", None, within=(0, NODE_MEMORY_GB))
 
@@ -170,6 +166,7 @@ class DeployConfig(DeploySection):
     folder: Path
     model_name: str
     adapter: Path | None = None
+    gpus_per_node: int | None = None
     tp_size: int = 1
     pp_size: int = 1
     instance_count: int = 1

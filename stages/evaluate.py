@@ -83,9 +83,6 @@ class EvaluateStage(Stage):
             problems += problems_of_exchange(self.deploy)
         if server is None:
             is_followed = self.endpoint_path is not None
-            speaks_openai = self.deploy.openai.enabled or self.deploy.is_other_engine
-            if options.protocol == OPENAI and not speaks_openai:
-                problems.append(f"{_NEEDS_OPENAI}.")
             return problems if is_followed else problems + check_deploy(self.deploy)
         if not is_address(server, options.protocol):
             problems.append(

@@ -4,44 +4,21 @@ import functools
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from foundations.files.yaml_content import read_own_table
 from foundations.suggest import closest, did_you_mean
 from foundations.values import shortened
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS, SECTIONS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
-_COMPARED = (
-    "stages=[certify] compares with the source; evaluate.baseline=compare with the report or the "
-    "baseline that evaluate.baseline_path names"
-)
-# Keys of earlier versions, and what to use instead; CHANGELOG.md says since when.
-_REMOVED = {
-    "cluster.container_workdir": "add '--container-workdir=PATH' to the list cluster.srun_args",
-    "cluster.probe": "leave it out",
-    "cluster.server_host": "deploy.host is the address that the server listens on",
-    "deploy.client_shared_memory": "no server shares memory with clients",
-    "deploy.endpoint_url": "write deploy.repository=s3://http://host:port/bucket/prefix",
-    "deploy.front": "put a reverse proxy such as nginx before deploy.host=127.0.0.1",
-    "deploy.gemm_tuning.*": "run FasterTransformer's gpt_gemm by hand",
-    "export.accuracy.reference": _COMPARED,
-    "export.model.sizes.*": "a dry run for a cluster does without the checkpoint",
-    "evaluate.*.reference_path": _COMPARED,
-    "evaluate.*.sha256": "get the file first; the message about a missing one has the command",
-    "evaluate.*.url": "get the file first; the message about a missing one has the command",
-    "evaluate.identity.*": "certify.serve=true with certify.protocol=grpc asks the server, as "
-    "certify.samples, batch_sizes, input_len, min_input_len, output_len and tolerance say",
-    "evaluate.history_dir": "python -m inference.compare takes the paths of two reports",
-    "evaluate.reference": _COMPARED,
-    "evaluate.reference_data_type": _COMPARED,
-    "evaluate.trackers": "metrics.json and report.json hold what was sent",
-    "runs": "python -m inference.compare takes the paths of reports",
-}
+_REMOVED = read_own_table(Path(__file__).with_name("removed_keys.yaml"))
 
 
 @functools.cache

@@ -1,11 +1,14 @@
 """Values that need others, by the table `effects.yaml`."""
 
+import itertools
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from foundations.files.yaml_content import read_own_table
-from foundations.values import MISSING, shown
+from foundations.values import MISSING, Key, shown
 from launcher_scripts.configuration.schema import KEYS, Config
 
 _TABLE = read_own_table(Path(__file__).with_name("effects.yaml"))
@@ -13,51 +16,49 @@ _TABLE = read_own_table(Path(__file__).with_name("effects.yaml"))
 
 def problems_of_effects(config: Config) -> Iterator[str]:
     """Yield the values that were meant for something else, and what they need."""
-    for key, needs in _idle(config, "refused").items():
-        yield f"{key}={shown(config.at(key))} needs {needs}; set that, or leave {key} out."
+    for key, needs in _idle(config, "refused"):
+        remedy = "change" if key == "stages" else "leave out"
+        yield f"{key}={shown(config.at(key))} needs {needs}; set that, or {remedy} {key}."
 
 
 def notes_of_effects(config: Config) -> Iterator[str]:
     """Yield remarks on values that this cluster, or this project, does not use."""
-    found = _idle(config, "noted")
-    for needs in dict.fromkeys(found.values()):
-        keys = ", ".join(key for key, each in found.items() if each == needs)
+    for needs, rows in itertools.groupby(_idle(config, "noted"), operator.itemgetter(1)):
         why = f"it needs {needs}" if needs else "accepted for compatibility"
-        yield f"without effect: {keys} ({why})"
+        yield f"without effect: {', '.join(key for key, _ in rows)} ({why})"
 
 
-def _idle(config: Config, table: str) -> dict[str, str | None]:
-    """Return the keys that are given and have no effect, and the first need that is not met."""
-    found: dict[str, str | None] = {}
+def _idle(config: Config, table: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the keys that are given, and a need of theirs that is not met."""
     for patterns, needs, *when in _TABLE[table]:
-        if _holds(config, needs) or not all(_holds(config, each) for each in when):
+        if (needs and _holds(config, needs)) or not all(_holds(config, each) for each in when):
             continue
-        for pattern in patterns:
-            name = pattern.partition("=")[0]
-            for key in KEYS.values():
-                if f"{key.name}.".startswith(f"{name}.") and _is_given(config, key.name, pattern):
-                    found.setdefault(key.name, needs)
-    return found
+        for pattern, key in itertools.product(patterns, KEYS.values()):
+            if _is_given(config, key, *pattern.partition("=")):
+                yield key.name, needs
 
 
-def _is_given(config: Config, key: str, pattern: str) -> bool:
-    """Return whether a key has a value that a pattern means; files give those of whole sections."""
-    value, default = config.at(key), KEYS[key].default
-    if key == pattern.partition("=")[0]:
-        return value not in (default, [None]) and _has(config, pattern)
-    return default is not MISSING and value not in (default, None)
+def _is_given(config: Config, key: Key, name: str, equals: str, values: str) -> bool:
+    """Return whether a key is this one or in this section, and was given with these values."""
+    if not f"{key.name}.".startswith(f"{name}."):
+        return False
+    if key.default is MISSING and key.name != name:
+        return False  # files give it
+    value = config.at(key.name)
+    return value not in (key.default, None, [None]) and (not equals or _has(value, values))
 
 
-def _holds(config: Config, needs: str | None) -> bool:
-    return needs is not None and any(
-        all(_has(config, term) for term in each.split(" and ")) for each in needs.split(" or ")
+def _holds(config: Config, needs: str) -> bool:
+    return any(
+        all(_is_so(config, *term.partition("=")) for term in each.split(" and "))
+        for each in needs.split(" or ")
     )
 
 
-def _has(config: Config, term: str) -> bool:
-    name, _, pattern = term.partition("=")
-    value = config.at(name)
+def _is_so(config: Config, key: str, equals: str, values: str) -> bool:
+    return _has(config.at(key), values) if equals else config.at(key) not in (None, "")
+
+
+def _has(value: Any, values: str) -> bool:
     entries = value if isinstance(value, list) else [value]
-    if not pattern:
-        return any(each not in (None, "") for each in entries)
-    return any(re.fullmatch(pattern, shown(each)) for each in entries)
+    return any(re.fullmatch(values, shown(each)) for each in entries)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.conversion.hub import cached_model
-from export_scripts.conversion.request import TORCH_DIST
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -16,7 +15,7 @@ from launcher_scripts.configuration.server_config import server_config, stated_m
 from stages.base import JobSettings
 from stages.certify import CertifyStage
 from stages.convert import find_checkpoint
-from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
+from stages.deploy_config import FASTERTRANSFORMER, DeployConfig
 from stages.deploy_config import OPENAI as OPENAI_ENGINE
 from stages.endpoint import ENDPOINT_NAME
 from stages.evaluate import EvaluateStage
@@ -54,11 +53,6 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             f"a model over {server.nodes} nodes needs a server job of its own; add deploy to "
             "stages, or name a running server in evaluate.server."
         )
-    if server.server == PYTRITON and evaluate.server is None:
-        raise ValueError(
-            "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
-            "with deploy.server=auto."
-        )
     is_shared = evaluate.shared_server is not None
     endpoint_path = Path(evaluate.shared_server or config.results_dir / "deploy") / ENDPOINT_NAME
     return EvaluateStage(
@@ -75,15 +69,9 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
     """Return the comparison of a folder, by default the one that the conversion makes.
 
     Raises:
-        ValueError: The conversion makes an adapter, which is not a whole model, or a checkpoint
-            of Megatron-LM, which is not compared.
+        ValueError: The server needs a job of its own.
     """
     options, request = config.certify, conversion_request(config, exports=False)
-    if options.folder is None and request.output_format == TORCH_DIST:
-        raise ValueError(
-            "the stage certify compares shards and Hugging Face folders, not the checkpoint of "
-            f"convert.format={TORCH_DIST}: run stages=[convert] alone, or name a certify.folder"
-        )
     server = server_config(config) if options.serve else None
     if server is not None and server.nodes > 1:
         raise ValueError(
@@ -95,11 +83,6 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
         ca, token_file = (None if path is None else str(path) for path in access)
         options = replace(options, ca=ca, token_file=token_file)
     own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
-    if config.convert.is_adapter and (options.folder is None or options.serve):
-        raise ValueError(
-            "certify compares whole models, and convert.format=peft makes an adapter: leave certify"
-            " out of stages, or set certify.folder to a folder with the adapter merged."
-        )
     return CertifyStage(
         job,
         options=options,

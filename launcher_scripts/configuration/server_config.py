@@ -34,19 +34,21 @@ def server_config(config: Config) -> DeployConfig:
     store = deploy.store
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
     name = model_dir.name
+    made = conversion_request(config, exports=False).folder
     if deploy.engine in (VLLM, OPENAI):
         is_in_claim = config.cluster_type == "kubernetes"
-        folder = folder if deploy.repository or is_in_claim else _converted(config)
+        folder = folder if deploy.repository or is_in_claim else made
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
-    adapter = _adapter(config)
+    has_adapter = config.convert.is_adapter and config.evaluate.server is None
     is_elsewhere = config.plans_for_elsewhere and not folder.exists()
     # Where the cluster knows that resource, the job requests it.
     gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
-        **{**vars(deploy), "gpus_per_node": gpus_per_node},
+        **vars(deploy),
+        gpus_per_node=gpus_per_node,
         folder=folder,
-        adapter=adapter,
+        adapter=made if has_adapter else None,
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
         uptime_s=None if deploy.uptime is None else 60.0 * minutes(deploy.uptime),
@@ -62,50 +64,6 @@ def server_config(config: Config) -> DeployConfig:
         remarks=tuple(filter(None, [placement.warning])),
         is_elsewhere=is_elsewhere,
     )
-
-
-def _converted(config: Config) -> Path:
-    """Return the Hugging Face folder that the conversion makes.
-
-    Raises:
-        ValueError: it makes shards.
-    """
-    request = conversion_request(config, exports=False)
-    if config.convert.is_adapter:
-        raise ValueError(
-            "convert.format=peft makes an adapter, which a server loads with its model: set "
-            "deploy.repository to the model's Hugging Face folder (convert.format=huggingface "
-            "without convert.lora_checkpoints makes it)."
-        )
-    if not request.is_huggingface:
-        raise ValueError(
-            f"deploy.engine={config.deploy.engine} serves a Hugging Face folder: set "
-            "convert.format=huggingface, or deploy.repository to such a folder."
-        )
-    kind = config.export.triton_deployment.data_type
-    given = {key.replace("-", "_") for key in config.deploy.vllm}
-    if request.fp8 == "block" and kind == "fp32" and not {"dtype", "quantization"} & given:
-        raise ValueError(
-            "export.triton_deployment.data_type=fp32: vLLM computes with blocks of FP8 "
-            "(convert.fp8=block) in 16 bits; set bf16 or fp16."
-        )
-    return request.folder
-
-
-def _adapter(config: Config) -> Path | None:
-    """Return the folder of the adapter that the conversion makes; None if it makes another.
-
-    Raises:
-        ValueError: the server would leave it out.
-    """
-    if not config.convert.is_adapter or config.evaluate.server is not None:
-        return None
-    if config.deploy.engine != VLLM or config.cluster_type == "kubernetes":
-        raise ValueError(
-            "convert.format=peft makes an adapter, which deploy.engine=vllm serves, on this "
-            "machine or a cluster of jobs: set that, or stages=[convert]."
-        )
-    return conversion_request(config, exports=False).folder
 
 
 def stated_max_seq_len(config: Config) -> int | None:
@@ -134,11 +92,9 @@ def _placement(config: Config, sizes: ModelSizes) -> NodeLayout:
     Raises:
         ValueError: the ranks do not fit.
     """
-    per_node = config.deploy.gpus_per_node or config.cluster.gpus_per_node
+    per_node = config.cluster.gpus_per_node
     if not per_node:
         return NodeLayout(nodes=1, gpus_per_node=0)
-    if config.cluster.gpus_per_node:
-        per_node = min(per_node, config.cluster.gpus_per_node)
     return place(
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,

@@ -19,7 +19,6 @@ from stages.deploy_config import (
     DEFAULT_SERVER,
     FASTERTRANSFORMER,
     OPENAI,
-    PYTRITON,
     VLLM,
     DeployConfig,
 )
@@ -108,13 +107,6 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 
 def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
     settings = config.cluster.kubernetes
-    if config.image_of("deploy") is None:
-        yield "deploy.container is not set; give the image that the pods run (docs/docker.md)."
-    if server.store is None and settings.claim is None:
-        yield (
-            "cluster.kubernetes.claim is not set; give the PersistentVolumeClaim that holds the "
-            "repository, or deploy.repository=s3://bucket/prefix."
-        )
     inside = Path(settings.claim_path or "")
     if inside.is_absolute() or ".." in inside.parts:
         yield (
@@ -133,8 +125,6 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
             f"deploy.engine={server.engine}{over}: use the manifests of that engine's publisher, "
             "and name its server in evaluate.server."
         )
-    if server.server == PYTRITON:
-        yield "deploy.server=pytriton: pods serve a repository; use deploy.server=auto."
     if server.nodes > 1 and server.engine == FASTERTRANSFORMER:
         yield (
             "deploy.engine=fastertransformer needs MPI over several nodes, which pods do not have; "

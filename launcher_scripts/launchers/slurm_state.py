@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from foundations.files.yaml_content import read_own_table
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
 
@@ -24,41 +25,8 @@ _NO_ANSWER = re.compile(
     "|Unable to (contact|connect to) database|slurm_persist_conn_open|Unexpected message received"
     "|Resource temporarily unavailable|Connection (refused|reset|timed out)|Broken pipe"
 )
-# Every state that squeue, scontrol and sacct print -> ours. Slurm, job_state_string in
-# src/common/slurm_protocol_defs.c, and https://slurm.schedmd.com/job_state_codes.html.
-_OURS = {
-    # It waits: for resources, nodes that boot, or its own requeueing.
-    **dict.fromkeys(
-        ("PENDING", "CONFIGURING", "POWER_UP_NODE", "EXPEDITING", "REQUEUED", "REQUEUE_FED"),
-        record.SUBMITTED,
-    ),
-    # It is held until a user releases it.
-    **dict.fromkeys(
-        ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED", "RECONFIG_FAIL"),
-        record.SUBMITTED,
-    ),
-    # It has begun, and its processes are stopped.
-    **dict.fromkeys(("SUSPENDED", "STOPPED"), record.SUBMITTED),
-    **dict.fromkeys(
-        ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "UPDATE_DB"),
-        record.RUNNING,
-    ),
-    # It has ended.
-    "": record.LOST,  # Slurm no longer knows the job
-    "COMPLETED": record.COMPLETED,
-    **dict.fromkeys(("CANCELLED", "REVOKED"), record.CANCELLED),
-    **dict.fromkeys(
-        ("FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "PREEMPTED"),
-        record.FAILED,
-    ),
-}
-# Remedies for ends that only Slurm records.
-_REMEDIES = {
-    "TIMEOUT": "its time limit has passed; raise the stage's time_limit",
-    "OUT_OF_MEMORY": "it needed more memory; raise the stage's mem_gb, or cluster.mem",
-    "PREEMPTED": "another job took its nodes; submit it again, it continues from what is on disk",
-    "NODE_FAIL": "its node failed; submit it again, it continues from what is on disk",
-}
+_TABLE = read_own_table(Path(__file__).with_name("slurm_states.yaml"))
+_OURS = {word: state for state, words in _TABLE["states"].items() for word in words}
 # A field in a line of scontrol; a reason or a path may hold blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
 UNREACHABLE = "Slurm does not answer; its jobs are shown as they were last recorded"
@@ -295,5 +263,5 @@ def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
     if not answer.word:
         return "Slurm no longer knows the job, which left no result; see its log"
     code = f" with exit code {answer.exit_code}" if answer.exit_code not in ("", "0:0") else ""
-    remedy = _REMEDIES.get(answer.word, "see its log")
+    remedy = _TABLE["remedies"].get(answer.word, "see its log")
     return f"the job left no result of its own; Slurm calls it {answer.word}{code}: {remedy}"

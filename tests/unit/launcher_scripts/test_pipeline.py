@@ -230,12 +230,7 @@ def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
         ),
         ("deploy.engine=vllm convert.format=huggingface", "stages=[convert,deploy,evaluate]"),
         ("deploy.engine=vllm stages=[export]", "leave deploy.engine out."),
-        (
-            "convert.format=peft convert.lora_checkpoints=[/a] stages=[convert,certify]",
-            "certify compares whole models",
-        ),
         ("stages=[certify] certify.serve=true", "certify.protocol=openai needs a server"),
-        ("stages=[certify] certify.serve=true certify.endpoint=a:1", "starts another"),
     ],
 )
 def test_what_cannot_run_is_named(tmp_path: Path, words: str, named: str) -> None:
