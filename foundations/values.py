@@ -152,6 +152,8 @@ class Key:
     def _read_entry(self, entry: Any) -> Any:
         if isinstance(entry, bool) and {int, float} & self.kinds:
             raise ValueError("expected a number")
+        if isinstance(entry, float) and int in self.kinds and float not in self.kinds:
+            raise ValueError("expected a whole number")  # references would have its text, 2.0
         if not isinstance(entry, str):
             return entry
         if problem := self._text_problem(entry):

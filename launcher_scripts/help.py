@@ -36,11 +36,10 @@ examples
 options
   --help KEY ...           what a key means, or every key of a section such as deploy.openai
   --help all               every key, with its meaning, and the files to choose from
-  --cfg job                the configuration (--package export: a part of it)
+  --cfg job                the configuration
   --multirun key=1,2       one run for each value
   --config-dir DIR         look for further configuration files here
   --config-path FOLDER --config-name FILE    another root; a saved *_config.yaml repeats its run
-  debug=true               show tracebacks
   --version                this project's version
 
 exit status

@@ -2,11 +2,9 @@
 
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foundations.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import jobs_in, note_last_run, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings
@@ -15,10 +13,7 @@ from launcher_scripts.configuration.effects import notes_of_effects, problems_of
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.settings import (
     CHECKOUT,
-    EXIT_FAILED,
     EXIT_OK,
-    FULL_ERROR,
-    is_set,
 )
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import make_launcher
@@ -89,8 +84,7 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
     """Write the files of runs, and `start` them unless a dry run or a user does; return the status.
 
     Raises:
-        OSError: an error of the file system, if tracebacks are wanted, or if the reader of the
-            output has left.
+        OSError: an error of the file system, with a path, or the reader of the output has left.
     """
     config = runs[0].config
     try:
@@ -106,9 +100,5 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
                 signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
         return start()
     except OSError as error:
-        if isinstance(error, BrokenPipeError) or config.debug or is_set(FULL_ERROR):
-            raise
-        place = Path(config.base_results_dir)
-        plain = f"{error.filename or place}: {error.strerror}"
-        sys.stderr.write(f"{full_disk(error, place) or plain}\n")
-        return EXIT_FAILED
+        error.filename = error.filename or config.base_results_dir
+        raise

@@ -31,6 +31,7 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
     )
 
 from foundations import __version__  # noqa: E402
+from foundations.files.disk import full_disk  # noqa: E402
 from launcher_scripts.configuration.arguments import read_arguments  # noqa: E402
 from launcher_scripts.configuration.compose import (  # noqa: E402
     Composition,
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if is_set(FULL_ERROR):
             raise
-        sys.stderr.write(f"{error.filename or 'the output'}: {error.strerror or error}\n")
+        plain = f"{error.filename or 'the output'}: {error.strerror or error}"
+        sys.stderr.write(f"{full_disk(error, Path.cwd()) or plain}\n")
         return EXIT_FAILED
 
 
@@ -101,7 +103,7 @@ def _run(words: Sequence[str]) -> int:
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
     compose = functools.partial(compose_config, place=arguments.root)
-    if arguments.multirun and arguments.shows is None:
+    if arguments.multirun and not arguments.shows:
         from launcher_scripts.sweep import compositions_of_sweep
 
         found, problems = compositions_of_sweep(arguments.overrides, compose)
@@ -110,8 +112,13 @@ def _run(words: Sequence[str]) -> int:
     problems = [*arguments.problems, *composition.problems]
     if (config := composition.config) is None:
         return _report(problems)
-    if arguments.shows is not None:
-        return _report(problems) if problems else _show(config, arguments.shows, console)
+    if arguments.shows:
+        from launcher_scripts.job_folder import as_yaml
+
+        if problems:
+            return _report(problems)
+        console.write(as_yaml(config))
+        return EXIT_OK
     if config.action == "watch":
         return _watch(config, arguments.overrides, compose, problems, console)
     if config.action not in ("run", "upgrade"):
@@ -219,17 +226,6 @@ def _other_replica(config: Config) -> int:
     index = os.environ.get("NGC_ARRAY_INDEX", "0")
     is_replica = config.cluster_type == "bcp" and "NGC_JOB_ID" in os.environ and index.isdigit()
     return int(index) if is_replica else 0
-
-
-def _show(config: Config, section: str, console: Console) -> int:
-    """Show the composed configuration, or a section of it."""
-    from launcher_scripts.configuration.diagnosis import unknown_key
-    from launcher_scripts.job_folder import as_yaml
-
-    if section and section not in SECTIONS:
-        return _report([unknown_key(f"--package {section}", section)])
-    console.write(as_yaml(config.at(section) if section else config))
-    return EXIT_OK
 
 
 def _report(problems: Sequence[str]) -> int:

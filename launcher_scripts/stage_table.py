@@ -45,7 +45,7 @@ def _resources(name: str, config: Config, settings: Any, *, deploys: bool) -> Re
     limit_min = minutes(settings.time_limit)
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
     nodes = tasks = 1
-    gpus = None if name in ("evaluate", "certify") else settings.gpus_per_node
+    gpus = config.export.run.gpus_per_node if name in ("convert", "export") else None
     serves = {
         "deploy": True,
         "certify": config.certify.serve,

@@ -44,7 +44,6 @@ _OF_ALL = (
     "deploy.keep",
     "watch",
     "upgrade",
-    "hydra",
     "export.accuracy",
 )
 _DECIDED = ("export.run.results_dir",)

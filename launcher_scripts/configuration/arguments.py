@@ -18,7 +18,6 @@ _OPTIONS = (
     ("-cn", "--config-name", True),
     ("-cd", "--config-dir", True),
     ("-c", "--cfg", True),
-    ("-p", "--package", True),
     ("-h", "--help", False),
     ("-m", "--multirun", False),
     ("", "--resolve", False),  # --cfg always resolves
@@ -36,7 +35,7 @@ class Arguments:
         overrides: configuration overrides, translated.
         root: that of the configuration.
         problems: problems of the words themselves.
-        shows: section of the configuration to show, all of it if empty; None to show none.
+        shows: whether the configuration is to be shown.
     """
 
     overrides: tuple[str, ...]
@@ -44,7 +43,7 @@ class Arguments:
     problems: tuple[str, ...] = ()
     multirun: bool = False
     wants_help: bool = False
-    shows: str | None = None
+    shows: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,7 +98,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         problems=(*problems, *more),
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
-        shows=None if known.cfg is None else known.package or "",
+        shows=known.cfg is not None,
     )
 
 

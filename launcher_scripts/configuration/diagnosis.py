@@ -67,9 +67,9 @@ def decided_elsewhere(overrides: Iterable[str], keys: Iterable[str], why: str) -
 
 
 def chooses_file(name: str) -> bool:
-    """Return whether an override chooses a file, or was meant to, or is about Hydra itself."""
+    """Return whether an override chooses a file, or was meant to."""
     is_misspelt = "." not in name and name not in KEYS and closest(name, GROUPS) is not None
-    return name in GROUPS or name.startswith(("hydra.", "hydra/")) or is_misspelt
+    return name in GROUPS or is_misspelt
 
 
 def key_of(override: Override) -> str:
@@ -83,7 +83,7 @@ def check_override(override: Override) -> str | None:
     """Return why an override names no key or file, or does with it what it must not."""
     name, word = override.key_or_group, str(override.input_line)
     value = word.partition("=")[2]
-    if name.startswith("hydra") or key_of(override) != name:
+    if key_of(override) != name:
         return f"{word} lists alternatives, which needs --multirun." * override.is_sweep_override()
     if name not in KEYS and name not in GROUPS:
         return unknown_key(word, name)

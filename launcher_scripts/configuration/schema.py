@@ -322,7 +322,7 @@ class Config:
     wandb_api_key_file: str | None = option("accepted; nothing is sent", None)
     numa_mapping: dict[str, Any] = option("accepted; of training only", {})
     bcp_no_redirect: bool = option("all ranks write to the job's log on bcp", True)
-    debug: bool = option("show tracebacks", False)
+    debug: bool = option("accepted; HYDRA_FULL_ERROR=1 shows tracebacks", False)
     ci_test: bool = option("accepted for compatibility", False)
     api_log: bool = option("accepted for compatibility", False)
     cluster: ClusterSection = field(default_factory=ClusterSection)

@@ -32,8 +32,11 @@ _FOREIGN_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
 )  # fmt: skip
-# Exceptions: they locate the scheduler, not the enclosing job.
-_KEPT_NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+# Exceptions: they locate the scheduler, or are a profile's for every sbatch.
+_KEPT_NAMES = (
+    "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_CONSTRAINT",
+    "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_WCKEY",
+)  # fmt: skip
 
 
 def settings_section(stage: str) -> str:

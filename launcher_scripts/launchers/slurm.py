@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -25,7 +24,6 @@ from launcher_scripts.launchers.base import (
     Launcher,
     Room,
     SubmissionError,
-    clean_environment,
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import (
@@ -36,8 +34,8 @@ from launcher_scripts.launchers.slurm_checks import (
 from launcher_scripts.launchers.slurm_limits import room_in_queue
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
+    environment_of_sbatch,
     log_path,
-    profile_notes,
     step_of,
 )
 from launcher_scripts.launchers.slurm_state import (
@@ -76,7 +74,7 @@ class SlurmLauncher(Launcher):
         return problems_of_cluster(self.config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return notes on folders that the nodes may not see, on dependencies and profiles."""
+        """Return notes on folders that the nodes may not see, and on dependencies."""
         del stages
         folders = {
             "base_results_dir": self.config.base_results_dir,
@@ -89,7 +87,7 @@ class SlurmLauncher(Launcher):
             if (kind := own_file_system(Path(path))) is not None
         ]
         forgotten = [] if self.config.is_dry_run else forgotten_jobs(self.config)
-        return [*local, *forgotten, *profile_notes(self.config)]
+        return [*local, *forgotten]
 
     def room(self) -> Room | None:
         """Return how many jobs more the user may have in the queue."""
@@ -111,7 +109,8 @@ class SlurmLauncher(Launcher):
         pickle = script.with_suffix(".pkl")
         payload.dump(pickle)
         try:
-            job_id = _queue(script, patience_s=patience_s)
+            environment = environment_of_sbatch(job) | {"TZ": "UTC"}  # of its log
+            job_id = _queue(script, environment, patience_s=patience_s)
             pickle.rename(JobPaths(place, job_id).submitted_pickle)
             log = log_path(job, job_id)
             record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
@@ -133,7 +132,7 @@ class SlurmLauncher(Launcher):
         return StageJob(stage, job.record_path, self.name, step_of(job), around)
 
 
-def _queue(script: Path, *, patience_s: float) -> str:
+def _queue(script: Path, environment: Mapping[str, str], *, patience_s: float) -> str:
     """Put a batch script into the queue, and return the id of its job.
 
     A job may be queued although sbatch has failed; Slurm then knows it by the path of its script.
@@ -146,8 +145,7 @@ def _queue(script: Path, *, patience_s: float) -> str:
         answer = ask_slurm(
             ["sbatch", str(script)],
             timeout_s=_SUBMIT_S,
-            # The job inherits it: submitit writes into its log before the stage does.
-            environment=clean_environment(os.environ) | {"TZ": "UTC"},
+            environment=environment,
         )
         said = re.search(r"\bjob (\d+)", answer.text) if answer.status == 0 else None
         if said and number == 0:

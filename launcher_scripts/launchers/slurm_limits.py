@@ -14,7 +14,7 @@ from contextlib import suppress
 from foundations.time_limit import minutes, slurm_notation
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job, Room, clean_environment, settings_section
-from launcher_scripts.launchers.slurm_script import further_options, sbatch_options, words_of
+from launcher_scripts.launchers.slurm_script import sbatch_options, words_of
 from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
 from stages.base import Stage
 
@@ -59,7 +59,7 @@ def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[s
     # one, and nodes of a kind.
     rows = _table(["sinfo", "-h", "-o", "%P|%l|%s|%D"], 4)
     default = ",".join({row[0].rstrip("*") for row in rows if row[0].endswith("*")})
-    partition = config.cluster.partition or further_options(config).get("partition") or default
+    partition = config.cluster.partition or os.environ.get("SBATCH_PARTITION") or default
     # A QOS may replace the limit of a partition by its own.
     is_lifted = any("PartitionTimeLimit" in row[1] for row in _qos(config, "flags"))
     of_each = [
@@ -129,7 +129,7 @@ def room_in_queue(config: Config) -> Room | None:
 
 def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield the user's accounts, and the QOS, each with the longest time and the most jobs."""
-    account = config.cluster.account or further_options(config).get("account")
+    account = config.cluster.account or os.environ.get("SBATCH_ACCOUNT")
     user = f"user={getpass.getuser()}"
     rows = _sacctmgr(["assoc", "where", user], "account,maxwall,maxsubmit")
     accounts = [row for row in rows if account in (None, row[0])]
@@ -139,7 +139,7 @@ def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
 
 def _qos(config: Config, fields: str) -> list[list[str]]:
     """Return the name of the QOS that the configuration names, and fields of it."""
-    name = config.cluster.qos or further_options(config).get("qos")
+    name = config.cluster.qos or os.environ.get("SBATCH_QOS")
     return _sacctmgr(["qos", "where", f"name={name}"], f"name,{fields}") if name else []
 
 

