@@ -336,11 +336,6 @@ def check_deploy(config: DeployConfig) -> list[str]:
         )
     if config.openai.enabled:
         problems += config.openai.problems()
-        if config.openai.tokenizer is None and config.store is not None:
-            problems.append(
-                "deploy.openai.enabled=true with a repository in an object store needs "
-                "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."
-            )
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(_too_few_gpus(config, world_size))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.conversion.request import PEFT_CONFIG
+from foundations.files.yaml_content import read_own_table
 from inference.server.openai_server import MODEL_FIELD
 
 # Fields of a command for several nodes: where the processes meet, on the first node.
@@ -13,21 +14,7 @@ HEAD_FIELD, HEAD_PORT_FIELD = "{head}", "{head_port}"
 
 TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; a command line is seen by other users
 # Options of `vllm serve` that other keys of the configuration decide.
-OWN_VLLM_OPTIONS: dict[str, str] = {
-    "model": "deploy.repository",
-    "served_model_name": "export.run.model_train_name",
-    "host": "deploy.host",
-    "port": "deploy.http_port",
-    "uds": "deploy.http_port",
-    "tensor_parallel_size": "export.model.tensor_model_parallel_size",
-    "pipeline_parallel_size": "export.triton_deployment.pipeline_model_parallel_size",
-    "api_key": "deploy.token_file",
-    "ssl_certfile": "deploy.tls_cert",
-    "ssl_keyfile": "deploy.tls_key",
-    **dict.fromkeys(
-        ("nnodes", "node_rank", "master_addr", "master_port", "headless"), "cluster.gpus_per_node"
-    ),
-}
+OWN_VLLM_OPTIONS: dict[str, str] = read_own_table(Path(__file__).with_name("vllm_options.yaml"))
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 

@@ -19,7 +19,6 @@ _OPTIONS = (
     ("-cd", "--config-dir", True),
     ("-c", "--cfg", True),
     ("-h", "--help", False),
-    ("-m", "--multirun", False),
     ("", "--resolve", False),  # --cfg always resolves
 )
 _CLUSTER = ("cluster", "cluster_type")
@@ -41,7 +40,6 @@ class Arguments:
     overrides: tuple[str, ...]
     root: ConfigRoot
     problems: tuple[str, ...] = ()
-    multirun: bool = False
     wants_help: bool = False
     shows: bool = False
 
@@ -96,7 +94,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         overrides=tuple(overrides),
         root=root,
         problems=(*problems, *more),
-        multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         shows=known.cfg is not None,
     )

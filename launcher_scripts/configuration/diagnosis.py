@@ -82,11 +82,16 @@ def key_of(override: Override) -> str:
 def check_override(override: Override) -> str | None:
     """Return why an override names no key or file, or does with it what it must not."""
     name, word = override.key_or_group, str(override.input_line)
-    value = word.partition("=")[2]
-    if key_of(override) != name:
-        return f"{word} lists alternatives, which needs --multirun." * override.is_sweep_override()
-    if name not in KEYS and name not in GROUPS:
+    key, _, value = word.partition("=")
+    is_entry = key_of(override) != name  # of a mapping
+    if not (is_entry or name in KEYS or name in GROUPS):
         return unknown_key(word, name)
+    if override.is_sweep_override():
+        is_list = is_entry or (name in KEYS and KEYS[name].is_list)
+        remedy = f"a list is written '{key}=[{value}]'" if is_list else "run the command for each"
+        return f"{word} lists alternatives; {remedy}."
+    if is_entry:
+        return None
     if override.is_delete():
         return (
             f"{word}: {name} cannot be removed; give it another value, or null where --help all "
@@ -94,10 +99,6 @@ def check_override(override: Override) -> str | None:
         )
     if override.is_add() and not override.is_force_add():
         return f"{word}: {name} exists already; leave the + out: {word.removeprefix('+')}"
-    if override.is_sweep_override():
-        is_list = name in KEYS and KEYS[name].is_list
-        remedy = f"; a list is written '{name}=[{value}]'" if is_list else ""
-        return f"{word} lists alternatives, which needs --multirun{remedy}."
     if name in GROUPS and not isinstance(override.value(), str):
         return unknown_choice(name, value)
     return None

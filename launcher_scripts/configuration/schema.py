@@ -42,7 +42,6 @@ _RANKS = 4096  # beyond which a number can only be a typing error
 class KubernetesSection:
     """`cluster.kubernetes`: further settings of the server's manifests."""
 
-    namespace: str | None = option("namespace of all objects; null: that of kubectl", None)
     replicas: int = option("servers, or groups of pods of one server each", 1, within=(1, 1024))
     strategy: str = option(
         "how a new server takes over", "Recreate", choices=("Recreate", "RollingUpdate")
@@ -54,11 +53,7 @@ class KubernetesSection:
     s3_secret: str | None = option("Secret with the variables of an object store", None)
     pod_monitor: bool = option("a PodMonitor, for Prometheus' operator", False)
     pull_secret: str | None = option("Secret for the registry of the image", None)
-    gpu_resource: str = option("name of the GPU resource", "nvidia.com/gpu")
     node_selector: dict[str, str] = option("labels that a node must have", {})
-    service_type: str = option(
-        "type of the Service", "ClusterIP", choices=("ClusterIP", "NodePort", "LoadBalancer")
-    )
 
 
 @dataclass
@@ -93,7 +88,6 @@ class ClusterSection:
     signal_delay_s: int = option(
         "seconds of warning before the time limit", 120, within=(1, 24 * 3600)
     )
-    bcprun: str = option("Base Command's multi-node runner", "bcprun")
     bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])
     kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
 

@@ -20,7 +20,7 @@ from stages.job import LOG_LEVEL_VARIABLE
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
 
-_MPIRUN = "mpirun"
+_BCPRUN, _MPIRUN = "bcprun", "mpirun"
 _AS_ROOT = "--allow-run-as-root"
 # Variables that a process of bcprun does not inherit. Secrets are listed by name only: no file
 # contains their values.
@@ -84,7 +84,7 @@ class BcpLauncher(LocalLauncher):
         ]
         if self._runner() is None:
             problems.append(
-                f"cluster_type=bcp needs {self.config.cluster.bcprun} or {_MPIRUN}, and neither is "
+                f"cluster_type=bcp needs {_BCPRUN} or {_MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
             )
         return problems
@@ -92,7 +92,7 @@ class BcpLauncher(LocalLauncher):
     def step(self, job: Job) -> JobStep:
         """Return bcprun, or mpirun where that is missing, with the ranks of a stage."""
         cluster, resources = self.config.cluster, job.stage.job.resources
-        program, per_node = self._runner() or cluster.bcprun, str(resources.tasks_per_node)
+        program, per_node = self._runner() or _BCPRUN, str(resources.tasks_per_node)
         ranks = resources.nodes * resources.tasks_per_node
         by_mpirun = Path(program).name == _MPIRUN
         if by_mpirun:
@@ -117,5 +117,4 @@ class BcpLauncher(LocalLauncher):
 
     def _runner(self) -> str | None:
         """Return the program that starts processes on the replicas, or None."""
-        programs = (self.config.cluster.bcprun, _MPIRUN)
-        return next((program for program in programs if shutil.which(program)), None)
+        return next(filter(shutil.which, (_BCPRUN, _MPIRUN)), None)

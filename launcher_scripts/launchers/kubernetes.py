@@ -191,7 +191,7 @@ def _resources(job: Job, server: DeployConfig) -> dict[str, Any]:
     asked, ranks = job.stage.job.resources, server.tp_size * server.pp_size // server.nodes
     limits: dict[str, Any] = {}
     if asked.gpus_per_node:
-        limits[job.config.cluster.kubernetes.gpu_resource] = asked.gpus_per_node
+        limits["nvidia.com/gpu"] = asked.gpus_per_node
     requests = dict(limits)
     if asked.cpus_per_task:
         per_pod = asked.cpus_per_task * (ranks if server.nodes > 1 else 1)

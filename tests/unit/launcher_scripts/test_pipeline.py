@@ -178,40 +178,6 @@ def test_an_unreadable_time_limit_hides_no_other_problem(
 
 
 @pytest.mark.parametrize(
-    ("word", "without"),
-    [
-        ("evaluate.boolq.output_len=3", "evaluate.tasks=[lambada]"),
-        ("evaluate.harness.batch_size=3", "evaluate.tasks=[lambada]"),
-        ("evaluate.openai.chat=true", "evaluate.protocol=grpc"),
-        ("evaluate.baseline_path=/x", "evaluate.baseline=none"),
-        ("deploy.openai.port=9005", "deploy.openai.enabled=true"),
-        ("deploy.interface=nemo", "deploy.server=pytriton"),
-        ("deploy.handover_s=5", "deploy.uptime"),
-    ],
-)
-def test_settings_of_what_is_off_are_refused(tmp_path: Path, word: str, without: str) -> None:
-    made = plan(tmp_path, word, "stages=[deploy,evaluate]")
-    key = word.partition("=")[0]
-    (problem,) = [text for text in made.problems if text.startswith(f"{key}=")]
-    assert without in problem
-
-
-def test_the_harness_chats_by_openai_s_protocol(tmp_path: Path) -> None:
-    words = ("evaluate.openai.chat=true", "evaluate.tasks=[lambada,harness:gsm8k]")
-    made = plan(tmp_path, *words, "deploy.openai.enabled=true", "stages=[deploy,evaluate]")
-    assert not [text for text in made.problems if "evaluate.openai.chat" in text]
-
-
-def test_vllm_computes_blocks_of_fp8_in_16_bits(tmp_path: Path) -> None:
-    words = ("convert.format=huggingface", "convert.fp8=block", "deploy.engine=vllm")
-    made = plan(tmp_path, *words, "stages=[convert,deploy]")
-    assert [text for text in made.problems if "data_type=fp32" in text]
-    kind = "export.triton_deployment.data_type=bf16"
-    made = plan(tmp_path, *words, kind, "stages=[convert,deploy]")
-    assert not [text for text in made.problems if "data_type=" in text]
-
-
-@pytest.mark.parametrize(
     ("words", "named"),
     [
         ("stages=[]", "stages is empty"),
@@ -260,8 +226,6 @@ def test_an_adapter_is_served_with_its_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ((), "deploy.repository"),
-        (("deploy.repository=/x", "deploy.engine=openai"), "deploy.engine=vllm"),
         (("deploy.repository=/x", "+deploy.vllm.lora-modules=[a]"), "deploy.vllm.lora_modules"),
         (("export.model.tensor_model_parallel_size=2", "deploy.repository=/x"), "/x"),
     ],

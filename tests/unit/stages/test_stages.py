@@ -306,10 +306,3 @@ def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
 
 def test_no_address_is_no_endpoint(tmp_path: Path) -> None:
     assert read_endpoint(tmp_path / "endpoint.json") is None
-
-
-def test_protocol_that_the_server_to_start_does_not_have_is_refused(tmp_path: Path) -> None:
-    own = evaluation(tmp_path)
-    assert not any("protocol" in each for each in own.check())
-    own.options = replace(own.options, protocol="openai")
-    assert [each for each in own.check() if each.startswith("evaluate.protocol=openai ")]
