@@ -209,15 +209,23 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
             for line in filter(str.strip, file):
                 yield from _unbatched(json.loads(line))
         return
+    _allow_nested_tensors()
     try:
         table = torch.load(path, map_location="cpu", weights_only=True)
+        fields = table if isinstance(table, Mapping) else {}
+        own = next((fields[name] for name in _ROWS if name in fields), table)
+        for each in own if isinstance(own, list) else [own]:
+            yield from _unbatched(each)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: expected lists and tensors alone: {reason}") from error
-    fields = table if isinstance(table, Mapping) else {}
-    own = next((fields[name] for name in _ROWS if name in fields), table)
-    for each in own if isinstance(own, list) else [own]:
-        yield from _unbatched(each)
+
+
+def _allow_nested_tensors() -> None:
+    """Allow tensors whose rows differ in length, verl's, which torch.load refuses since 2.15."""
+    example = torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)
+    rebuild, kind, *_ = example.__reduce_ex__(2)[1]  # type: ignore[no-untyped-call]
+    torch.serialization.add_safe_globals([rebuild, kind])
 
 
 def _unbatched(table: Any) -> Iterator[Mapping[str, Any]]:
