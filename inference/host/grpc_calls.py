@@ -293,28 +293,27 @@ def _stream_error(error: InferError, model: HostedModel | None, sent: SentReques
     return bytes(answer.SerializeToString())
 
 
-def _metadata(hosted: Hosted, message: Any) -> Any:
-    model = found_model(hosted.models, message.name, message.version)
-    answer = service_pb2.ModelMetadataResponse()  # it has no parameters: ModelConfig has them
-    return json_format.ParseDict(model_metadata(model), answer, ignore_unknown_fields=True)
-
-
-def _statistics(hosted: Hosted, message: Any) -> Any:
-    found = statistics_json(hosted.models, message.name, message.version)
-    for each in found["model_stats"]:
-        del each["response_stats"]
-    return json_format.ParseDict(found, service_pb2.ModelStatisticsResponse())
+def _filled(answer: Any, found: dict[str, Any]) -> Any:
+    """Return a message with facts in JSON, without those that it has no field for."""
+    return json_format.ParseDict(found, answer, ignore_unknown_fields=True)
 
 
 _ANSWERS: dict[str, Callable[[Hosted, Any], Any]] = {
-    "ModelReady": lambda hosted, message: service_pb2.ModelReadyResponse(
-        ready=hosted.has(message.name, message.version)
+    "ModelReady": lambda hosted, asked: service_pb2.ModelReadyResponse(
+        ready=hosted.has(asked.name, asked.version)
     ),
-    "ModelMetadata": _metadata,
-    "ModelConfig": lambda hosted, message: service_pb2.ModelConfigResponse(
-        config=config_message(found_model(hosted.models, message.name, message.version))
+    # It has no parameters: ModelConfig has them.
+    "ModelMetadata": lambda hosted, asked: _filled(
+        service_pb2.ModelMetadataResponse(),
+        model_metadata(found_model(hosted.models, asked.name, asked.version)),
     ),
-    "ModelStatistics": _statistics,
+    "ModelConfig": lambda hosted, asked: service_pb2.ModelConfigResponse(
+        config=config_message(found_model(hosted.models, asked.name, asked.version))
+    ),
+    "ModelStatistics": lambda hosted, asked: _filled(
+        service_pb2.ModelStatisticsResponse(),
+        statistics_json(hosted.models, asked.name, asked.version),
+    ),
     "RepositoryIndex": lambda hosted, _: service_pb2.RepositoryIndexResponse(
         models=index_json(hosted.models)
     ),

@@ -1,5 +1,5 @@
 """OpenAI's protocol, at a port of its own.
 
-It translates between text and token ids with the served tokenizer, and sends requests to the served
-model over gRPC. The meaning of each field is that of OpenAI's API reference.
+It translates between text and token ids with the served tokenizer, and asks the served model. The
+meaning of each field is that of OpenAI's API reference.
 """
