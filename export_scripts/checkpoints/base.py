@@ -160,6 +160,7 @@ class ComputedPiece(Piece):
 
 
 Pieces = tuple[Piece, ...]  # of one tensor, in order of training tensor-parallel rank
+Tensors = dict[str, Pieces]  # by name
 
 
 def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
@@ -309,6 +310,9 @@ class _RawRegion(io.FileIO):
         return count
 
 
+Files = dict[str, Region]  # by their names in a folder or an archive
+
+
 @dataclass(frozen=True)
 class CheckpointReader:
     """A source checkpoint: its configuration and its tensors under logical names.
@@ -324,7 +328,7 @@ class CheckpointReader:
     tensors: Mapping[str, Pieces]
     files: tuple[Path, ...]  # every file the checkpoint consists of
     # The tokenizer files that come with it, by their names in the FT folder.
-    tokenizer: Mapping[str, Region] = field(default_factory=dict)
+    tokenizer: Files = field(default_factory=dict)
     # Matrices that are stored in FP8 (out, in), and their scales (out, groups of inputs).
     fp8: Mapping[str, tuple[Piece, Piece]] = field(default_factory=dict)
     fp8_group: int = 0  # inputs of a scale; 0: all

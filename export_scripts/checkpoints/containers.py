@@ -10,12 +10,17 @@ import gzip
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import Region, read_small, truncated, yaml_table
+from export_scripts.checkpoints.base import (
+    Files,
+    Region,
+    read_small,
+    truncated,
+    yaml_table,
+)
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.disk import full_disk
 from foundations.files.json_content import Fields
@@ -34,7 +39,7 @@ class Container:
     """Named members of an archive or folder."""
 
     path: Path  # the archive or folder
-    members: Mapping[str, Region]  # normalised relative name -> its byte range
+    members: Files  # normalised relative name -> its byte range
     # Holds the scratch folder of an unpacked gzip while the container is in use.
     kept: tuple[Any, ...] = field(default=(), compare=False)
     folder: str = ""  # of the archive, with a slash at the end, if it is of one of its folders
@@ -121,9 +126,9 @@ def _gunzip(path: Path, target: Path) -> None:
         raise
 
 
-def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
+def _tar_members(tar: Path, shown: Path) -> Files:
     size = tar.stat().st_size
-    members: dict[str, Region] = {}
+    members: Files = {}
     problems: list[str] = []
     try:
         with tarfile.open(tar, "r:") as archive:

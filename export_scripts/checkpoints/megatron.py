@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Region, read_name
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    Files,
+    Region,
+    read_name,
+)
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import has_sizes, is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
@@ -155,7 +160,7 @@ def _model(tree: Mapping[Any, Any], root: Path) -> Mapping[Any, Any]:
     return found.get("model") or found
 
 
-def _tokenizer_files(root: Path) -> dict[str, Region]:
+def _tokenizer_files(root: Path) -> Files:
     """Return the tokenizer's files next to the rank folders, in either library's names."""
     return huggingface_files(folder_members(root)) | {
         name: Region(hits[0])

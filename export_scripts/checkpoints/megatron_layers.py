@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
@@ -19,6 +19,7 @@ from export_scripts.checkpoints.base import (
     FileMaps,
     Piece,
     Pieces,
+    Tensors,
 )
 from export_scripts.checkpoints.chunks import chunked, concatenated
 from export_scripts.checkpoints.partitioned import renamed
@@ -70,7 +71,7 @@ _WITHOUT_EFFECT = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 # Its rotary embedding has the angles of halves nevertheless (0.16 to 0.19), for pairs.
 _OF_PAIRS = "rotary_interleaved"
 
-Tensors = Mapping[str, Pieces]
+Tensors = Tensors
 
 
 def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
@@ -204,7 +205,7 @@ def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     )
 
 
-def _contradictions(tensors: Tensors, layers: str) -> list[str]:
+def _contradictions(tensors: Iterable[str], layers: str) -> list[str]:
     """Return the tensors of layers that the pattern lacks, or that it says are of another kind."""
     problems = []
     for name in tensors:
@@ -248,7 +249,7 @@ def _zeros(tensors: Tensors, blocks: Sequence[int], *, is_attention: bool) -> Te
 
     What it would add to the residual is then zero, as its last projection is.
     """
-    halves: dict[int, dict[str, Pieces]] = {}
+    halves: dict[int, Tensors] = {}
     for name, pieces in tensors.items():
         match = _HYBRID_LAYER.match(name)
         if match and match[3].startswith((".self_attention.", ".input_")) == is_attention:
@@ -311,7 +312,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
             f"{reader.path}: {stated} with rotary positions: expected checkpoint_version 2 or 3, "
             "in which the rows of queries, keys and values lie by heads"
         )
-    named: dict[str, Pieces] = {}
+    named: Tensors = {}
     for name, pieces in tensors.items():
         if _SECOND_HALF in name:
             continue

@@ -11,7 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
-from export_scripts.checkpoints.base import CheckpointReader, Region
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    Files,
+    Region,
+)
 from export_scripts.checkpoints.containers import Container, is_gzip, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
@@ -214,7 +218,7 @@ def _model(tree: _Tree) -> _Tree:
     return {key: {"model": part} for key, part in parts.items()} or tree
 
 
-def _asked_name(path: Path, every: Mapping[str, Region], asked: str) -> str:
+def _asked_name(path: Path, every: Files, asked: str) -> str:
     """Return the name of the weight files that a user asks for, by name or by pattern."""
     found = [each for each in every if fnmatch.fnmatchcase(each, asked)]
     found = found or [each for each in every if fnmatch.fnmatchcase(each, f"{asked}.ckpt")]
@@ -226,9 +230,7 @@ def _asked_name(path: Path, every: Mapping[str, Region], asked: str) -> str:
     return found[0]
 
 
-def _last_name(
-    path: Path, every: Mapping[str, Region], trees: _Trees, remarks: list[str], where: str
-) -> str:
+def _last_name(path: Path, every: Files, trees: _Trees, remarks: list[str], where: str) -> str:
     """Return the name of the last weight files; of several last checkpoints the newest."""
     found = {name: region for name, region in every.items() if _LAST.search(name)}
     if not found:

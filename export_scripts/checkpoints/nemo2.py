@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    Files,
+    StoredTensor,
+)
 from export_scripts.checkpoints.containers import Container, open_container, read_yaml
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.distributed import read_distributed
@@ -71,7 +75,7 @@ def _class_name(value: Table) -> str:
     return str(value.get("_target_") or "none").rpartition(".")[2]
 
 
-def _huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
+def _huggingface_files(container: Container, *folders: str) -> Files:
     """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
     return {
         name: region
@@ -80,7 +84,7 @@ def _huggingface_files(container: Container, *folders: str) -> dict[str, Region]
     }
 
 
-def _tokenizer_files(container: Container, settings: Any) -> dict[str, Region]:
+def _tokenizer_files(container: Container, settings: Any) -> Files:
     found = _huggingface_files(container, *_TOKENIZER_FOLDERS)
     path = settings.get("model_path") if isinstance(settings, Mapping) else None
     region = container.members.get(CONTEXT + PurePosixPath(str(path)).name) if path else None

@@ -24,6 +24,7 @@ from export_scripts.checkpoints.base import (
     Piece,
     Pieces,
     StoredTensor,
+    Tensors,
     json_file,
 )
 from export_scripts.checkpoints.chunks import ChunkedTensor
@@ -181,12 +182,12 @@ def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
 
 def _wide_tensors(
     reader: CheckpointReader, form: _Form
-) -> tuple[dict[str, Pieces], dict[str, tuple[Piece, Piece]], set[int]]:
+) -> tuple[Tensors, dict[str, tuple[Piece, Piece]], set[int]]:
     """Return all tensors, those in FP8 as they are, with scales, and the inputs of a scale."""
     plain = reader.tensors
     fp8: dict[str, tuple[Piece, Piece]] = {}
     groups: set[int] = set()
-    tensors: dict[str, Pieces] = {}
+    tensors: Tensors = {}
     taken: set[str] = set()
     problems: list[str] = []
     for key in plain:

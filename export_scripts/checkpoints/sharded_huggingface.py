@@ -21,8 +21,8 @@ from export_scripts.checkpoints.base import (
     ComputedPiece,
     FileMaps,
     Piece,
-    Pieces,
     StoredTensor,
+    Tensors,
     json_file,
     json_table,
     read_name,
@@ -184,7 +184,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     )
 
 
-def _tensors(folder: Path) -> dict[str, Pieces]:
+def _tensors(folder: Path) -> Tensors:
     """Return a model's tensors in a folder."""
     found: Mapping[str, Piece]
     if any(folder.glob(ZERO_STATES)):
@@ -263,7 +263,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
         )
     names = (*trainer.get("own", {}).get(kind, ()), *trainer["names"])
     zeros = trainer.get("zeros", {})
-    found: dict[str, Pieces] = {}
+    found: Tensors = {}
     problems: list[str] = []
     maps = FileMaps()
     for theirs, (piece,) in tensors.items():
@@ -288,7 +288,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
     return dataclasses.replace(reader, tensors=found)
 
 
-def _parts(name: str, rows: Piece) -> dict[str, Pieces]:
+def _parts(name: str, rows: Piece) -> Tensors:
     """Return the tensors, by name, of the rows of one, which may be two."""
     match = _HALVES.search(name)
     if match is None or rows.shape[0] % 2:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import Region, json_file, read_small
+from export_scripts.checkpoints.base import (
+    Files,
+    Region,
+    json_file,
+    read_small,
+)
 from export_scripts.checkpoints.containers import Container
 from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError, refuse
@@ -41,7 +46,7 @@ _HUGGINGFACE_FILES: Mapping[str, str] = {
 _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
-def huggingface_files(members: Mapping[str, Region]) -> dict[str, Region]:
+def huggingface_files(members: Files) -> Files:
     """Return the files of a Hugging Face folder that are carried, by their names in the FT folder.
 
     `members` are those of the folder, by their names in it.
@@ -53,7 +58,7 @@ def huggingface_files(members: Mapping[str, Region]) -> dict[str, Region]:
     return found | templates
 
 
-def folder_members(folder: Path) -> dict[str, Region]:
+def folder_members(folder: Path) -> Files:
     """Return the files of a folder, and of its folders of templates, by their names in it."""
     return {
         str(entry.relative_to(folder)): Region(entry)
@@ -83,7 +88,7 @@ class SpecialIds:
     pad: int | None = None
 
 
-def special_ids(files: Mapping[str, Region]) -> SpecialIds:
+def special_ids(files: Files) -> SpecialIds:
     """Return the special ids that tokenizer files state, by their names in the FT folder.
 
     The generation's configuration states them where the tokenizer does not.
@@ -100,7 +105,7 @@ def special_ids(files: Mapping[str, Region]) -> SpecialIds:
     return SpecialIds(*(each if type(each) is int and each >= 0 else None for each in firsts))
 
 
-def _ids_of_tokenizer(files: Mapping[str, Region]) -> SpecialIds:
+def _ids_of_tokenizer(files: Files) -> SpecialIds:
     if "tokenizer.model" in files:
         return _sentencepiece_ids(files["tokenizer.model"])
     if "vocab.json" in files:
@@ -151,7 +156,7 @@ def _sentencepiece_ids(file: Region) -> SpecialIds:
     return SpecialIds(*(each if each >= 0 else None for each in ids))
 
 
-def check_outside_files(files: Mapping[str, Region], checkpoint: Path) -> None:
+def check_outside_files(files: Files, checkpoint: Path) -> None:
     """Check the files that a checkpoint does not hold itself, which are copied with its model.
 
     It may name any file of the user's, or hold links to some: those that are not a tokenizer's are
@@ -177,7 +182,7 @@ def check_outside_files(files: Mapping[str, Region], checkpoint: Path) -> None:
     refuse(problems)
 
 
-def _is_tokenizer(name: str, files: Mapping[str, Region]) -> bool:
+def _is_tokenizer(name: str, files: Files) -> bool:
     """Return whether a file holds what its name says, and nothing that would also be a secret."""
     try:
         data = read_small(files[name])
@@ -203,7 +208,7 @@ def is_list(file: Region) -> bool:
         return stream.read(64).lstrip().startswith(b"[")
 
 
-def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, Region]:
+def given_files(vocab_path: Path | None, merges_path: Path | None) -> Files:
     """Return the tokenizer files a user named, under their names in the FT folder.
 
     Raises:
@@ -223,7 +228,7 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, 
     return files
 
 
-def nemo_files(container: Container, config: Table) -> dict[str, Region]:
+def nemo_files(container: Container, config: Table) -> Files:
     """Return the tokenizer files that a NeMo 1.x configuration names: in the archive or outside.
 
     Raises:

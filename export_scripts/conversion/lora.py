@@ -32,6 +32,7 @@ from export_scripts.checkpoints.base import (
     Piece,
     Pieces,
     StoredTensor,
+    Tensors,
     json_file,
 )
 from export_scripts.checkpoints.chunks import chunked
@@ -289,7 +290,7 @@ def with_adapters(
     )
 
 
-def _apply(adapter: _Adapter, tensors: dict[str, Pieces], reader: CheckpointReader) -> list[str]:
+def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> list[str]:
     """Change a model's tensors as an adapter does; return the problems."""
     problems: list[str] = []
     unknown: list[str] = []
@@ -361,7 +362,7 @@ def _tied_problems(
     ]
 
 
-def _with_update(key: str, tensors: Mapping[str, Pieces], update: Update) -> Pieces | None:
+def _with_update(key: str, tensors: Tensors, update: Update) -> Pieces | None:
     """Return a matrix's pieces with an update added, or None if it does not fit."""
     pieces = tensors[key]
     every = (*pieces, *update.down, *update.up)
@@ -405,7 +406,7 @@ def _size(pieces: Sequence[Piece], axis: int, *, cut: bool) -> int | None:
     return sizes[0] if len(set(sizes)) == 1 else None
 
 
-def _is_gated(key: str, tensors: Mapping[str, Pieces]) -> bool:
+def _is_gated(key: str, tensors: Tensors) -> bool:
     """Return whether a matrix holds both halves of a gated layer."""
     if not key.endswith(_GATED):
         return False
@@ -625,7 +626,7 @@ def _peft_changes(
     problems: list[str] = []
     factors: dict[str, dict[str, Piece]] = {}
     embeddings: set[str] = set()
-    replaced: dict[str, Pieces] = {}
+    replaced: Tensors = {}
     roles: dict[tuple[str, str], str] = {}
     source = next((each.stored[0].path for each in stored.values()), where.parent)
     for name, tensor in stored.items():

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, Region, json_table, read_small
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    Files,
+    json_table,
+    read_small,
+)
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
@@ -242,7 +247,7 @@ def _read_ranges(path: Path | None) -> Table | None:
     return read_torch_table(path, "a table of activation ranges")
 
 
-def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str, Region]:
+def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> Files:
     given = given_files(request.vocab_path, request.merges_path)
     found = reader.tokenizer.items()
     kept = {name: file for name, file in found if not is_replaced(name, list(given))}

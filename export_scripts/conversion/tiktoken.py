@@ -10,7 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from export_scripts.checkpoints.base import Region, read_small
+from export_scripts.checkpoints.base import (
+    Files,
+    read_small,
+)
 from export_scripts.checkpoints.tokenizers import MadeFile, is_list
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.fast_tokenizers import with_special
@@ -40,7 +43,7 @@ _PATTERNS = {
 }
 
 
-def with_tiktoken(files: Mapping[str, Region], config: Table) -> dict[str, Region]:
+def with_tiktoken(files: Files, config: Table) -> Files:
     """Return a source's tokenizer files, with a tokenizer.json in place of a list of tokens.
 
     Raises:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from export_scripts.checkpoints.base import (
     CheckpointReader,
     ComputedPiece,
+    Files,
     Piece,
     Pieces,
-    Region,
     StoredTensor,
     json_file,
     read_small,
@@ -31,7 +31,7 @@ _SIZES = {"huggingface": ("vocab_size",), "megatron": ("padded_vocab_size",)}
 
 
 def with_vocabulary(
-    reader: CheckpointReader, stated: str | None, tokenizer: Mapping[str, Region]
+    reader: CheckpointReader, stated: str | None, tokenizer: Files
 ) -> CheckpointReader:
     """Return a model with as many rows of its vocabulary as stated, or as its tokenizer has ids.
 
@@ -88,7 +88,7 @@ def _cut(piece: Piece, rows: int) -> Piece:
     return ComputedPiece(piece.dtype, shape, piece.stored, lambda maps: piece.load(maps)[:rows])
 
 
-def _ids(files: Mapping[str, Region]) -> int | None:
+def _ids(files: Files) -> int | None:
     """Return the number of ids of a tokenizer, by its files' names in the FT folder."""
     if "tokenizer.json" in files:
         table = json_file(files["tokenizer.json"])

@@ -7,10 +7,6 @@ from typing import Any
 from export_scripts.families import gptj, gptneox, hybrid, mixture
 from export_scripts.families.dense import operations
 from export_scripts.families.dense.huggingface import (
-    BIAS_KEYS,
-    LLAMA_KEYS,
-    LLAMA_NAMES,
-    SIZES,
     DenseDecoder,
     Window,
 )
@@ -18,6 +14,7 @@ from export_scripts.families.dense.layout import DENSE
 from export_scripts.families.gpt import huggingface
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Trait
+from export_scripts.families.mapping.names import known_names
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
@@ -25,13 +22,6 @@ from foundations.files.yaml_content import read_own_table
 
 _OF_GPT = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
 _FAMILIES = {each.name: each for each in (*_OF_GPT, DENSE, mixture.MIXTURE, hybrid.HYBRID)}
-_KEYS = {
-    "*sizes": SIZES,
-    "*llama": LLAMA_KEYS,
-    "*biases": BIAS_KEYS,
-    "*mixture": tuple(name for name in LLAMA_KEYS if name != "intermediate_size"),
-    "*gpt2": ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size", "layer_norm_epsilon"),
-}
 _TRAITS = {
     **operations.TRAITS,
     **mixture.TRAITS,
@@ -84,16 +74,17 @@ def _flag(name: str, table: Mapping[Any, Any]) -> Trait:
     return Trait(read, written)
 
 
-def _decoder(model_type: str, record: Fields) -> HuggingFaceDecoder:
+def _decoder(
+    model_type: str, record: Fields, lists: Mapping[str, str], usual: Table
+) -> HuggingFaceDecoder:
     fields = _as_tuples(record)
     fields["family"] = family = _FAMILIES[fields.get("family", DENSE.name)]
     names = fields.get("names", {})
     if family not in _OF_GPT and "model.wpe" not in names:
-        names = {**LLAMA_NAMES, **names}
+        names = {**usual, **names}
     fields["names"] = _as_tuples(names)
-    if "keys" in fields:
-        words = fields["keys"].split()
-        fields["keys"] = tuple(key for word in words for key in _KEYS.get(word, (word,)))
+    words = fields.get("keys", "*llama").split()
+    fields["keys"] = " ".join(lists.get(word, word) for word in words).split()
     for name in {"sources", "warnings"} & fields.keys():
         fields[name] = _FUNCTIONS[fields[name]]
     if (window := fields.get("window")) is not None:
@@ -112,8 +103,9 @@ def _as_tuples(table: Table) -> Fields:
 
 def _mappings() -> dict[str, SourceMapping]:
     records = read_own_table(Path(__file__).with_suffix(".yaml"))
+    lists, usual = records.pop(".keys"), known_names()["huggingface"]
     return {
-        name: _decoder(name, _whole(name, records)).mapping()
+        name: _decoder(name, _whole(name, records), lists, usual).mapping()
         for name in records
         if not name.startswith(".")
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from export_scripts.families.gptj import GPTJ, GPTJConfig, checked_rotary
 from export_scripts.families.layout.decoder import LAYER
-from export_scripts.families.mapping.names import named_sources, whole_names
+from export_scripts.families.mapping.names import known_names, named_sources, whole_names
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -109,16 +109,10 @@ def _norm(name: str, kind: str, rest: float) -> TensorSource:
 
 
 _H = "h.{layer}."
-# Modules of the layout whose tensors are stored as there, but for their type.
-_NAMES = {
-    "attention.dense": "out_proj",
-    "mlp.dense_h_to_4h": "c_fc",
-    "mlp.dense_4h_to_h": "c_proj",
-    "model.lm_head": "lm_head",
-}
 _NORMS = {LAYER + "input_layernorm": _H + "ln_1", "model.final_layernorm": "ln_f"}
+# Stored as in the layout, but for their type.
 _STORED: Sources = {
-    **named_sources(whole_names(_H, _NAMES), GPTJ.layout, in_out=True),
+    **named_sources(whole_names(_H, known_names()["gptj_jax"]), GPTJ.layout, in_out=True),
     "model.lm_head.weight": transposed("lm_head.weight", cut=1),
 }
 _JAX_WEIGHTS: Sources = {

@@ -29,7 +29,6 @@ from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
-from export_scripts.families.mapping.names import whole_names
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -41,11 +40,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from export_scripts.families.mixture import (
-    CORE_EXPERT,
-    CORE_SHARED,
     CORRECTION,
-    EXPERT,
-    SHARED,
     Experts,
     MixtureArchitecture,
     MixtureConfig,
@@ -337,19 +332,6 @@ def _core_config(facts: Facts) -> HybridConfig:
 
 
 def _core_weights(facts: Facts, config: HybridConfig) -> Sources:
-    names = core_names(facts) | whole_names(
-        CORE_LAYER,
-        {
-            "mlp.router": "mlp.router",
-            CORRECTION: "mlp.router.expert_",
-            "mlp.latent_down": "mlp.fc1_latent_proj",
-            "mlp.latent_up": "mlp.fc2_latent_proj",
-            EXPERT + "dense_h_to_4h": CORE_EXPERT + "linear_fc1",
-            EXPERT + "dense_4h_to_h": CORE_EXPERT + "linear_fc2",
-            SHARED + "dense_h_to_4h": CORE_SHARED + "linear_fc1",
-            SHARED + "dense_4h_to_h": CORE_SHARED + "linear_fc2",
-        },
-    )
     first = f"{CORE_LAYER}mixer.".format(layer=config.pattern.find(_MAMBA))
     # Parameters of the mixer's own since megatron-core 0.19, but in distributed checkpoints.
     conv = "conv1d_" if facts.has(f"{first}conv1d_weight") else "conv1d."
@@ -363,7 +345,7 @@ def _core_weights(facts: Facts, config: HybridConfig) -> Sources:
         own[HEAD] = Copy(CORE_WTE, cut=0)
     if not facts.config.get("moe_router_enable_expert_bias"):
         own[f"{LAYER}{CORRECTION}.bias"] = Constant(("expert_num",))
-    return core.core_sources(facts, names, HYBRID.layout, own)
+    return core.core_sources(facts, core_names(facts), HYBRID.layout, own)
 
 
 HYBRID_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(

@@ -6,7 +6,7 @@ FasterTransformer serves them: they are written as Hugging Face folders alone.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,6 @@ from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
-from export_scripts.families.mapping.names import whole_names
 from export_scripts.families.mapping.rotary import rotary_fraction, yarn_growth
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
@@ -185,12 +184,19 @@ def _granite_sources(*_: Any) -> Sources:
     }
 
 
-def _dense(settings: Settings, layers: tuple[int, ...]) -> Fields:
-    width = settings.integer("intermediate_size") if layers else 0
-    return {"dense_layers": layers, "dense_inter_size": width}
+def _dense(settings: Settings, values: Fields, layers: Iterable[int]) -> Fields:
+    """Return the layers without experts, and the shared expert of the others."""
+    found = tuple(layers)
+    width = settings.integer("intermediate_size") if found else 0
+    shared = values.pop("shared_expert_num", 0) * values["inter_size"]
+    return {
+        "dense_layers": found,
+        "dense_inter_size": width,
+        **({"shared_inter_size": shared} if shared else {}),
+    }
 
 
-def _qwen_layers(settings: Settings, values: Table) -> Fields:
+def _qwen_layers(settings: Settings, values: Fields) -> Fields:
     """Return the layers without experts: those listed, and all but every so many-th."""
     listed: Any = settings.source.get("mlp_only_layers") or []
     every = settings.integer("decoder_sparse_step", default=1)
@@ -198,46 +204,29 @@ def _qwen_layers(settings: Settings, values: Table) -> Fields:
     if not isinstance(listed, list) or not all(type(each) is int for each in listed):
         settings.note(f"mlp_only_layers = {listed!r:.100}: expected a list of numbers of layers")
         listed = []
-    return _dense(settings, tuple(n for n in numbers if n in listed or (n + 1) % every))
+    return _dense(settings, values, (n for n in numbers if n in listed or (n + 1) % every))
 
 
-def _qwen_written(config: MixtureConfig) -> Fields:
-    return {
-        # That of layers without experts, if there are any.
-        "intermediate_size": config.dense_inter_size or config.inter_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(config.dense_layers),
-    }
+def _first_layers(settings: Settings, values: Fields) -> Fields:
+    """Return the first layers as those without experts."""
+    first = values.pop("first_dense", 0)
+    return _dense(settings, values, range(min(first, values["num_layer"])))
 
 
-def _deepseek_layers(settings: Settings, values: Fields) -> Fields:
-    """Return the first layers without experts, and the shared expert."""
-    first, shared = values.pop("first_dense", 0), values.pop("shared_expert_num")
-    if not shared:
-        settings.note("n_shared_experts = 0: expected at least 1")
-    layers = range(min(first, values["num_layer"]))
-    width = shared * values["inter_size"]
-    return {**_dense(settings, tuple(layers)), "shared_inter_size": width}
+_KINDS = ("dense", "sparse")
 
 
 def _listed_layers(settings: Settings, values: Fields) -> Fields:
     """Return the layers without experts by a list, the first one without it."""
     count = values["num_layer"]
     kinds = settings.value("mlp_layer_types", default=["dense", *["sparse"] * (count - 1)])
-    known = ("dense", "sparse")
-    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in _KINDS for k in kinds):
         settings.note(
             f"mlp_layer_types = {kinds!r:.200}: expected dense or sparse for each of the {count} "
             "layers"
         )
         kinds = []
-    values["first_dense"] = 0
-    dense = tuple(number for number, kind in enumerate(kinds) if kind == "dense")
-    return {**_sigmoid_groups(settings, values), **_dense(settings, dense)}
-
-
-def _sigmoid_groups(settings: Settings, values: Fields) -> Fields:
-    return {**_deepseek_layers(settings, values), **best_of_groups(values)}
+    return _dense(settings, values, (n for n, kind in enumerate(kinds) if kind == "dense"))
 
 
 def best_of_groups(values: Table) -> Fields:
@@ -253,22 +242,12 @@ def _ernie_layers(settings: Settings, values: Fields) -> Fields:
     end = last if stated == -1 else settings.natural("moe_layer_end_index")
     every = settings.integer("moe_layer_interval", default=1)
     numbers = range(values["num_layer"])
-    layers = tuple(n for n in numbers if not first <= n <= end or (n + 1) % every)
-    width = values.pop("shared_expert_num") * values["inter_size"]
-    return {**_dense(settings, layers), "shared_inter_size": width}
+    return _dense(
+        settings, values, (n for n in numbers if not first <= n <= end or (n + 1) % every)
+    )
 
 
-def _ernie_written(config: MixtureConfig) -> Fields:
-    return {
-        "intermediate_size": config.dense_inter_size or config.inter_size,
-        "moe_layer_start_index": config.first_dense,
-        "moe_layer_end_index": config.num_layer - 1,
-        "moe_layer_interval": 1,
-        "pad_token_id": min(config.end_id, config.vocab_size - 1),
-    }
-
-
-def _softmax_groups(settings: Settings, values: Fields) -> Fields:
+def _softmax_groups(settings: Settings, _: Fields) -> Fields:
     """Return groups of which the best expert counts, if a method says that there are any."""
     method = settings.source.get("topk_method") or "greedy"
     if method not in (known := ("greedy", "group_limited_greedy")):
@@ -280,24 +259,22 @@ def _softmax_groups(settings: Settings, values: Fields) -> Fields:
             "group_topk": settings.integer("topk_group"),
             "group_score": 1,
         }
-    return {**_deepseek_layers(settings, values), **groups}
+    return groups
 
 
-def _deepseek_written(config: MixtureConfig) -> Fields:
+def _written_groups(config: MixtureConfig) -> Fields:
+    if config.group_num == 1:
+        return {"topk_method": "greedy"}
     return {
-        "intermediate_size": config.dense_inter_size or config.inter_size,
-        "num_nextn_predict_layers": 0,
+        "topk_method": "group_limited_greedy",
+        "n_group": config.group_num,
+        "topk_group": config.group_topk,
     }
 
 
-def _v2_written(config: MixtureConfig) -> Fields:
-    is_grouped = config.group_num > 1
-    return {
-        **_deepseek_written(config),
-        "norm_topk_prob": False,
-        "topk_method": "group_limited_greedy" if is_grouped else "greedy",
-        **({"n_group": config.group_num, "topk_group": config.group_topk} if is_grouped else {}),
-    }
+def _written_layers(config: MixtureConfig, **own: Any) -> Fields:
+    """Return the width of layers without experts, and settings of a model's own."""
+    return {"intermediate_size": config.dense_inter_size or config.inter_size, **own}
 
 
 def _latent(settings: Settings, values: Fields) -> Fields:
@@ -340,22 +317,29 @@ def _gate_warnings(config: MixtureConfig) -> list[str]:
 
 # Operations that `decoders.yaml` names.
 TRAITS = {
-    "qwen_layers": Trait(_qwen_layers, _qwen_written),
-    "ernie_layers": Trait(_ernie_layers, _ernie_written),
-    "sigmoid_groups": Trait(_sigmoid_groups, _deepseek_written),
+    "first_layers": Trait(_first_layers, _written_layers),
+    "qwen_layers": Trait(
+        _qwen_layers,
+        lambda config: _written_layers(config, mlp_only_layers=list(config.dense_layers)),
+    ),
+    "ernie_layers": Trait(
+        _ernie_layers,
+        lambda config: _written_layers(
+            config,
+            moe_layer_start_index=config.first_dense,
+            moe_layer_end_index=config.num_layer - 1,
+        ),
+    ),
     "listed_layers": Trait(
         _listed_layers,
-        lambda config: {
-            **_deepseek_written(config),
-            "mlp_layer_types": [
-                "sparse" if has_experts else "dense" for has_experts in config.expert_layers
-            ],
-        },
+        lambda config: _written_layers(
+            config,
+            mlp_layer_types=[_KINDS[has_experts] for has_experts in config.expert_layers],
+        ),
     ),
-    "softmax_groups": Trait(_softmax_groups, _v2_written),
+    "sigmoid_groups": Trait(lambda _, values: best_of_groups(values)),
+    "softmax_groups": Trait(_softmax_groups, _written_groups),
     "latent": Trait(_latent),
-    # Read by vLLM; transformers computes so whatever they say.
-    "v3": Trait(written=lambda _: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
 }
 FUNCTIONS = {
     "gpt_oss": _gpt_oss_sources,
@@ -368,8 +352,6 @@ FUNCTIONS = {
     },
 }
 
-CORE_EXPERT = "mlp.experts.local_experts.{expert}."
-CORE_SHARED = "mlp.shared_experts."
 # Kinds of softmax with a score of no position, which is 0 with the first.
 # megatron/core/transformer/dot_product_attention.py
 _SINKS = ("off-by-one", "learnable")
@@ -498,7 +480,7 @@ def _core_config(facts: Facts) -> MixtureConfig:
         size = "moe_shared_expert_intermediate_size"
         shared = settings.integer(size, default=0, least=0)
         first = next((n for n in range(traits.num_layer) if n not in dense), 0)
-        gate = f"{CORE_LAYER}{CORE_SHARED}gate_weight".format(layer=first)
+        gate = f"{CORE_LAYER}mlp.shared_experts.gate_weight".format(layer=first)
         return {
             "model_name": "mixture",
             "has_mlp_bias": False,
@@ -574,38 +556,16 @@ def _latent_args(config: MixtureConfig) -> Fields:
 
 
 def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
-    # A norm is fused with what alone reads its output: not that of experts, which the router reads
-    # too. megatron-core's own layers have once named it so nevertheless.
-    def norm(layer: int, *, has_experts: bool) -> str:
-        fused, apart = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm"
-        if not facts.reader.tensors:  # a checkpoint to write
-            return apart if has_experts else fused
-        return apart if facts.has(f"{CORE_LAYER}{apart}.weight".format(layer=layer)) else fused
-
-    names = core_names(facts) | whole_names(
-        CORE_LAYER,
-        {
-            "post_attention_layernorm": norm(
-                config.first_dense % config.num_layer, has_experts=True
-            ),
-            "dense_layernorm": norm((*config.dense_layers, 0)[0], has_experts=False),
-            "mlp.router": "mlp.router",
-            CORRECTION: "mlp.router.expert_",
-            EXPERT + "dense_h_to_4h": CORE_EXPERT + "linear_fc1",
-            EXPERT + "dense_h_to_4h_2": CORE_EXPERT + "linear_fc1",
-            EXPERT + "dense_4h_to_h": CORE_EXPERT + "linear_fc2",
-            SHARED + "dense_h_to_4h": CORE_SHARED + "linear_fc1",
-            SHARED + "dense_h_to_4h_2": CORE_SHARED + "linear_fc1",
-            SHARED + "dense_4h_to_h": CORE_SHARED + "linear_fc2",
-            f"{SHARED}gate": f"{CORE_SHARED}gate_",
-            **_core_latent_names(facts),
-        },
-    )
+    shown = {
+        "post_attention_layernorm": config.first_dense % config.num_layer,
+        "dense_layernorm": (*config.dense_layers, 0)[0],
+    }
+    names = core_names(facts, shown)
     table = core.core_sources(facts, names, MIXTURE.layout)
     halves = Nesting("hf", ("f", "h"), {"h": 2})
     table |= {
         f"{LAYER}{EXPERT}gate_up.{kind}": Rows(
-            f"{CORE_LAYER}{CORE_EXPERT}linear_fc1.{kind}", 0, lambda _: halves
+            f"{names[f'{LAYER}{EXPERT}dense_h_to_4h']}.{kind}", 0, lambda _: halves
         )
         for kind in ("weight", "bias")
     }
@@ -617,26 +577,6 @@ def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
     if not facts.config.get("moe_router_enable_expert_bias"):
         table[f"{LAYER}{CORRECTION}.bias"] = Constant(("expert_num",))
     return table
-
-
-def _core_latent_names(facts: Facts) -> dict[str, str]:
-    """Return the modules of multi-latent attention, whose norms may be fused with what follows."""
-    names = {
-        "attention.whole_query": "self_attention.linear_q_proj",
-        "attention.query_down": "self_attention.linear_q_down_proj",
-        "attention.query_up": "self_attention.linear_q_up_proj",
-        "attention.key_value_down": "self_attention.linear_kv_down_proj",
-        "attention.key_value_up": "self_attention.linear_kv_up_proj",
-    }
-    for part, norm in (("query", "q"), ("key_value", "kv")):
-        fused = f"{names[f'attention.{part}_up']}.layer_norm_"
-        is_fused = not facts.reader.tensors or facts.has(
-            f"{CORE_LAYER}{fused}weight".format(layer=0)
-        )
-        names[f"attention.{part}_down_norm"] = (
-            fused if is_fused else f"self_attention.{norm}_layernorm"
-        )
-    return names
 
 
 # megatron/core/transformer/moe/router.py, apply_input_jitter, which does not ask for training

@@ -1,42 +1,17 @@
 """Dense decoders in Hugging Face's form: the kind of the records in `decoders.yaml`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.names import Names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Fields, Table
-
-SIZES = (
-    "num_attention_heads", "hidden_size", "num_key_value_heads", "intermediate_size",
-    "num_hidden_layers", "vocab_size", "max_position_embeddings",
-)  # fmt: skip
-LLAMA_KEYS = (*SIZES, "rms_norm_eps", "hidden_act")
-BIAS_KEYS = ("attention_bias", "mlp_bias")
-
-LLAMA_NAMES: Names = {
-    "model.wte": "model.embed_tokens",
-    "input_layernorm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "attention.dense": "self_attn.o_proj",
-    "post_attention_layernorm": "post_attention_layernorm",
-    "mlp.dense_h_to_4h": "mlp.gate_proj",
-    "mlp.dense_h_to_4h_2": "mlp.up_proj",
-    "mlp.dense_4h_to_h": "mlp.down_proj",
-    "model.final_layernorm": "model.norm",
-    "model.lm_head": "lm_head",
-}
 
 # Activation of a gated MLP -> activation_type.
 GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated-relu2"}
@@ -114,9 +89,7 @@ class DenseDecoder(HuggingFaceDecoder):
     """A family of dense decoders."""
 
     family: ModelFamily = DENSE
-    keys: Sequence[str] = LLAMA_KEYS
     layer: str = LAYER
-    names: Names = field(default_factory=lambda: LLAMA_NAMES)
     head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
     head_dim_key: str = "head_dim"
     is_gated: bool = True  # whether the MLP is

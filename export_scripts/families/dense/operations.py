@@ -332,5 +332,4 @@ TRAITS = {
     "rotating_layers": Trait(
         lambda *given: {"rotary_layers": chosen_layers(_rotating(*given))}, _written_rotating
     ),
-    "xielu": Trait(written=lambda _: {"hidden_act": "xielu"}),
 }

@@ -5,6 +5,7 @@ Names of the latter: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py a
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
@@ -16,9 +17,8 @@ from export_scripts.families.mapping.megatron_traits import (
     unknown_model,
 )
 from export_scripts.families.mapping.names import (
-    QUERY_KEY_VALUE,
     completed,
-    fused_layer,
+    known_names,
     named_sources,
     whole_names,
 )
@@ -148,25 +148,20 @@ def gpt_sources(
 
 
 def _names(facts: Facts) -> dict[str, str]:
-    """Return the modules of the layout and of Megatron before megatron-core.
-
-    Adapters are NVIDIA's own, of Megatron-LM alone.
-    """
+    """Return the modules of the layout and of Megatron before megatron-core."""
     root = _ROOTS[facts.reader.format]
-    attention = "self_attention" if facts.has_any("*.self_attention.*") else "attention"
+    own = "self_" if facts.has_any("*.self_attention.*") else ""
     stack = _stack(facts)
-    names = {
+    layer = {
+        ours: re.sub(r"^attention\.", rf"{own}\g<0>", theirs)
+        for ours, theirs in known_names()["megatron"].items()
+    }
+    return whole_names(f"{stack}layers.{{layer}}.", layer) | {
         "model.wte": f"{root}embedding.word_embeddings",
         "model.wpe": f"{root}embedding.position_embeddings",
-        **fused_layer(attention),
-        "after_attention_adapter.dense_h_to_4h": "adaptor1.dense_h_to_4h",
-        "after_attention_adapter.dense_4h_to_h": "adaptor1.dense_4h_to_h",
-        "after_ffn_adapter.dense_h_to_4h": "adaptor2.dense_h_to_4h",
-        "after_ffn_adapter.dense_4h_to_h": "adaptor2.dense_4h_to_h",
         "model.final_layernorm": f"{stack}final_layernorm",
         "model.lm_head": f"{root}output_layer",
     }
-    return whole_names(f"{stack}layers.{{layer}}.", names)
 
 
 def _stack(facts: Facts) -> str:
@@ -271,38 +266,25 @@ GPT_MEGATRON_MAPPINGS = tuple(
 
 CORE_LAYER = "model.decoder.layers.{layer}."
 CORE_WTE = "model.embedding.word_embeddings.weight"
-# Megatron Bridge's Gemma 2 and 3.
-_OUTPUT_NORM = "post_layernorm"
 CORE_HEAD = "model.output_layer.weight"
 
 
-def core_names(facts: Facts) -> Fields:
-    """Return the modules of a layout and of megatron-core, whose norms may be fused.
+def core_names(facts: Facts, shown: Mapping[str, int] = MappingProxyType({})) -> Fields:
+    """Return the modules of a layout and of megatron-core, whose norms may be fused with others.
 
-    Transformer Engine's fused modules keep `layer_norm_weight` and `layer_norm_bias` inside.
+    `shown` has the layer that shows it of a norm, if not the first.
     """
-    qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
-    # A checkpoint to write, which has no tensors yet, has those of Transformer Engine.
-    norm = f"{CORE_LAYER}{qkv}.layer_norm_weight".format(layer=0)
-    is_latent = facts.config.get("multi_latent_attention")
-    fused = facts.has(norm) if facts.reader.tensors else not is_latent
-    names = {
-        "model.wte": "model.embedding.word_embeddings",
-        "model.wpe": "model.embedding.position_embeddings",
-        "input_layernorm": f"{qkv}.layer_norm_" if fused else "input_layernorm",
-        **dict.fromkeys(("attention.query_key_value", *QUERY_KEY_VALUE), qkv),
-        "attention.query_norm": "self_attention.q_layernorm",
-        "attention.key_norm": "self_attention.k_layernorm",
-        "attention.dense": "self_attention.linear_proj",
-        "attention_output_layernorm": f"self_attention.linear_proj.{_OUTPUT_NORM}",
-        "post_attention_layernorm": f"{fc1}.layer_norm_" if fused else "pre_mlp_layernorm",
-        "mlp.dense_h_to_4h": fc1,
-        **({"mlp.dense_h_to_4h_2": fc1} if core_traits(facts).gated else {}),
-        "mlp.dense_4h_to_h": "mlp.linear_fc2",
-        "mlp_output_layernorm": f"mlp.linear_fc2.{_OUTPUT_NORM}",
-        "model.final_layernorm": "model.decoder.final_layernorm",
-        "model.lm_head": "model.output_layer",
+    table, traits = known_names(), core_traits(facts)
+    names = {**table["core"], **({} if traits.gated else table["core_plain"])}
+    # A checkpoint to write, which has no tensors yet, has the modules of Transformer Engine.
+    written = {
+        "input_layernorm": facts.config.get("multi_latent_attention"),
+        "post_attention_layernorm": traits.expert_num > 1,  # which the router reads too
     }
+    for ours, theirs in table["core_norms"].items():
+        key = f"{CORE_LAYER}{theirs}.weight".format(layer=shown.get(ours, 0))
+        if facts.has(key) if facts.reader.tensors else written.get(ours):
+            names[ours] = theirs
     return whole_names(CORE_LAYER, names)
 
 

@@ -150,9 +150,8 @@ class HuggingFaceDecoder:
     # For tensors that have none by their names, or another one.
     sources: SourcesOf = lambda *_: {}
     # Further fields, from the settings and the values read before, and the way back.
-    read: Callable[[Settings, Fields], Table] = lambda *_: {}
-    written: Callable[[Any], Table] = lambda _: {}
-    traits: Sequence[Trait] = ()  # more of both
+    traits: Sequence[Trait] = ()
+    constants: Table = field(default_factory=dict)  # settings that other programs read
     heads: tuple[str, ...] = ("lm_head.weight",)  # the first stored one counts
     is_tied: bool = False  # the library's default of tie_word_embeddings
     stores_head: bool = False  # whether a folder holds the head of a tied model too
@@ -186,8 +185,8 @@ class HuggingFaceDecoder:
         values |= {
             name: value(values) if callable(value) else value for name, value in self.fixed.items()
         }
-        for read in (self.read, *(trait.read for trait in self.traits)):
-            values |= read(settings, values)
+        for trait in self.traits:
+            values |= trait.read(settings, values)
         values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
         if not self.stores_head:
             tied = settings.flag("tie_word_embeddings", default=self.is_tied)
@@ -224,7 +223,7 @@ class HuggingFaceDecoder:
                 "eos_token_id": config.end_id,
                 "tie_word_embeddings": is_tied if self.stores_head else config.tie_word_embeddings,
                 **self.written_derived(config),
-                **self.written(config),
+                **self.constants,
                 **{
                     name: value
                     for trait in self.traits

@@ -1,6 +1,9 @@
 """The tensors of a decoder in a source: its modules, by those of the layout."""
 
+import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
 
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import Layout
@@ -18,6 +21,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from foundations.files.json_content import Fields
+from foundations.files.yaml_content import read_own_table
 
 # Modules of the layout and of a source; of a fused projection, those of its three parts.
 Names = Mapping[str, str | tuple[str, str, str]]
@@ -29,30 +33,26 @@ _VOCABULARY = ("model.wte", "model.lm_head")
 _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router", LAYER + "mlp.shared.gate")
 
 
-def fused_layer(attention: str = "attention") -> dict[str, str]:
-    """Return the modules of a layer in Megatron's words; `attention` is that module's name."""
-    return {
-        "input_layernorm": "input_layernorm",
-        "attention.query_key_value": f"{attention}.query_key_value",
-        "attention.dense": f"{attention}.dense",
-        "post_attention_layernorm": "post_attention_layernorm",
-        "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
-    }
+@functools.cache
+def known_names() -> Mapping[str, Any]:
+    """Return the modules of a layout and of a source, by the source's name in the table of them."""
+    path = Path(__file__).with_name("module_names.yaml")
+    return cast(Mapping[str, Any], read_own_table(path))
 
 
-def whole_names(layer: str, names: Names) -> Fields:
+def whole_names(layer: str, names: Names, ours: str = LAYER) -> Fields:
     """Return names of modules as complete patterns, without empty ones.
 
-    Those of the layout that do not begin with "model." are in a layer, which the source calls so.
+    Those of the layout that do not begin with "model." are in a layer, which is `ours` in the
+    layout, and which the source calls so.
     """
-    outside: Fields = {ours: theirs for ours, theirs in names.items() if ours.startswith("model.")}
+    outside: Fields = {name: theirs for name, theirs in names.items() if name.startswith("model.")}
     return outside | {
-        LAYER + ours: layer + theirs
+        ours + name: layer + theirs
         if isinstance(theirs, str)
         else tuple(layer + part for part in theirs)
-        for ours, theirs in names.items()
-        if theirs and ours not in outside
+        for name, theirs in names.items()
+        if theirs and name not in outside
     }
 
 

@@ -7,7 +7,10 @@ lists task_templates, the weights hold one table per task.
 import re
 from collections.abc import Mapping, Sequence
 
-from export_scripts.checkpoints.base import CheckpointReader, Pieces
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    Tensors,
+)
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.errors import CheckpointMismatchError, refuse
@@ -36,7 +39,7 @@ def added_tensors(
     prompts: Sequence[CheckpointReader],
     ia3: Sequence[CheckpointReader],
     adapters: Sequence[CheckpointReader],
-) -> dict[str, Pieces]:
+) -> Tensors:
     """Return the tensors of added archives, by the names that source mappings use for them.
 
     Those are "prompt:<task>" for a prompt table, "prompt.<number>:<key>" for what else is next to
@@ -46,7 +49,7 @@ def added_tensors(
     Raises:
         CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.
     """
-    tensors: dict[str, Pieces] = {}
+    tensors: Tensors = {}
     for number, archive in enumerate(prompts):
         for key in archive.tensors:
             match = _TABLE.search(key)

@@ -9,9 +9,9 @@ from typing import Any
 from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
+    Files,
     Piece,
-    Pieces,
-    Region,
+    Tensors,
     same_values,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
@@ -35,14 +35,14 @@ class Facts:
     weight_data_type: str  # likewise
     given: Mapping[str, str] = field(default_factory=dict)  # config values that the user states
     # Files that will lie in the folder, by their names there.
-    tokenizer: Mapping[str, Region] = field(default_factory=dict)
+    tokenizer: Files = field(default_factory=dict)
     prompts: tuple[CheckpointReader, ...] = ()  # opened archives of prompt learning, in order
     ia3: tuple[CheckpointReader, ...] = ()  # of IA3
     ia3_in_place: bool = False  # multiply IA3 scalers into the weights instead of storing them
     adapters: tuple[CheckpointReader, ...] = ()
     activation_ranges: Table | None = None  # of inputs and outputs, for static int8
     # Tensors of the added archives, by the names source mappings use for them.
-    extra: Mapping[str, Pieces] = field(default_factory=dict)
+    extra: Tensors = field(default_factory=dict)
     prefix: str = ""  # of keys, which a source may leave out
     maps: FileMaps = field(default_factory=FileMaps)
 

@@ -15,7 +15,12 @@ from export_scripts.families.mapping.megatron_traits import (
     nemo_activation,
     nemo_fuses_activation,
 )
-from export_scripts.families.mapping.names import completed, named_sources
+from export_scripts.families.mapping.names import (
+    completed,
+    known_names,
+    named_sources,
+    whole_names,
+)
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -27,9 +32,7 @@ from export_scripts.families.mapping.sources import (
 from export_scripts.families.mapping.tensors import constant
 from export_scripts.families.t5.layout import (
     CROSS,
-    DECODER,
     DECODER_SELF,
-    ENCODER,
     ENCODER_SELF,
     FT_MAX_DISTANCE,
     FT_NORM_EPS,
@@ -41,6 +44,7 @@ from export_scripts.families.t5.layout import (
     t5_warnings,
 )
 from export_scripts.families.t5.tuning import (
+    BLOCKS,
     adapter_sources,
     ia3_in_place,
     ia3_sources,
@@ -189,11 +193,6 @@ _HEAD = _ROOT + "tokens_head.weight"
 _HEAD_BIAS = _ROOT + "tokens_head.bias"
 _GATE = "*.mlp.dense_h_to_4h_2.weight"
 
-_E = _ROOT + "enc_dec_model.encoder.model."
-_D = _ROOT + "enc_dec_model.decoder.model."
-_ELAYER = _E + "layers.{encoder_layer}."
-_DLAYER = _D + "layers.{decoder_layer}."
-
 # The decoder's copies of tables that FT stores once.
 _COPIES = {
     _ROOT + "decoder_embedding.word_embeddings.weight": _EMBEDDING,
@@ -266,56 +265,28 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     return start, end, pad
 
 
-_QKV, _KEY_VALUE = "self_attention.query_key_value", "inter_attention.key_value"
 _RELATIVE = _ROOT + "{side}_relative_position_embedding.relative_position_embedding.weight"
 
-# Modules of a layer in the layout and in NeMo whose tensors are transposed or copied; {mlp} is the
-# number of the MLP's part of the layer.
-_LAYER_NAMES = {
-    "layer.0.layer_norm": "input_layernorm",
-    "layer.0.SelfAttention.o": "self_attention.dense",
-    "layer.1.layer_norm": "post_attention_layernorm",
-    "layer.{mlp}.DenseReluDense.wi": "mlp.dense_h_to_4h",
-    "layer.{mlp}.DenseReluDense.wi2": "mlp.dense_h_to_4h_2",
-    "layer.{mlp}.DenseReluDense.wo": "mlp.dense_4h_to_h",
-}
-_NAMES = {
-    "encoder.final_layer_norm": _E + "final_layernorm",
-    "decoder.final_layer_norm": _D + "final_layernorm",
-    CROSS + ".o": _DLAYER + "inter_attention.dense",
-    DECODER + "layer.2.layer_norm": _DLAYER + "post_inter_attention_layernorm",
-    **{
-        ours + name.replace("{mlp}", mlp): theirs + module
-        for ours, theirs, mlp in ((ENCODER, _ELAYER, "1"), (DECODER, _DLAYER, "2"))
-        for name, module in _LAYER_NAMES.items()
-    },
-}
 
-
-def _attention(order: str) -> Sources:
-    # Module of the layout -> module of NeMo, its parts, and the one to take of them.
-    parts: dict[str, tuple[str, int, int | None]] = {
-        f"{ENCODER_SELF}.q": (_ELAYER + _QKV, 3, 0),
-        f"{ENCODER_SELF}.k": (_ELAYER + _QKV, 3, 1),
-        f"{ENCODER_SELF}.v": (_ELAYER + _QKV, 3, 2),
-        f"{DECODER_SELF}.qkv": (_DLAYER + _QKV, 3, None),
-        f"{CROSS}.q": (_DLAYER + "inter_attention.query", 1, 0),
-        f"{CROSS}.k": (_DLAYER + _KEY_VALUE, 2, 0),
-        f"{CROSS}.v": (_DLAYER + _KEY_VALUE, 2, 1),
-    }
-    return {
-        **{
-            f"{ours}.{kind}": split_qkv(
-                f"{theirs}.{kind}", order, parts=count, select=select, head_size="d_kv"
+def _stacks(order: str) -> Sources:
+    """Return the sources of the layers of both stacks, whose fused projections have an order."""
+    known = known_names()
+    names: Fields = {}
+    table: Sources = {}
+    for side, ours in BLOCKS.items():
+        root = f"{_ROOT}enc_dec_model.{side}.model."
+        layer = f"{root}layers.{{{side}_layer}}."
+        names |= whole_names(layer, known[f"nemo_t5_{side}"], ours)
+        names[f"{side}.final_layer_norm"] = f"{root}final_layernorm"
+        table |= {
+            f"{ours}{module}.{kind}": split_qkv(
+                f"{layer}{theirs}.{kind}", order, parts=count, select=select, head_size="d_kv"
             )
-            for ours, (theirs, count, select) in parts.items()
+            for module, (theirs, count, select) in known[f"nemo_t5_{side}_attention"].items()
             for kind in ("weight", "bias")
-        },
-        **{
-            RELATIVE_BIAS.format(side=side): transposed(_RELATIVE.format(side=side))
-            for side in ("encoder", "decoder")
-        },
-    }
+        }
+        table[RELATIVE_BIAS.format(side=side)] = transposed(_RELATIVE.format(side=side))
+    return {**named_sources(names, LAYOUT), **table}
 
 
 def _weights(facts: Facts, _: T5Config) -> Sources:
@@ -323,9 +294,8 @@ def _weights(facts: Facts, _: T5Config) -> Sources:
     table: Sources = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
-        **named_sources(_NAMES, LAYOUT),
         # In a legacy model all heads of a part follow each other, else the parts of a head.
-        **_attention("knd" if traits.encoder.source.get("megatron_legacy") else "nkd"),
+        **_stacks("knd" if traits.encoder.source.get("megatron_legacy") else "nkd"),
         # Decided once for the whole model, not per stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),

@@ -76,16 +76,17 @@ def tuning_reasons(facts: Facts) -> list[str]:
     ]
 
 
-_BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
+# Layers of each stack in the layout.
+BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
 _PLACES = {"1": "after_attention_adapter", "2": "after_ffn_adapter"}
 
 
 def adapter_sources(facts: Facts) -> Sources:
     """Return the sources of the adapters of both stacks (empty without an archive)."""
     sources: Sources = {}
-    for side, number in itertools.product(_BLOCKS, _PLACES if facts.adapters else ()):
+    for side, number in itertools.product(BLOCKS, _PLACES if facts.adapters else ()):
         stem = f"adapter.0:{_ADAPTERS[side]}adapter_{number}.module."
-        name = f"{_BLOCKS[side]}{_PLACES[number]}."
+        name = f"{BLOCKS[side]}{_PLACES[number]}."
         sources |= {
             f"{name}layer_norm.weight": Copy(f"{stem}0.weight"),
             f"{name}layer_norm.bias": Copy(f"{stem}0.bias"),
@@ -115,7 +116,7 @@ _SCALED = {
 def ia3_sources(facts: Facts) -> Sources:
     """Return the sources of the stored scalers of both stacks, one row per task."""
     return {
-        f"{_BLOCKS[side]}{name}.ia3.weight": Compute(lambda _, *rows: stacked(rows, 0), keys)
+        f"{BLOCKS[side]}{name}.ia3.weight": Compute(lambda _, *rows: stacked(rows, 0), keys)
         for side, names in _SCALED.items()
         for name, kind in names.items()
         for keys in [tuple(_scaler(task, side, kind) for task in range(len(facts.ia3)))]
@@ -130,7 +131,7 @@ def ia3_in_place(table: Sources) -> None:
     """
     for side, names in _SCALED.items():
         for name, kind in names.items():
-            stem, key = _BLOCKS[side] + name, _scaler(0, side, kind)
+            stem, key = BLOCKS[side] + name, _scaler(0, side, kind)
             if kind == "mlp":
                 # Factors are (d_ff, 1).
                 scale(table, f"{stem}.wo.weight", lambda _, each: float32(each)[:, None], key)
