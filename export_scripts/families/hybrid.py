@@ -46,7 +46,7 @@ from export_scripts.families.mixture import (
     MixtureConfig,
     balancing_reasons,
     best_of_groups,
-    core_routing,
+    core_experts,
     core_warnings,
 )
 from foundations.files.json_content import Fields
@@ -304,18 +304,13 @@ def _core_config(facts: Facts) -> HybridConfig:
         has_latent = traits.source.get("moe_latent_size") is not None
         return _of_layers(
             {
-                **core_routing(traits),
+                **core_experts(traits),
                 "model_name": "hybrid",
                 "pattern": traits.source[_PATTERN],
                 "tie_word_embeddings": False,
                 "rotary_embedding": 0,
                 "dense_inter_size": traits.inter_size,
-                "inter_size": settings.integer("moe_ffn_hidden_size", default=traits.inter_size),
-                "expert_num": traits.expert_num,
                 "expert_latent": settings.integer("moe_latent_size") if has_latent else None,
-                "shared_inter_size": settings.natural(
-                    "moe_shared_expert_intermediate_size", default=0
-                ),
                 "mamba_head_num": settings.integer(
                     "mamba_num_heads", default=2 * traits.hidden // size
                 ),

@@ -35,8 +35,6 @@ from export_scripts.families.mapping.sources import (
     Nesting,
     Rows,
     Sources,
-    half,
-    transposed,
 )
 from foundations.files.json_content import Fields, Table
 
@@ -171,17 +169,6 @@ def _gpt_oss_sources(*_: Any) -> Sources:
         for kind, end in ends.items()
     }
     return {name: Copy(key) for name, key in keys.items()}
-
-
-def _granite_sources(*_: Any) -> Sources:
-    """Return the sources of experts that lie in one tensor, the halves of each gate in a row."""
-    root = f"{LAYER}block_sparse_moe."
-    gate, down = (f"{root}{name}_linear.weight{ENTRY}{{expert}}" for name in ("input", "output"))
-    return {
-        f"{LAYER}{EXPERT}dense_h_to_4h.weight": half(gate, 0),
-        f"{LAYER}{EXPERT}dense_h_to_4h_2.weight": half(gate, 1),
-        f"{LAYER}{EXPERT}dense_4h_to_h.weight": transposed(down, cut=1),
-    }
 
 
 def _dense(settings: Settings, values: Fields, layers: Iterable[int]) -> Fields:
@@ -343,7 +330,6 @@ TRAITS = {
 }
 FUNCTIONS = {
     "gpt_oss": _gpt_oss_sources,
-    "granite": _granite_sources,
     "gpt_oss_gate": lambda _, config: _gate_warnings(config),
     "ernie": lambda *_: {
         f"{LAYER}{CORRECTION}.bias": Flat(
@@ -392,8 +378,8 @@ def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
     return ()
 
 
-def core_routing(traits: MegatronTraits) -> Fields:
-    """Return how experts are chosen and weighed.
+def core_experts(traits: MegatronTraits) -> Fields:
+    """Return the sizes of experts, and how they are chosen and weighed.
 
     megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
     """
@@ -409,6 +395,9 @@ def core_routing(traits: MegatronTraits) -> Fields:
         number = settings.integer("moe_router_num_groups")
         groups = {"group_num": number, "group_topk": best, "group_score": per_token // best}
     return {
+        "inter_size": settings.integer("moe_ffn_hidden_size", default=traits.inter_size),
+        "expert_num": traits.expert_num,
+        "shared_inter_size": settings.natural("moe_shared_expert_intermediate_size", default=0),
         "experts_per_token": per_token,
         "normalized_routing": not source.get("moe_router_pre_softmax")
         if is_softmax
@@ -477,8 +466,7 @@ def _core_config(facts: Facts) -> MixtureConfig:
     def own(traits: MegatronTraits) -> Fields:
         settings = traits.settings
         dense = _core_dense_layers(traits)
-        size = "moe_shared_expert_intermediate_size"
-        shared = settings.integer(size, default=0, least=0)
+        experts = core_experts(traits)
         first = next((n for n in range(traits.num_layer) if n not in dense), 0)
         gate = f"{CORE_LAYER}mlp.shared_experts.gate_weight".format(layer=first)
         return {
@@ -489,14 +477,11 @@ def _core_config(facts: Facts) -> MixtureConfig:
             "gate_alpha": _QUICK_GELU if traits.activation == "quick_gelu" else 1.0,
             "gate_offset": core.number(settings, "glu_linear_offset") or 0.0,
             "gate_limit": core.number(settings, "activation_func_clamp_value"),
-            "inter_size": settings.integer("moe_ffn_hidden_size", default=traits.inter_size),
-            "expert_num": traits.expert_num,
             "dense_layers": dense,
             "dense_inter_size": traits.inter_size if dense else 0,
-            "shared_inter_size": shared,
-            "has_shared_gate": bool(shared and traits.source.get("moe_shared_expert_gate"))
-            or facts.has(gate),
-            **core_routing(traits),
+            "has_shared_gate": facts.has(gate)
+            or bool(experts["shared_inter_size"] and traits.source.get("moe_shared_expert_gate")),
+            **experts,
             **_core_latent(traits),
         }
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import Layout
-from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.source_mapping import ENTRY, Facts
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Constant,
@@ -73,7 +73,7 @@ def named_sources(
     Args:
         names: Modules of the layout and of the source, as complete patterns. Two halves of an MLP
             of one name are the halves of one tensor; a name that ends in "_" is a part of the
-            tensor's own.
+            tensor's own, and one with an `ENTRY` that of a tensor which holds several.
         layout: The layout.
         rows: How the rows of separate queries, keys and values are nested, as `attention_heads`
             calls it.
@@ -100,7 +100,8 @@ def named_sources(
             q, k, v = (f"{part}.{kind}" for part in theirs)
             out[spec.name] = StackQKV((q, k, v))
             continue
-        key = f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}"
+        name, entry, number = theirs.partition(ENTRY)
+        key = f"{name}{'' if name.endswith('_') else '.'}{kind}{entry}{number}"
         if bare == "attention.query_key_value":
             out[spec.name] = Copy(key, blocks=3) if in_out else split_qkv(key, order)
         elif bare in QUERY_KEY_VALUE:
