@@ -37,6 +37,7 @@ options
   --help KEY ...           what a key means, or every key of a section such as deploy.openai
   --help all               every key, with its meaning, and the files to choose from
   --cfg job                the configuration
+  --multirun key=1,2       one run for each value
   --config-dir DIR         look for further configuration files here
   --config-path FOLDER --config-name FILE    another root; a saved *_config.yaml repeats its run
   --version                this project's version

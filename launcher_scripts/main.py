@@ -103,6 +103,11 @@ def _run(words: Sequence[str]) -> int:
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
     compose = functools.partial(compose_config, place=arguments.root)
+    if arguments.multirun and not arguments.shows:
+        from launcher_scripts.sweep import compositions_of_sweep
+
+        found, problems = compositions_of_sweep(arguments.overrides, compose)
+        return _start(found, words, console, [*arguments.problems, *problems])
     composition = compose(arguments.overrides)
     problems = [*arguments.problems, *composition.problems]
     if (config := composition.config) is None:

@@ -1,4 +1,4 @@
-"""The runs of one command: one, or the rows of `action=upgrade`.
+"""The runs of one command: one, the rows of `action=upgrade`, or the combinations of a sweep.
 
 All of them are checked before the first starts.
 """

@@ -19,6 +19,7 @@ _OPTIONS = (
     ("-cd", "--config-dir", True),
     ("-c", "--cfg", True),
     ("-h", "--help", False),
+    ("-m", "--multirun", False),
     ("", "--resolve", False),  # --cfg always resolves
 )
 _CLUSTER = ("cluster", "cluster_type")
@@ -40,6 +41,7 @@ class Arguments:
     overrides: tuple[str, ...]
     root: ConfigRoot
     problems: tuple[str, ...] = ()
+    multirun: bool = False
     wants_help: bool = False
     shows: bool = False
 
@@ -94,6 +96,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         overrides=tuple(overrides),
         root=root,
         problems=(*problems, *more),
+        multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         shows=known.cfg is not None,
     )

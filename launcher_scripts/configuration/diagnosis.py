@@ -88,8 +88,8 @@ def check_override(override: Override) -> str | None:
         return unknown_key(word, name)
     if override.is_sweep_override():
         is_list = is_entry or (name in KEYS and KEYS[name].is_list)
-        remedy = f"a list is written '{key}=[{value}]'" if is_list else "run the command for each"
-        return f"{word} lists alternatives; {remedy}."
+        remedy = f"; a list is written '{key}=[{value}]'" if is_list else ""
+        return f"{word} lists alternatives, which needs --multirun{remedy}."
     if is_entry:
         return None
     if override.is_delete():

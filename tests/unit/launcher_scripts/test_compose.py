@@ -155,7 +155,7 @@ def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries:
 
 def test_alternatives_are_refused_with_the_remedy() -> None:
     text = problem("export.model.tensor_model_parallel_size=1,2")
-    assert text.endswith("=1,2 lists alternatives; run the command for each.")
+    assert text.endswith("=1,2 lists alternatives, which needs --multirun.")
     assert "; a list is written 'stages=[convert,export]'" in problem("stages=convert,export")
 
 
