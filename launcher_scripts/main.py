@@ -32,7 +32,7 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
 
 from foundations import __version__  # noqa: E402
 from foundations.files.disk import full_disk  # noqa: E402
-from launcher_scripts.configuration.arguments import read_arguments  # noqa: E402
+from launcher_scripts.configuration.arguments import Arguments, read_arguments  # noqa: E402
 from launcher_scripts.configuration.compose import (  # noqa: E402
     Composition,
     compose_config,
@@ -129,22 +129,32 @@ def _run(words: Sequence[str]) -> int:
     if (other := _other_replica(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    start, found = None, {"": composition}
     if config.action == "upgrade":
-        from launcher_scripts.upgrade import (
-            command_lines_of_rows,
-            problems_of_upgrade,
-            run_and_decide,
-            wait_for_rows,
-        )
+        return _upgrade(config, words, console, arguments, problems)
+    return _start({"": composition}, words, console, arguments.problems)
 
-        if wrong := problems_of_upgrade(config, arguments.overrides):
-            return _report([*problems, *wrong])
-        if config.wait and not (config.is_dry_run or problems):
-            wait_for_rows(config, console)
-        rows = command_lines_of_rows(config, arguments.overrides)
-        found = {name: compose(each) for name, each in rows.items()}
-        start = functools.partial(run_and_decide, config)
+
+def _upgrade(
+    config: Config,
+    words: Sequence[str],
+    console: Console,
+    arguments: Arguments,
+    problems: Sequence[str],
+) -> int:
+    from launcher_scripts.upgrade import (
+        command_lines_of_rows,
+        problems_of_upgrade,
+        run_and_decide,
+        wait_for_rows,
+    )
+
+    if wrong := problems_of_upgrade(config, arguments.overrides):
+        return _report([*problems, *wrong])
+    if config.wait and not (config.is_dry_run or problems):
+        wait_for_rows(config, console)
+    rows = command_lines_of_rows(config, arguments.overrides)
+    found = {name: compose_config(each, arguments.root) for name, each in rows.items()}
+    start = functools.partial(run_and_decide, config)
     return _start(found, words, console, arguments.problems, start)
 
 
