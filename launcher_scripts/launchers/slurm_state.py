@@ -238,7 +238,9 @@ def _stranger(job_id: str, script: str, folder: Path) -> str:
     if place.name != SUBMITIT_NAME:
         return f"Slurm has given the id {job_id} to another job ({script}); this one is forgotten"
     # The folder may have been moved.
-    return f"{folder} is a copy of {place.parent}, to which job {job_id} belongs" * place.is_dir()
+    if not place.is_dir():
+        return ""
+    return f"{folder} is a copy of {place.parent}, to which job {job_id} belongs"
 
 
 def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:

@@ -553,7 +553,7 @@ def test_help_fits_on_a_screen_and_help_all_has_every_key(
     shown = "\n".join(long[len(short) :])
     leaves = {key.name.rpartition(".")[2] for key in KEYS.values()}
     assert [leaf for leaf in leaves if not re.search(rf"^    {leaf}\b", shown, re.MULTILINE)] == []
-    assert "[ClusterIP, NodePort, LoadBalancer]" in shown  # as they are written
+    assert "[Recreate, RollingUpdate]" in shown  # as they are written
 
 
 def test_first_call_without_arguments_says_what_to_type(
