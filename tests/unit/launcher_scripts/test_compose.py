@@ -153,6 +153,16 @@ def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries:
     assert not compose(f"{key}=[{entries}]").problems
 
 
+def test_fraction_for_a_whole_number_is_refused() -> None:
+    """Folders are named by references to the text, which is another than that of 2."""
+    assert "=2.0: expected a whole number" in problem("export.model.tensor_model_parallel_size=2.0")
+
+
+def test_settings_of_hydra_are_refused_with_the_remedy() -> None:
+    for word in ("hydra.run.dir=/x", "hydra/launcher=basic"):
+        assert "--config-dir adds a folder of files" in problem(word)
+
+
 def test_alternatives_are_refused_with_the_remedy() -> None:
     text = problem("export.model.tensor_model_parallel_size=1,2")
     assert text.endswith("=1,2 lists alternatives, which needs --multirun.")

@@ -575,3 +575,11 @@ def test_the_best_is_the_better_by_the_first_figure_that_differs(
         each = state.watched[step] = Watched(step, "", state="evaluated", metrics=metrics)
         state.judge(each, is_sound=True)
     assert state.best == best
+
+
+def test_best_that_is_none_of_the_checkpoints_is_forgotten(tmp_path: Path) -> None:
+    saved = {"run": str(tmp_path), "best": 5, "watched": [], "held": {}}
+    (tmp_path / "watch.json").write_text(json.dumps(saved))
+    state = WatchState(WatchSection(str(tmp_path)), tmp_path)
+    state.read()
+    assert state.the_best is None
