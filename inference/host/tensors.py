@@ -33,8 +33,6 @@ def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, na
             f"input byte size mismatch for input {name}. Expected {count * _SIZES[datatype]}, got "
             f"{len(raw)}"
         )
-    if datatype == "BOOL":  # any byte but 0 is true; numpy's own bools are 0 or 1
-        return np.frombuffer(raw, np.uint8).astype(np.bool_).reshape(shape)
     if datatype == "BF16":  # the upper half of an FP32
         return (
             (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
