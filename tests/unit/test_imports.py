@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -322,7 +323,10 @@ def imported_modules(path: Path) -> Iterator[str]:
         yield from filter(None, found)
 
 
-IMPORTS = {name: set(imported_modules(path)) - {name} for name, path in MODULES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    """Return the project's modules that each of them imports."""
+    return {name: set(imported_modules(path)) - {name} for name, path in MODULES.items()}
 
 
 def folder_of(module: str) -> str:
@@ -345,7 +349,7 @@ def test_the_map_is_drawn_from_the_ground_up() -> None:
 def test_imports_follow_the_map() -> None:
     found = {
         (folder_of(name), folder_of(other)): f"{name} imports {other}"
-        for name, others in IMPORTS.items()
+        for name, others in imports().items()
         for other in others
         if folder_of(name) != folder_of(other)
     }
@@ -356,7 +360,7 @@ def test_imports_follow_the_map() -> None:
 
 
 def test_no_circle_of_modules() -> None:
-    left = {name: set(others) for name, others in IMPORTS.items()}
+    left = {name: set(others) for name, others in imports().items()}
     # Without those that import none of the rest, what stays is circles and what leads to them.
     while free := {name for name, others in left.items() if not others}:
         left = {name: others - free for name, others in left.items() if name not in free}

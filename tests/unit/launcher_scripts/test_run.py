@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import yaml
 from launcher_scripts import actions
 from launcher_scripts.actions import problem_of_live_job, read_job
 from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import execute
 from launcher_scripts.job_folder import prepare_submission
@@ -33,6 +35,7 @@ from stages import record
 from stages.base import Stage
 from stages.progress import Progress
 from stages.record import read_record, write_record
+from tests.conftest import present
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
     ServeStage,
@@ -44,15 +47,17 @@ from tests.unit.launcher_scripts.toy_stages import (
 from tests.waiting import lives, until
 
 HERE = Path(__file__).parent
-CONFIG = compose_config(
-    [f"+env_vars.PYTHONPATH={HERE}", '+env_vars.GREETING="it\'s a $test"']
-).config
+
+
+@cache
+def composed() -> Config:
+    words = [f"+env_vars.PYTHONPATH={HERE}", '+env_vars.GREETING="it\'s a $test"']
+    return present(compose_config(words).config)
 
 
 def make_run(*stages: Stage, setup: Sequence[str] = ()) -> tuple[Run, io.StringIO]:
     shown = io.StringIO()
-    assert CONFIG is not None
-    config = replace(CONFIG, cluster=replace(CONFIG.cluster, setup=list(setup)))
+    config = replace(composed(), cluster=replace(composed().cluster, setup=list(setup)))
     jobs = {stage.name: Job(stage, config) for stage in stages}
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
     return Run(LocalLauncher(config), Console(shown), planned, jobs), shown

@@ -51,10 +51,15 @@ def processes_of(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "pp_size"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long)]
+    ("tp_size", "pp_size", "milestone"),
+    [
+        (1, 1, ""),
+        (2, 1, "loaded"),
+        pytest.param(2, 2, "prepared", marks=pytest.mark.long),
+    ],
 )
-def test_answers_after_an_exchange_are_those_of_a_new_engine(
-    tmp_path: Path, tp_size: int, pp_size: int
+def test_answers_after_an_exchange_are_those_of_a_new_engine_until_a_rank_is_killed_during_one(
+    tmp_path: Path, tp_size: int, pp_size: int, milestone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [write_gpt(tmp_path / f"{n}", tp_size=tp_size, seed=n) for n in range(2)]
     fresh = []
@@ -71,6 +76,19 @@ def test_answers_after_an_exchange_are_those_of_a_new_engine(
         assert engine.healthy() is None
         assert processes_of(engine) == processes
         assert len(processes) == tp_size * pp_size - 1
+        if not milestone:
+            return
+        meet = RankGroup._meet
+
+        def killing(ranks: RankGroup, done: str, problems: dict[int, str]) -> None:
+            if done == milestone:
+                os.kill(processes[0], signal.SIGKILL)
+            meet(ranks, done, problems)
+
+        monkeypatch.setattr(RankGroup, "_meet", killing)
+        with pytest.raises(EngineFailedError, match=r"rank 1: .*SIGKILL"):
+            engine.exchange(folders[0])
+        assert engine.healthy() is not None
 
 
 def test_requests_before_an_exchange_end_with_the_weights_that_they_began_with(
@@ -111,26 +129,6 @@ def test_weights_that_cannot_be_loaded_end_the_engine_with_the_reason(
             engine.exchange(folders[1])
         with pytest.raises(EngineFailedError, match="not finite"):
             engine.submit(request)
-
-
-@pytest.mark.parametrize("milestone", ["loaded", pytest.param("prepared", marks=pytest.mark.long)])
-def test_a_rank_that_is_killed_during_an_exchange_ends_the_engine(
-    tmp_path: Path, milestone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [write_gpt(tmp_path / f"{n}", tp_size=2, seed=n) for n in range(2)]
-    meet = RankGroup._meet
-    with serving(folders[0], tp_size=2) as engine:
-        (process,) = processes_of(engine)
-
-        def killing(ranks: RankGroup, done: str, problems: dict[int, str]) -> None:
-            if done == milestone:
-                os.kill(process, signal.SIGKILL)
-            meet(ranks, done, problems)
-
-        monkeypatch.setattr(RankGroup, "_meet", killing)
-        with pytest.raises(EngineFailedError, match=r"rank 1: .*SIGKILL"):
-            engine.exchange(folders[1])
-        assert engine.healthy() is not None
 
 
 def test_an_engine_that_is_stopped_before_an_exchange_begins_says_so(

@@ -26,7 +26,7 @@ class Scripted(EngineModel):
         if "refuse" in arguments.parameters:
             raise ValueError("its weights are \udcff none")
         self.host, self.parameters, self.running = host, arguments.parameters, set()
-        self.engine = SimpleNamespace(steps=7)  # type: ignore[assignment]
+        self.engine = SimpleNamespace(steps=0)  # type: ignore[assignment]
         self.metrics = ModelMetrics("m", ONLY, EngineLoad, {})
         host.show(self.metrics)
 
@@ -53,6 +53,7 @@ class Scripted(EngineModel):
         if does == "tensors":
             import torch  # takes time
 
+            self.engine.steps = 7
             steps = [{"half": torch.ones(2, dtype=torch.bfloat16), "whole": torch.arange(2)}]
             steps.append(
                 {"text": np.array([b"a"], object), "said": np.array([len(self.parameters)])}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tests.unit.inference.host.engine_models import Scripted
 
 LIMIT_S = 60.0
 Use = Callable[[EngineProcess, list[str]], Coroutine[Any, Any, None]]
+Shared = Callable[[Use], None]
 
 
 def asked(does: str, **more: Any) -> InferRequest:
@@ -36,24 +38,40 @@ async def answers(engine: EngineProcess, request: InferRequest, **more: Any) -> 
     return found
 
 
-def with_engine(use: Use, **parameters: str) -> None:
-    """Run `use` with a loaded engine, and the reasons for which it is lost."""
+@asynccontextmanager
+async def loaded(**parameters: str) -> AsyncIterator[tuple[EngineProcess, list[str]]]:
+    """Yield a loaded engine, and the reasons for which it is lost."""
     given = {key: {"string_value": value} for key, value in parameters.items()}
-    arguments = ModelArguments({"name": "m", "parameters": given}, "/there/m")
+    lost: list[str] = []
+    engine = EngineProcess(Path("/there/m"), lost.append)
+    try:
+        await engine.load(Scripted, ModelArguments({"name": "m", "parameters": given}, "/there/m"))
+        yield engine, lost
+    finally:
+        await engine.close()
+
+
+def with_engine(use: Use, **parameters: str) -> None:
+    """Run `use` with an engine of its own."""
 
     async def main() -> None:
-        lost: list[str] = []
-        engine = EngineProcess(Path("/there/m"), lost.append)
-        try:
-            await engine.load(Scripted, arguments)
+        async with loaded(**parameters) as (engine, lost):
             await use(engine, lost)
-        finally:
-            await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
-def test_outputs_come_without_torch_and_tokens_as_they_grow() -> None:
+@pytest.fixture(scope="module")
+def with_shared() -> Iterator[Shared]:
+    """Return what runs its argument with an engine that the tests share."""
+    with asyncio.Runner() as runner:
+        context = loaded(a="b")
+        engine, lost = runner.run(context.__aenter__())
+        yield lambda use: runner.run(asyncio.wait_for(use(engine, lost), LIMIT_S))
+        runner.run(context.__aexit__(None, None, None))
+
+
+def test_outputs_come_without_torch_and_tokens_as_they_grow(with_shared: Shared) -> None:
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         (half, first), (text, last) = await answers(engine, asked("tensors"))
         assert (first, last, engine.steps) == (False, True, 7)
@@ -65,10 +83,10 @@ def test_outputs_come_without_torch_and_tokens_as_they_grow() -> None:
         assert found == {TOKENS: [[1, 3, 4], [2, 5, 6, 7]]}
         assert (final, waited, lost) == (True, [0.5], [])
 
-    with_engine(use, a="b")
+    with_shared(use)
 
 
-def test_steps_that_are_taken_at_once_are_the_tokens_so_far() -> None:
+def test_steps_that_are_taken_at_once_are_the_tokens_so_far(with_shared: Shared) -> None:
     async def use(engine: EngineProcess, _: list[str]) -> None:
         found = await answers(engine, asked("tokens"))
         states = [[[1], [2]], [[1, 3], [2]], [[1, 3, 4], [2, 5, 6]], [[1, 3, 4], [2, 5, 6, 7]]]
@@ -76,7 +94,7 @@ def test_steps_that_are_taken_at_once_are_the_tokens_so_far() -> None:
         assert seen == [each for each in states if each in seen]
         assert seen[-1] == states[-1]
 
-    with_engine(use)
+    with_shared(use)
 
 
 def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +118,7 @@ def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.Monk
     assert len(seen) <= 2
 
 
-def test_tensors_that_nobody_reads_are_not_made() -> None:
+def test_tensors_that_nobody_reads_are_not_made(with_shared: Shared) -> None:
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         responses = engine.infer(asked("flood"))
         steps = [int((await anext(responses))[0]["step"][0])]
@@ -111,14 +129,16 @@ def test_tensors_that_nobody_reads_are_not_made() -> None:
         assert steps == [*range(1000)]
         assert not lost
 
-    with_engine(use)
+    with_shared(use)
 
 
 @pytest.mark.parametrize(
     ("does", "answer"),
     [("refuse", ("too busy", "UNAVAILABLE")), ("fault", ("'a fault'", "INTERNAL"))],
 )
-def test_a_refusal_is_that_of_its_request_alone(does: str, answer: tuple[str, str]) -> None:
+def test_a_refusal_is_that_of_its_request_alone(
+    does: str, answer: tuple[str, str], with_shared: Shared
+) -> None:
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         other = asyncio.create_task(answers(engine, asked("tokens")))
         with pytest.raises(ModelError) as caught:
@@ -127,21 +147,25 @@ def test_a_refusal_is_that_of_its_request_alone(does: str, answer: tuple[str, st
         assert await other
         assert not lost
 
-    with_engine(use)
+    with_shared(use)
 
 
-def test_a_request_that_is_given_up_is_cancelled_there() -> None:
+def test_a_request_that_is_given_up_is_cancelled_there(with_shared: Shared) -> None:
     async def use(engine: EngineProcess, _: list[str]) -> None:
+        async def cancelled() -> float:
+            found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
+            return found["slipway_requests_total", "cancelled"]
+
+        before = await cancelled()
         asking = asyncio.create_task(answers(engine, asked("wait")))
         await asyncio.sleep(0)  # it is sent
         await answers(engine, asked("tokens"))  # and has begun
         asking.cancel()
         await asyncio.wait([asking])
-        found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
-        while not found["slipway_requests_total", "cancelled"]:
-            found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
+        while await cancelled() == before:
+            pass
 
-    with_engine(use)
+    with_shared(use)
 
 
 @pytest.mark.parametrize(
