@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, int, dict[str, str]]] = {
     ),
     "gptj": ("gptj_hf/tiny", 2, {"model_type": "GPT-J"}),
     # Before there was data_type; sizes came from here, not from config.ini.
-    "gptneox": (
+    "interactive": (
         "gptneox/parallel_residual",
         1,
         {"model_type": "GPT-NeoX", "is_half": "0", "max_seq_len": "64", "decoder_layers": "3"},
@@ -51,7 +51,6 @@ MODELS: dict[str, tuple[str, int, dict[str, str]]] = {
         1,
         {"model_type": "bert", "data_type": "fp16", "is_sparse": "0", "is_remove_padding": "1"},
     ),
-    "interactive": ("gpt_nemo/train_tp2_pp1_fp32", 1, {"model_type": "GPT"}),
 }
 
 
@@ -95,7 +94,7 @@ def _recorded(shared: Path, name: str) -> tuple[list[int], list[int]]:
     return recorded["prompt"], recorded["continuation"][:count]
 
 
-@pytest.mark.parametrize("name", ["fastertransformer", "gptj", "gptneox"])
+@pytest.mark.parametrize("name", ["fastertransformer", "gptj"])
 def test_generator_gives_the_recorded_tokens(shared: Path, client: TritonClient, name: str) -> None:
     prompt, expected = _recorded(shared, name)
     outputs = client.infer(name, tensors_of([prompt], len(expected)))
@@ -162,4 +161,4 @@ def test_parameters_that_do_nothing_here_are_logged(server: ModelServer) -> None
     assert (
         "fastertransformer: parameter enable_custom_all_reduce has no effect in this engine" in log
     )
-    assert "gptneox: parameter decoder_layers is unknown and has no effect" in log
+    assert "interactive: parameter decoder_layers is unknown and has no effect" in log

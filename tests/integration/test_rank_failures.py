@@ -47,7 +47,7 @@ def endless(engine: Engine) -> GenerationRequest:
     ("number", "message", "busy"),
     [(signal.SIGKILL, "SIGKILL", True), (signal.SIGSTOP, "has not answered", False)],
 )
-def test_a_failed_rank_is_noticed_and_nothing_is_left(
+def test_a_bad_request_costs_itself_alone_and_a_failed_rank_everything(
     ft_dir: Path, number: signal.Signals, message: str, busy: bool
 ) -> None:
     before = children()
@@ -55,6 +55,8 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
     engine.start()
     try:
         workers = list(children() - before)
+        assert len(workers) == 1
+        refuse_a_request(engine)
         future = engine.submit(endless(engine)) if busy else None
         time.sleep(0.2)
         os.kill(workers[0], number)
@@ -69,6 +71,18 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         until(lambda: not any(map(lives, workers)), "the end of the workers")
     finally:
         engine.stop()
+
+
+def refuse_a_request(engine: Engine) -> None:
+    """Have the engine refuse a request that cannot be decoded, and answer another one."""
+    penalty: Any = "hot"
+    options = SamplingParams(end_id=engine.limits.end_id, repetition_penalty=penalty)
+    row = SequenceRequest((1, 2, 3), 4, options, context_ids=(1, 2, 3))
+    with pytest.raises(ValueError, match="hot"):
+        engine.generate(GenerationRequest((row,), padded_len=3))
+    assert engine.healthy() is None
+    assert len(prompt_logits(engine, [1, 2, 3])) == 3
+    assert engine.load().running == 0
 
 
 def program(text: str) -> str:
@@ -153,24 +167,6 @@ time.sleep(600)
         assert len(workers) == 1
         rank_0.kill()
     until(lambda: not any(map(lives, workers)), "the end of the workers")
-
-
-def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
-    ft_dir: Path,
-) -> None:
-    before = children()
-    with Engine(ft_dir, Placement(tp_size=2, device="cpu")) as engine:
-        workers = list(children() - before)
-        assert len(workers) == 1
-        penalty: Any = "hot"
-        options = SamplingParams(end_id=engine.limits.end_id, repetition_penalty=penalty)
-        row = SequenceRequest((1, 2, 3), 4, options, context_ids=(1, 2, 3))
-        with pytest.raises(ValueError, match="hot"):
-            engine.generate(GenerationRequest((row,), padded_len=3))
-        assert engine.healthy() is None
-        assert len(prompt_logits(engine, [1, 2, 3])) == 3
-        assert engine.load().running == 0
-    assert not any(map(lives, workers))
 
 
 def test_every_rank_checks_the_folder(tmp_path: Path) -> None:

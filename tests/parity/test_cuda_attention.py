@@ -18,9 +18,11 @@ from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules, attention_bias
+from tests.parity.conftest import skip_without_gpu
 from tests.parity.flash_attention_operator import OPERATOR_INSTALLED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
+pytestmark = pytest.mark.gpu
+skip_without_gpu(can_interpret=True)
 
 SLOTS, MAX_LEN = 9, 400
 LAYER = 1  # of two

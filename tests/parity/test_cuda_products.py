@@ -12,20 +12,20 @@ import torch
 from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
 from inference.parallel.gemm import make_gated_gemm, make_gemm
 from inference.parallel.int8 import ScaledWeight, quantise
+from tests.parity.conftest import skip_without_gpu
 
 pytestmark = pytest.mark.gpu
+skip_without_gpu()
 
 FORMS = [PLAIN_GEMM, GemmOptions(int8=True), GemmOptions(fp8=True)]
 FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def _needs_cuda(request: pytest.FixtureRequest) -> None:
+def _needs_fp8(request: pytest.FixtureRequest) -> None:
     form = request.node.callspec.params.get("form")
     if form is None:
         return
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device is visible")
     if form.fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("the device has no FP8")
 

@@ -36,8 +36,8 @@ from tests.integration.triton_process import (
 pytestmark = pytest.mark.triton
 
 CLIENTS = 64
-SOAK_SECONDS = 6.0  # times 100 in `make soak`
-EXAMPLES = 3  # times 100 in `make soak`
+SOAK_SECONDS = 3.0  # times 100 in `make soak`
+EXAMPLES = 2  # times 100 in `make soak`
 # Allocators keep this much; one lost request of a kilobyte in a hundred would soon be more.
 GROWTH_BYTES = 64 << 20
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

@@ -8,6 +8,7 @@ own (tests/library_settings.py adds those of a new release).
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -70,13 +71,19 @@ def huggingface_table() -> Mapping[str, Mapping[str, KnownSetting]]:
     return found
 
 
+@functools.cache
+def _of_any_type() -> Mapping[str, KnownSetting]:
+    """Return the settings of all model types of transformers, as what other types have."""
+    names = itertools.chain.from_iterable(huggingface_table().values())
+    return dict.fromkeys(names, KnownSetting("none", ()))
+
+
 def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     """Return a reason for each setting of a config.json that may make the model another one.
 
     One that only models of other types have is none of this type: transformers passes over it.
     """
     table, kind = huggingface_table(), facts.config["model_type"]
-    others = {name: KnownSetting("none", ()) for settings in table.values() for name in settings}
     known = {**table["*"], **table[kind]}
     rotary = {name: facts.config.get(name) for name in _ROTARY_TABLES}
     unknown = {
@@ -85,7 +92,7 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
         if f"rope_parameters.{name.rpartition('.')[2]}" not in known
     }
     return {
-        **obstacles(facts.config, {**others, **known}, {"read", "none"}),
+        **obstacles(facts.config, {**_of_any_type(), **known}, {"read", "none"}),
         **obstacles(unknown, {}, set()),
     }
 
