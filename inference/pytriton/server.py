@@ -35,6 +35,7 @@ from inference.system.launch_environment import (
     read_launch_environment,
     rendezvous_address,
 )
+from inference.system.ports import port_problem
 from inference.system.private_folder import PrivateFolder
 
 _EPILOG = f"""
@@ -67,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ |= {RENDEZVOUS_VARIABLE: f"{host}:{port}", KEY_FILE_VARIABLE: str(key_file)}
     if place.rank > 0:
         return serve_rank()
+    if place.world_size > 1 and (problem := port_problem(host, port) or "").startswith("is in use"):
+        sys.stderr.write(f"error: port {port} of the rendezvous {problem}; choose another one\n")
+        return 1  # the rank that has it refuses the others
     logging.basicConfig(level=logging.INFO, format="%(asctime)s rank 0 %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     status, reason = 1, "the server has ended; its output has the reason"

@@ -37,7 +37,7 @@ LOG_PROB_TOLERANCE = 5e-4
 def server(
     sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ModelServer]:
-    repository = sample_repository(tp_size=2)
+    repository = sample_repository(tp_size=1)
     with hosted(SLIPWAY, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
         yield running

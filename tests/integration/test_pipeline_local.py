@@ -18,6 +18,8 @@ SMALL = (
     "evaluate.latency.enabled=false",
     "evaluate.lambada.metrics=[lambada_last_token]",
 )
+# Two would wait for each other in turns, on the cores of other tests.
+ONE_RANK = ("export.model.tensor_model_parallel_size=1",)
 
 
 def words(results: Path, *more: str) -> list[str]:
@@ -41,7 +43,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_export_alone_builds_a_complete_repository(tmp_path: Path) -> None:
-    status, text = run(tmp_path, "stages=[export]", "export.model.tensor_model_parallel_size=1")
+    status, text = run(tmp_path, "stages=[export]", *ONE_RANK)
     assert status == 0, text
     repository = export_dir(tmp_path, "tp1_pp1_fp16_fp32") / "model_repo"
     assert "convert runs first" in text
@@ -129,10 +131,10 @@ def test_impossible_configuration_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.triton
 def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
-    started = start(*words(tmp_path, *FREE_PORTS, *SMALL))
+    started = start(*words(tmp_path, *FREE_PORTS, *SMALL, *ONE_RANK))
     text = finish(started, timeout_s=240)
     assert started.returncode == 0, text
-    results = export_dir(tmp_path)
+    results = export_dir(tmp_path, "tp1_pp1_fp16_fp32")
     report = json.loads((results / "results" / "evaluate" / "report.json").read_text())
     assert report
     assert "lambada_last_token" in text
@@ -142,7 +144,7 @@ def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
         assert record["state"] == "completed", text
     assert not (results / "deploy" / "endpoint.json").exists()
     assert not processes_of(tmp_path)
-    status, text = run(tmp_path, *FREE_PORTS, *SMALL)
+    status, text = run(tmp_path, *FREE_PORTS, *SMALL, *ONE_RANK)
     assert status == 0
     assert text.count("finished at") >= 3
     assert "not needed: the evaluation is finished" in text
@@ -151,8 +153,8 @@ def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
 @pytest.mark.triton
 def test_breached_bound_fails_the_command_with_its_own_status(tmp_path: Path) -> None:
     status, text = run(
-        tmp_path, "stages=[evaluate]", *FREE_PORTS, *SMALL,
-        "evaluate.gate.lambada_last_token.min=1.01", "export.model.tensor_model_parallel_size=1",
+        tmp_path, "stages=[evaluate]", *FREE_PORTS, *SMALL, *ONE_RANK,
+        "evaluate.gate.lambada_last_token.min=1.01",
     )  # fmt: skip
     assert status == 3, text
     assert "lambada_last_token" in text

@@ -347,6 +347,7 @@ def test_ranks_and_server_end_when_rank_0_is_killed(tmp_path: Path) -> None:
         assert run.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_load_ends_every_rank_with_the_reason(tmp_path: Path) -> None:
     source = write_tiny_gpt2(tmp_path / "tiny")
     request = ConversionRequest(source, tmp_path, tp_size=2, weight_data_type="fp32")

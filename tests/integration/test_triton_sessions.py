@@ -37,7 +37,7 @@ def server(
     """Return a server with one model for whole answers, and one of two instances for streams."""
     options: dict[str, Any] = {"interactive": True, "max_batch_size": 1}
     options["parameters"] = {"max_lanes": str(SLOTS)}
-    repository = sample_repository(tp_size=2, **options)
+    repository = sample_repository(tp_size=1, **options)
     streaming = sample_repository(
         tp_size=1, decoupled=True, ensemble=False, instance_count=2, **options
     )

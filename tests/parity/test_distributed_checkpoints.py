@@ -34,7 +34,7 @@ SAVES: dict[str, dict[str, Any]] = {
 }
 
 
-# Those of each mixture of experts.
+# Those of each mixture of experts; Mixtral has the first three.
 MIXTURE_SAVES: dict[str, dict[str, Any]] = {
     "whole": {},
     "tp2_ep2": {"tp_size": 2, "ep_size": 2, "prefix": "model."},
@@ -45,6 +45,10 @@ MIXTURE_SAVES: dict[str, dict[str, Any]] = {
     # As verl saves it, next to a config.json.
     "tp2_pp2_alone": {"tp_size": 2, "pp_size": 2, "with_args": False, "with_optimizer": True},
 }  # fmt: skip
+
+
+def forms_of(name: str) -> list[str]:
+    return [*MIXTURE_SAVES][: 3 if name == "mixtral" else None]
 
 
 def write_archive(name: str, folder: Path) -> Path:
@@ -76,7 +80,7 @@ def saved(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     saves = [(archive(shared, name), name, settings) for name, settings in SAVES.items()]
     for name in MIXTURES:
         whole = write_archive(name, folder)
-        saves += [(whole, f"{name}_{form}", each) for form, each in MIXTURE_SAVES.items()]
+        saves += [(whole, f"{name}_{form}", MIXTURE_SAVES[form]) for form in forms_of(name)]
     save_all(
         [
             Save(
@@ -131,7 +135,7 @@ def test_folders_give_the_recorded_logits(
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_every_way_of_cutting_gives_the_model(name: str, saved: Path, tmp_path: Path) -> None:
     expected = logits(saved / name)
-    for form in ("nemo", *MIXTURE_SAVES):
+    for form in ("nemo", *forms_of(name)):
         source = saved / (f"{name}.nemo" if form == "nemo" else f"{name}_{form}")
         alone = saved / name if form.endswith("alone") else None
         wanted = dataclasses.replace(request(source, tmp_path / form), model_config=alone)

@@ -269,7 +269,7 @@ def test_power_is_that_of_the_test_itself(margin, alpha):
     ("count", "margin"), [(64, 0.0), (64, 0.05), (500, 0.01), (500, 0.0), (1319, 0.01)]
 )
 def test_false_alarms_and_power_are_as_stated(count, margin, soak):
-    number = 300 * soak
+    number = 150 * soak
     noise = 3 * math.sqrt(0.05 * 0.95 / number)  # three standard errors of the simulation
     for changed in (0.0, ASSUMED_CHANGE, 0.1):
         healthy = runs(count, changed, margin, number, seed=1)
@@ -285,7 +285,7 @@ def test_false_alarms_and_power_are_as_stated(count, margin, soak):
 @pytest.mark.parametrize("bounded", [True, False])
 def test_means_raise_as_few_false_alarms(bounded, soak):
     random = np.random.default_rng(5)
-    number, margin = 200 * soak, 0.02
+    number, margin = 100 * soak, 0.02
     alarms = holds = 0
     for _ in range(number):
         old = random.beta(0.5, 0.5, 100)

@@ -77,7 +77,7 @@ def stated_power() -> float:
 
 @pytest.mark.soak
 def test_a_point_lost_in_one_row_is_found_and_healthy_rows_are_not_accused(metric, soak):
-    upgrades = 200 * min(soak, 20)
+    upgrades = 100 * min(soak, 40)
     alarms, found, accused = rates(metric, upgrades)
     assert stated_power() == pytest.approx(0.01, abs=0.001)
     errors = 3 / upgrades**0.5  # three standard errors of a share
