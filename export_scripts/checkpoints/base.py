@@ -161,6 +161,7 @@ class ComputedPiece(Piece):
 
 Pieces = tuple[Piece, ...]  # of one tensor, in order of training tensor-parallel rank
 Tensors = dict[str, Pieces]  # by name
+IsPassed = Callable[[str], bool]  # of a setting's name: whether the user passes it
 
 
 def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:

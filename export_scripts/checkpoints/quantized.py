@@ -21,6 +21,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     ComputedPiece,
     FileMaps,
+    IsPassed,
     Piece,
     Pieces,
     StoredTensor,
@@ -122,7 +123,7 @@ def quantization(reader: CheckpointReader) -> Table | None:
 
 def with_plain_weights(
     reader: CheckpointReader,
-    is_passed: Callable[[str], bool] = lambda _: False,
+    is_passed: IsPassed = lambda _: False,
     *,
     keeps_fp8: bool = False,
 ) -> CheckpointReader:

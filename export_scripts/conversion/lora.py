@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     ComputedPiece,
     FileMaps,
+    IsPassed,
     Piece,
     Pieces,
     StoredTensor,
@@ -255,7 +256,7 @@ def with_adapters(
     reader: CheckpointReader,
     paths: Sequence[Path],
     scratch_dir: Path | None,
-    is_passed: Callable[[str], bool] = lambda _: False,
+    is_passed: IsPassed = lambda _: False,
 ) -> CheckpointReader:
     """Return a checkpoint with adapters merged into it, in order; nothing is read yet.
 
@@ -416,7 +417,7 @@ def _is_gated(key: str, tensors: Tensors) -> bool:
 
 
 def _open_adapter(
-    path: Path, base: CheckpointReader, scratch_dir: Path | None, is_passed: Callable[[str], bool]
+    path: Path, base: CheckpointReader, scratch_dir: Path | None, is_passed: IsPassed
 ) -> _Adapter:
     """Return an adapter of the model `base`: a folder of PEFT, or a checkpoint of a trainer.
 
@@ -489,7 +490,7 @@ def _part(
     rows: int,
     base: CheckpointReader,
     adapter: CheckpointReader,
-    is_passed: Callable[[str], bool],
+    is_passed: IsPassed,
     problems: list[str],
 ) -> RowBlocks:
     """Return the rows of a matrix for which an adapter of a part of it has `rows`.

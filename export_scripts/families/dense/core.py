@@ -21,7 +21,7 @@ from export_scripts.families.gpt.megatron import (
     core_traits,
     is_core,
 )
-from export_scripts.families.layout.config import ConfigT
+from export_scripts.families.layout.config import ConfigT, Layers
 from export_scripts.families.layout.spec import Layout
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
@@ -221,16 +221,14 @@ def dense_args(config: DenseConfig, _: bool) -> list[Fields]:
     ]
 
 
-def _flags(
-    config: DenseConfig, layers: tuple[int, ...] | None, *, without: bool = False
-) -> list[int] | None:
+def _flags(config: DenseConfig, layers: Layers, *, without: bool = False) -> list[int] | None:
     """Return for each layer whether it is among some, or `without`; None where all are."""
     if layers is None:
         return None
     return [int((number in layers) is not without) for number in range(config.num_layer)]
 
 
-def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[int, ...] | None:
+def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> Layers:
     """Return the layers that a pattern does not skip; None: all.
 
     A number skips every so many-th. A list says of each layer whether it is `skipped`.
@@ -255,7 +253,7 @@ def _core_windows(traits: MegatronTraits) -> Fields:
     """
     window, count = traits.source.get("window_size") or 0, traits.num_layer
     pattern: Any = traits.source.get("interleaved_attn_pattern")
-    layers: tuple[int, ...] | None
+    layers: Layers
     if _are(str, pattern, count):
         layers = tuple(n for n, kind in enumerate(pattern) if kind == "sliding_attention")
     elif _are(int, pattern, 2) and sum(pattern) > 0:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.dense.layout import DENSE, DenseConfig
+from export_scripts.families.layout.config import Layers
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
@@ -17,7 +18,7 @@ from foundations.files.json_content import Fields, Table
 GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated-relu2"}
 
 
-def chosen_layers(flags: Sequence[bool]) -> tuple[int, ...] | None:
+def chosen_layers(flags: Sequence[bool]) -> Layers:
     """Return the numbers of the layers whose flag is set; None: all."""
     return None if all(flags) else tuple(number for number, flag in enumerate(flags) if flag)
 

@@ -14,7 +14,7 @@ from export_scripts.families.layout.architecture import (
     Rotary,
     activation_choice,
 )
-from export_scripts.families.layout.config import ini_field
+from export_scripts.families.layout.config import Layers, ini_field
 from export_scripts.families.layout.decoder import DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.sources import Copy, Get, Parts, Sources
@@ -82,12 +82,12 @@ class DenseConfig(DecoderConfig):
     embedding_scale: float = _trait(1.0)
     residual_scale: float = _trait(1.0)
     sliding_window: int | None = None  # number of positions attended to, the current one included
-    sliding_layers: tuple[int, ...] | None = None  # layers with the window; None: all
+    sliding_layers: Layers = None  # layers with the window; None: all
     has_positional_encoding: bool = _trait(False)  # a table of learned positions
     use_attention_linear_bias: bool = _trait(False)
     rotary_embedding: int  # dimensions of each head that are rotated
     rotary_interleaved: bool = _trait(False)  # neighbouring ones together, not the halves
-    rotary_layers: tuple[int, ...] | None = None  # layers that rotate; None: all
+    rotary_layers: Layers = None  # layers that rotate; None: all
     rotary_base: float = 10000.0
     rotary_local_base: float | None = None  # of layers with the window, which are not scaled
     rotary_scaling_type: str | None = None  # linear, dynamic, llama3, yarn or longrope
@@ -187,7 +187,7 @@ class DenseConfig(DecoderConfig):
         """Width of the stored key (or value) heads together."""
         return self.stored_kv_head_num * self.size_per_head
 
-    def _per_layer(self, layers: tuple[int, ...] | None) -> tuple[bool, ...] | None:
+    def _per_layer(self, layers: Layers) -> tuple[bool, ...] | None:
         return None if layers is None else tuple(n in layers for n in range(self.num_layer))
 
     def architecture(self) -> DecoderArchitecture:

@@ -13,6 +13,7 @@ from foundations.files.json_content import Fields
 
 Sections = dict[str, dict[str, str]]
 Index = Mapping[str, int | str]
+Layers = tuple[int, ...] | None  # numbers of layers; None: all
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}

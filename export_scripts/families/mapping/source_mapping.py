@@ -10,6 +10,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
     Files,
+    IsPassed,
     Piece,
     Tensors,
     same_values,
@@ -198,9 +199,7 @@ class SourceMapping:
         except CheckpointMismatchError as error:
             return facts.with_paths(error.problems)
 
-    def checked_config(
-        self, facts: Facts, is_passed: Callable[[str], bool] = lambda _: False
-    ) -> FTConfig:
+    def checked_config(self, facts: Facts, is_passed: IsPassed = lambda _: False) -> FTConfig:
         """Return the config of a model; `is_passed` as for `in_the_way`.
 
         Raises:
@@ -217,9 +216,7 @@ class SourceMapping:
         refuse(facts.with_paths(problems))
         return config
 
-    def in_the_way(
-        self, facts: Facts, is_passed: Callable[[str], bool]
-    ) -> tuple[list[str], list[str]]:
+    def in_the_way(self, facts: Facts, is_passed: IsPassed) -> tuple[list[str], list[str]]:
         """Return remarks on the settings in the way that the user passes, and the other problems.
 
         `is_passed` says of a name whether the user passes it.
