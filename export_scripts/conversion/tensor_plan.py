@@ -166,6 +166,11 @@ def plan_tensors(
 
 def _remedy(missing: list[str], facts: Facts) -> str:
     """Return the remedy for missing tensors; a common prefix means a wrapper was saved."""
+    if facts.has_any("*_flat_param"):  # torch/distributed/fsdp/_flat_param.py
+        return (
+            "it has the flat parameters of FSDP's LOCAL_STATE_DICT, whose shapes no file states: "
+            "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     wanted = missing[0].split(" ", 1)[0]
     for key in facts.keys():  # noqa: SIM118 - not a mapping
         if key.endswith(f".{wanted}"):

@@ -159,6 +159,14 @@ def test_names_behind_a_prefix_are_reported_to_come_from_a_wrapper(
     assert "names there begin with 'policy.': save the model without its wrapper" in text
 
 
+def test_flat_parameters_of_fsdp_are_named_with_the_remedy(shared: Path, tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    name = "transformer.h.0._fsdp_wrapped_module._flat_param"
+    safetensors.torch.save_file({name: torch.zeros(9)}, source / "model.safetensors")
+    assert "save it with SHARDED_STATE_DICT or FULL_STATE_DICT" in refusal(source, tmp_path)
+
+
 def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path: Path) -> None:
     tensors = gpt_tensors() | {NEMO + "extra": torch.zeros(2)}
     source = write_nemo(tmp_path / "x.nemo", tensors)
