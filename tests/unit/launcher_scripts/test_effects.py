@@ -39,7 +39,7 @@ def configure(words: str) -> Config:
         ),
         ("cluster_type=bcm deploy.uptime=2-0 cluster.dependency=singleton", "deploy.uptime=null"),
         ("deploy.container=x", "cluster_type=bcm"),
-        ("action=watch export.run.training_dir=/x deploy.keep=true", "deploy.keep=false"),
+        ("action=watch export.run.training_dir=/x deploy.keep=true", "action=run"),
         ("cluster_type=kubernetes cluster.kubernetes.claim=c", "deploy.container=x"),
         ("cluster_type=kubernetes container=x", "deploy.repository=s3://a/b"),
         ("stages=[deploy] deploy.engine=vllm", "convert.format=huggingface"),
