@@ -208,9 +208,21 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
     for each in parts:
         places = {axis: begins[axis][at] for axis, at in each.places.items()}
         begin = each.begin or tuple(places.get(axis, 0) for axis in range(rank))
-        if 0 not in each.values.shape:
-            chunks.setdefault(begin, each.values)
+        if 0 in each.values.shape:
+            continue
+        sums = {_checksum(each.values), _checksum(chunks.setdefault(begin, each.values))}
+        if len(sums - {None}) > 1:
+            problems.append(
+                f"ranks hold different values of {name} at one place: their files are of different "
+                "steps; copy those of one"
+            )
     return ChunkedTensor(first.values.dtype, first.whole, chunks)
+
+
+def _checksum(values: StoredTensor) -> int | None:
+    """Return the checksum that an archive states of a tensor, if nothing else is in its record."""
+    record = values.record
+    return record.crc32 if record and record.size == values.span_bytes else None
 
 
 ZERO_STATES = "*mp_rank_*_model_states.pt"

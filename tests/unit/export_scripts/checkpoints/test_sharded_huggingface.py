@@ -734,6 +734,16 @@ def test_files_of_ranks_make_the_whole(
         rank_tensors(folder)
 
 
+def test_replicas_of_other_values_are_of_different_steps(tmp_path: Path) -> None:
+    for rank, values in enumerate((torch.zeros(3), torch.ones(3))):
+        torch.save(
+            {"a": values, "b": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt"
+        )
+    with pytest.raises(ValueError, match="ranks hold different values of a at one place") as caught:
+        rank_tensors(tmp_path)
+    assert " of b " not in str(caught.value)
+
+
 def test_what_is_no_part_of_a_tensor_is_named(tmp_path: Path) -> None:
     folder = rank_files(tmp_path / "run", torch.ones(2, 2), (2,), 1)
     torch.save({"model.a": 3}, folder / "model_world_size_1_rank_0.pt")
