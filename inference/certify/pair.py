@@ -63,7 +63,17 @@ UNREAD = "another file"
 # Files of weights that libraries load, and of those the ones that they add to a model.
 _ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1], "*.gguf", "consolidated*.pt*")
-_FOR_PEOPLE = (".*", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.png", "*.index.json")
+_FOR_PEOPLE = (
+    ".*",
+    "*.md",
+    "mergekit_config.yml",
+    "recipe.yaml",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+    "*.png",
+    "*.index.json",
+)
 
 
 def stored_type(piece: Piece) -> str:
@@ -179,6 +189,8 @@ def open_folder(path: Path) -> Folder:
         problems: list[Remark] = []
     elif is_huggingface(path := snapshot_folder(path)):
         reader, found = index_huggingface(path)
+        if any(" is stored as " in each for each in found):  # of a type that is not read here
+            raise CheckpointMismatchError(found)
         problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
         problems += _ghosts(path, reader)
     else:

@@ -6,7 +6,7 @@ Shapes: flat values in C order; a row is what follows one index of the first axi
 import concurrent.futures
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.conversion.lora import Sum
 from export_scripts.conversion.sharding import file_chunks
 from export_scripts.conversion.tensor_plan import WrittenTensor, rank_window, whole_window
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, taken
 from export_scripts.numeric.arrays import DTYPES, Array, store, to_float32
 from export_scripts.numeric.dtypes import item_size
@@ -25,9 +26,8 @@ from foundations.files.checksum import crc32
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
 from inference.certify.pair import UNREAD, Pair, stored_type
 
-# Methods that move errors from one value to another: how far from 1 the factor of a group of values
+# Calibration moves errors from one value to another: how far from 1 the factor of a group of values
 # may be. Rounding to 4 bits alone leaves a factor within 0.03.
-_CALIBRATED = ("awq", "gptq")
 _MOST_FACTOR, _GROUP = 0.2, 128
 _WORKERS = 2
 _MOST_MOVED_VALUES = 1 << 26  # columns are looked for in tensors up to this size
@@ -40,9 +40,11 @@ _STATES: Mapping[str, tuple[Status, str]] = {
     "rounded": (UP_TO, "rounding to {}"),
     "one step": (UP_TO, "one unit in the last place of {}"),
     "dequantised": (UP_TO, "the rounding of quantised weights"),
+    "calibrated": (UP_TO, "what calibration moves in quantised weights"),
     "merged": (UP_TO, "the rounding of merged adapters"),
     "padded": (UP_TO, "padding rows of zeros"),
     "cut": (UP_TO, "padding rows left out"),
+    "zero": (UP_TO, "biases of zeros"),
     **dict.fromkeys(("changed", "missing", "extra"), (DIFFERS, "")),
     "not comparable": (NOT_COMPUTED, ""),
 }
@@ -79,8 +81,7 @@ class _Rounding:
         relative: share of the value.
         least: absolute.
         of_largest: share of the largest value of its row (`by_row`) or of those near it.
-        is_calibrated: whether errors move from one value to another.
-        state: of a tensor with such errors.
+        state: of a tensor with such errors; those of a calibrated one move from value to value.
     """
 
     method: str = ""
@@ -88,7 +89,6 @@ class _Rounding:
     least: float = 0.0
     of_largest: float = 0.0
     by_row: bool = False
-    is_calibrated: bool = False
     state: str = "dequantised"
 
     def explains(self, source: Array, value: Array, error: Array, width: int) -> Array:
@@ -98,19 +98,23 @@ class _Rounding:
         if self.by_row and len(size) % width == 0:
             largest = np.repeat(size.reshape(-1, width).max(axis=1), width)
         near: Array = error <= size * self.relative + self.least + largest * self.of_largest
-        return near & ~_off_factors(source, value) if self.is_calibrated else near
+        return near & ~_off_factors(source, value) if self.state == "calibrated" else near
 
 
-# One unit in the last place of each type; fp16 has no smaller steps than 2^-24.
+# One unit in the last place of each type; fp64 is compared as fp32, and fp16 has no smaller steps
+# than 2^-24.
 _STEPS = {
+    "fp64": _Rounding(relative=2.0**-23),
     "fp32": _Rounding(relative=2.0**-23),
     "fp16": _Rounding(relative=2.0**-10, least=2.0**-24),
     "bf16": _Rounding(relative=2.0**-7),
 }
+# Values, their scales and the quotients may each have been rounded to bf16.
+_NARROW = 3 * 2.0**-9
 _SUMS = 1e-6  # sums of products may round differently on another machine
 # e4m3 keeps 3 bits: half a step of a value, with the rounding of what is rounded, and below its
 # normal numbers half a step of 2^-9 of 1/448 of the largest.
-_FP8 = _Rounding("fp8, 8 bits", relative=2.0**-4 * 1.08, of_largest=2.0**-18)
+_FP8 = _Rounding("fp8", relative=2.0**-4 * 1.08, of_largest=2.0**-18)
 
 
 def _off_factors(source: Array, value: Array) -> Array:
@@ -123,6 +127,12 @@ def _off_factors(source: Array, value: Array) -> Array:
     factors = (mine * theirs).sum(1) / (mine * mine).sum(1)
     off = np.repeat(np.abs(factors - 1) > _MOST_FACTOR, _GROUP)
     return np.append(off, np.zeros(len(source) - count, bool))
+
+
+def _sources(pair: Pair, written: WrittenTensor) -> list[Piece]:
+    """Return the pieces of the source that a tensor is made of."""
+    reads = (key for item in written.items for key, _ in item.reads)
+    return [piece for key in reads for piece in pair.facts.pieces(key)]
 
 
 @dataclass(frozen=True)
@@ -139,8 +149,7 @@ class _Unit:
     @property
     def sources(self) -> list[Piece]:
         """The pieces of the source that it is made of."""
-        reads = (key for item in self.written.items for key, _ in item.reads)
-        return [piece for key in reads for piece in self.pair.facts.pieces(key)]
+        return _sources(self.pair, self.written)
 
     @property
     def width(self) -> int:
@@ -187,52 +196,60 @@ class _Unit:
             count -= len(values)
             yield values
 
-    def rounding(self, types: set[str]) -> _Rounding | None:
-        """Return what its type explains; None where its bytes have to be the source's."""
-        settings = self.pair.folder.quantised
-        if settings is not None and len(self.stored.stored) > 1:
-            method = str(settings.get("format") or settings.get("quant_method"))
-            return _quantised(stored_type(self.stored), method)
+    def roundings(self, types: set[str]) -> Sequence[_Rounding | None]:
+        """Return what its type may explain, the least first; None where bytes are the source's."""
+        if self.pair.folder.quantised is not None and len(self.stored.stored) > 1:
+            return _quantised(stored_type(self.stored))
         step = _STEPS[self.stored.dtype]
         if any(isinstance(getattr(each, "compute", None), Sum) for each in self.sources):
             # Some programs round the update, and then the sum.
             size = max(_SUMS, step.relative / 2)
-            return replace(step, method="a merged adapter", of_largest=size, state="merged")
+            return [replace(step, method="a merged adapter", of_largest=size, state="merged")]
         if any(isinstance(each.source, (Adjusted, Compute)) for each in self.written.items):
-            return replace(step, of_largest=_SUMS)
-        return None if types == {self.stored.dtype} else step
+            return [replace(step, of_largest=_SUMS)]
+        return [None if types == {self.stored.dtype} else step]
 
 
-def _quantised(kind: str, method: str) -> _Rounding:
-    """Return what the type of quantised values explains: fp8, or int with their bits."""
+def _quantised(kind: str) -> list[_Rounding]:
+    """Return what the type of quantised values explains: fp8, or int with their bits.
+
+    A folder does not say whether a calibration has chosen its integers.
+    """
     if kind == "fp8":
-        return _FP8
-    bits, is_calibrated = int(kind.removeprefix("int")), method in _CALIBRATED
-    step, steps = 2 / ((1 << bits) - 1), 2.0 if is_calibrated else 0.52
-    return _Rounding(
-        f"{method}, {bits} bits", of_largest=step * steps, by_row=True, is_calibrated=is_calibrated
-    )
+        return [_FP8]
+    bits = int(kind.removeprefix("int"))
+    step, method = 2 / ((1 << bits) - 1), f"{bits} bits"
+    nearest = _Rounding(method, relative=_NARROW, of_largest=0.52 * step, by_row=True)
+    return [nearest, replace(nearest, of_largest=2.0 * step, state="calibrated")]
 
 
 def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
     """Yield what is to be compared, and what cannot be."""
     stored, are_shards = pair.folder.reader.tensors, pair.folder.is_shards
+    lacking = [*pair.folder.lacking()]
     for written in pair.tensors:
         tensor = written.items[0].tensor
         if written.key not in stored and not (are_shards and tensor.optional):
-            yield TensorRecord(written.key, "missing")
+            pieces = _sources(pair, written)
+            is_zero = written.key not in lacking and _adds_nothing(written.key, pieces, pair.facts)
+            yield TensorRecord(written.key, "zero" if is_zero else "missing")
         for rank, piece in enumerate(stored.get(written.key, ())):
             if are_shards:
                 yield _Unit(pair, tensor.file_name(rank), written, piece, piece.shape, rank)
             else:
                 yield _Unit(pair, written.key, written, piece, written.shape)
     expected = {written.key for written in pair.tensors}
-    for key in pair.folder.lacking():
+    for key in lacking:
         if key not in expected:
             yield TensorRecord(key, "missing", reason="its own configuration asks for it")
     for key in stored:
         if key not in expected:
             yield _unexpected(pair, key)
+
+
+def _adds_nothing(key: str, pieces: Sequence[Piece], facts: Facts) -> bool:
+    """Return whether a tensor is a bias of zeros, which a side may leave out."""
+    return key.endswith(".bias") and not any(each.load(facts.maps).any() for each in pieces)
 
 
 def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
@@ -251,6 +268,8 @@ def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
                     return _Unit(pair, key, each, piece, each.shape)
         if is_ignored:
             return TensorRecord(key, "ignored", shape=piece.shape)
+    if _adds_nothing(key, [piece], facts):
+        return TensorRecord(key, "zero", shape=piece.shape, reason="the source has none")
     reason = "the source makes no such tensor"
     return TensorRecord(key, "extra", shape=piece.shape, reason=reason)
 
@@ -328,15 +347,21 @@ def _record(unit: _Unit, tokens: int | None) -> TensorRecord:
     record = TensorRecord(unit.key, "changed", kind, shape)
     rows, types = unit.common_rows, {each.dtype for each in unit.sources}
     if rows is None:
-        return replace(record, reason=f"its shape is {list(shape)}, not {list(unit.shape)}")
+        state = "not comparable" if unit.pair.folder.is_unread else "changed"
+        reason = f"its shape is {list(shape)}, not {list(unit.shape)}"
+        return replace(record, state=state, reason=reason)
     if not {kind, *types} <= FLOATING_TYPES and types != {kind}:
-        reason = f"{kind} of {', '.join(sorted(types))}"
-    else:
-        try:
-            return _compared(unit, record, rows, unit.rounding(types), tokens)
-        except CheckpointMismatchError as error:
-            reason = str(error)
-    return replace(record, state="not comparable", reason=reason)
+        return replace(
+            record, state="not comparable", reason=f"{kind} of {', '.join(sorted(types))}"
+        )
+    try:
+        for rounding in unit.roundings(types):
+            found = _compared(unit, record, rows, rounding, tokens)
+            if found.state != "changed":
+                break
+    except CheckpointMismatchError as error:
+        return replace(record, state="not comparable", reason=str(error))
+    return found
 
 
 def _compared(

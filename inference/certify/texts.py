@@ -150,11 +150,12 @@ def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
     try:
         mine = _load(source)
     except ValueError as error:
-        return not_computed(_TOKENIZER, str(error), "source"), None
+        return not_computed(_TOKENIZER, str(error).replace(str(source), "it"), "source"), None
     try:
         theirs = _load(folder)
     except ValueError as error:
-        lost = Remark(DIFFERS, "missing", "folder", str(error))
+        reason = str(error).replace(str(folder), "it")  # a copy
+        lost = Remark(DIFFERS, "missing", "folder", reason)
         return Part(_TOKENIZER, "", (lost,)), mine.tokens
     probes = (*PROBES, *_around_added_tokens(source))
     findings = [*_differences(mine, theirs, probes)]

@@ -653,6 +653,84 @@ def test_a_quantisation_that_is_not_read_is_no_difference(copy: Copy, sources: S
     assert certificate.status == "not computed", certificate_text(certificate)
 
 
+def in_8_bits(copy: Copy, move: int = 0) -> None:
+    """Round as llm-compressor's W8A8 does, in bf16; `move` some integers, as calibration does."""
+    for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
+        wide = copy.tensors[key].bfloat16()
+        scale = wide.abs().amax(1, keepdim=True) * 2 / 255
+        rounded = (wide / scale).round()
+        rounded[:, ::7] += move
+        copy.tensors[key] = rounded.clamp(-128, 127).to(torch.int8)
+        copy.tensors[f"{key}_scale"] = scale
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    scheme = {"targets": ["Linear"], "weights": weights}
+    copy.setting(quantization_config={
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "config_groups": {"group_0": scheme},
+    })  # fmt: skip
+    copy.save()
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [(0, "the rounding of quantised weights"), (1, "what calibration moves in quantised weights")],
+)
+def test_integers_that_a_program_rounds_in_bf16_pass(
+    move: int, words: str, copy: Copy, sources: Sources
+) -> None:
+    in_8_bits(copy, move)
+    assert f"equal up to {words} (" in made(sources("llama"), copy.path).verdict
+    copy.tensors["model.layers.0.mlp.up_proj.weight_scale"][3] *= 1.1
+    copy.save()
+    (found,) = part(made(sources("llama"), copy.path), "tensors").of("differs")
+    assert (found.where, "rows 3-3, " in found.detail) == (
+        "model.layers.0.mlp.up_proj.weight", True,
+    )  # fmt: skip
+
+
+def test_packed_values_of_another_shape_are_not_compared(copy: Copy, sources: Sources) -> None:
+    key = "model.layers.0.mlp.up_proj.weight"
+    count = copy.tensors[key].numel() // 2
+    copy.tensors[key] = torch.zeros(count, 1, dtype=torch.uint8)
+    copy.save()
+    copy.setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    certificate = made(sources("llama"), copy.path)
+    assert certificate.status == "not computed", certificate_text(certificate)
+
+
+def test_values_of_a_type_that_is_not_read_are_refused(copy: Copy, sources: Sources) -> None:
+    copy.tensors["model.norm.weight"] = torch.zeros(4, dtype=torch.uint32)
+    copy.save()
+    with pytest.raises(ValueError, match="stored as U32"):
+        made(sources("llama"), copy.path)
+
+
+def test_a_bias_of_zeros_is_the_same_function(copy: Copy, tmp_path: Path, sources: Sources) -> None:
+    copy.tensors["model.norm.weight"] = copy.tensors["model.norm.weight"].double()
+    shutil.copytree(copy.path, other := tmp_path / "other")
+    matrices = [key for key in copy.tensors if ".self_attn." in key]
+    biases = {key.replace("weight", "bias"): len(copy.tensors[key]) for key in matrices}
+    copy.tensors |= {key: torch.zeros(size) for key, size in biases.items()}
+    copy.save()
+    copy.setting(attention_bias=True)
+    for source, folder in ((other, copy.path), (copy.path, other)):
+        found = part(made(source, folder), "tensors")
+        assert {each.where: each.kind for each in found.findings} == dict.fromkeys(biases, "zero")
+    copy.tensors[next(iter(biases))] += 1
+    copy.save()
+    for source, folder in ((other, copy.path), (copy.path, other)):
+        assert len(part(made(source, folder), "tensors").of("differs")) == 1
+
+
+def test_a_lost_tokenizer_is_named_without_the_place_of_a_copy(
+    copy: Copy, sources: Sources
+) -> None:
+    for each in copy.path.glob("tokenizer*"):
+        each.unlink()
+    (found,) = part(made(sources("llama"), copy.path), "tokenizer").of("differs")
+    assert found.detail.startswith("it holds no tokenizer; ")
+
+
 def test_values_that_are_no_numbers_are_equal_to_themselves(
     tmp_path: Path, sources: Sources
 ) -> None:
