@@ -18,19 +18,22 @@ from inference.certify.findings import DIFFERS, Part, Remark, not_computed
 from inference.certify.layers import SERVED
 from inference.certify.options import CertifySection
 from inference.certify.triton import compare_triton
-from inference.evaluation.openai_client import OpenAIClient, listed_model
+from inference.evaluation.openai_client import OpenAIClient, listed_model, prompt_scores
 from inference.evaluation.options import OPENAI
 from inference.evaluation.task import EvaluationError
 
 # Spellings in a row that training wrote: our own, then those of NeMo-RL (train_data_step*.jsonl:
 # nemo_rl/utils/logger.py, log_batched_dict_as_jsonl), slime (--save-debug-train-data and
-# --save-debug-rollout-data: slime/observability) and verl (the tensors of its DataProto).
-_TOKENS = ("token_ids", "tokens", "input_ids")
+# --save-debug-rollout-data: slime/observability), verl (the tensors of its DataProto), OpenRLHF (of
+# its Experience) and TRL (of what GRPOTrainer generates and scores).
+_TOKENS = ("token_ids", "tokens", "input_ids", "sequences")
 _PROMPTS = ("prompt_ids", "prompts")
-_ANSWERS = ("response_ids", "responses")
-_LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "generation_logprobs",
-              "rollout_log_probs")  # fmt: skip
-_MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask")
+_ANSWERS = ("response_ids", "responses", "completion_ids")
+_LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "action_log_probs",
+              "old_per_token_logps", "generation_logprobs", "rollout_log_probs",
+              "sampling_per_token_logps")  # fmt: skip
+_MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask", "action_mask",
+          "completion_mask")  # fmt: skip
 _LENGTHS = ("response_length", "response_lengths")  # of an answer
 _PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
 _ROWS = ("samples", "rollout_data")  # of a .pt file
@@ -142,13 +145,11 @@ def _asked(
                 raise EvaluationError(
                     f"{client.url} reads {read[:8]}..., and was sent {ids[:8]}..."
                 )
-            scores = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            own = [math.nan if score is None else float(score) for score in scores[: len(ids)]]
-            if len(own) < len(ids) or any(map(math.isnan, own[1:])):
+            if (scores := prompt_scores(choice, len(ids))) is None:
                 raise EvaluationError(
                     f"{client.url} gives no log probabilities of a prompt's tokens (echo, logprobs)"
                 )
-            found.append(own)
+            found.append([math.nan, *scores])
     return found
 
 
@@ -250,6 +251,8 @@ def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
         next((row[name] for name in names if row.get(name) is not None), None)
         for names in (_TOKENS, _PROMPTS, _ANSWERS, _MASKS, _PADDING)
     )
+    if padding is None and "prompt_mask" in row and mask is not None:  # TRL's, one for each part
+        padding = [*row["prompt_mask"], *mask]
     spelled = [name for name in _LOG_PROBS if row.get(name) is not None]
     # NeMo-RL writes zeros for those that it has not computed (loss_fn.force_on_policy_ratio).
     of = next((name for name in spelled if any(row[name])), next(iter(spelled), ""))

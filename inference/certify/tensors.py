@@ -199,8 +199,16 @@ class _Unit:
     def roundings(self, types: set[str]) -> Sequence[_Rounding | None]:
         """Return what its type may explain, the least first; None where bytes are the source's."""
         if self.pair.folder.quantised is not None and len(self.stored.stored) > 1:
-            return _quantised(stored_type(self.stored))
-        step = _STEPS[self.stored.dtype]
+            if (kind := stored_type(self.stored)) == "fp8":
+                return [_FP8]
+            # A folder does not say whether a calibration has chosen its integers.
+            bits = int(kind.removeprefix("int"))
+            level = 2 / ((1 << bits) - 1)
+            own = _Rounding(f"{bits} bits", _NARROW, of_largest=0.52 * level, by_row=True)
+            return [own, replace(own, of_largest=2.0 * level, state="calibrated")]
+        step = _STEPS.get(self.stored.dtype)
+        if step is None:  # integers, such as a buffer of positions
+            return [None]
         if any(isinstance(getattr(each, "compute", None), Sum) for each in self.sources):
             # Some programs round the update, and then the sum.
             size = max(_SUMS, step.relative / 2)
@@ -208,19 +216,6 @@ class _Unit:
         if any(isinstance(each.source, (Adjusted, Compute)) for each in self.written.items):
             return [replace(step, of_largest=_SUMS)]
         return [None if types == {self.stored.dtype} else step]
-
-
-def _quantised(kind: str) -> list[_Rounding]:
-    """Return what the type of quantised values explains: fp8, or int with their bits.
-
-    A folder does not say whether a calibration has chosen its integers.
-    """
-    if kind == "fp8":
-        return [_FP8]
-    bits = int(kind.removeprefix("int"))
-    step, method = 2 / ((1 << bits) - 1), f"{bits} bits"
-    nearest = _Rounding(method, relative=_NARROW, of_largest=0.52 * step, by_row=True)
-    return [nearest, replace(nearest, of_largest=2.0 * step, state="calibrated")]
 
 
 def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
@@ -373,10 +368,7 @@ def _compared(
     zeros = np.zeros(max(0, len(values) - count), DTYPES[kind])  # rows of padding
     checksum = at = 0
     for wide in itertools.chain(unit.expected("fp32" if rounding else kind, count), (zeros,)):
-        expected = wide
-        if wide.dtype != DTYPES[kind]:
-            expected = np.empty(wide.shape, DTYPES[kind])
-            store(expected, wide)
+        expected = wide if wide.dtype == DTYPES[kind] else _stored(wide, kind)
         checksum = crc32(expected.tobytes(), checksum)
         seen.add(wide, expected, values[at : at + len(wide)], at)
         at += len(wide)
@@ -428,23 +420,21 @@ def _explanation(unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ..
     if np.array_equal(_bits(mine).T, _bits(theirs)):
         return "it is transposed"
     for kind in ("fp16", "bf16"):
-        if _was_rounded(unit, kind, values):
+        rounded = (
+            _stored(_stored(wide, kind), record.data_type)
+            for wide in unit.expected("fp32", len(values))
+        )
+        if np.array_equal(np.concatenate([*map(_bits, rounded)]), _bits(values)):
             return f"it holds the source's values as {kind} rounds them"
     rows = (_bits(mine) != _bits(theirs)).any(1)
     return _arithmetic(to_float32(mine[rows]), to_float32(theirs[rows]))
 
 
-def _was_rounded(unit: _Unit, kind: str, values: Array) -> bool:
-    """Return whether values were rounded to a type before they were stored in theirs."""
-    at = 0
-    for wide in unit.expected("fp32", len(values)):
-        narrow, again = (np.empty(wide.shape, each) for each in (DTYPES[kind], values.dtype))
-        store(narrow, wide)
-        store(again, narrow)
-        if not np.array_equal(_bits(again), _bits(values[at : at + len(wide)])):
-            return False
-        at += len(wide)
-    return True
+def _stored(values: Array, kind: str) -> Array:
+    """Return values as a type rounds them."""
+    found = np.empty(values.shape, DTYPES[kind])
+    store(found, values)
+    return found
 
 
 def _row_sums(matrix: Array) -> list[int]:

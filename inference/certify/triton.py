@@ -81,7 +81,11 @@ def compare_triton(
                         source, rows[first : first + size], served, options.output_len
                     )
                 ]
-                table.append(_summed_up(size, found))
+                table.append({
+                    "batch_size": size,
+                    "relative": max(each.relative for each in found),
+                    "same_tokens": fmean(each.same_tokens is not False for each in found),
+                })  # fmt: skip
                 bad = [number for number, each in enumerate(found) if not each.relative <= limit]
                 if bad:
                     detail = (
@@ -107,14 +111,6 @@ def _served_types(client: TritonClient, model: str) -> list[str]:
     stated = client.parameters(model)
     types = [stated["data_type"]] if "data_type" in stated else []
     return [*types, *["int8"] * (stated.get("int8_mode", "0") != "0")]
-
-
-def _summed_up(size: int, found: Sequence[RowDifference]) -> dict[str, Any]:
-    return {
-        "batch_size": size,
-        "relative": max(each.relative for each in found),
-        "same_tokens": fmean(each.same_tokens is not False for each in found),
-    }
 
 
 def _compared(

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from foundations.files.json_content import Table
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.retry import patiently
+from inference.evaluation.statistics import is_number
 from inference.evaluation.task import (
     EvaluationError,
     ImpossibleFigureError,
@@ -38,6 +39,9 @@ NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
 _GIVEN_UP = ("abort",)  # vLLM's and SGLang's word for requests that a server drops when it stops
 _REFUSED = (400, 404, 405, 413, 422, 501)  # because of what a request says
 _MOST_BYTES = 64 << 20
+_MOST_LOG_PROB = 1e-3  # which rounding explains
+_MANY = 8  # tokens of a prompt of which some surprise any model
+PROBE = "The old lighthouse stood at the end of the point"
 _SHOWN = 300
 
 
@@ -325,6 +329,26 @@ def choices_of(answer: Table) -> list[Table]:
     choices = answer.get("choices")
     found = choices if isinstance(choices, list) else []
     return [each for each in found if isinstance(each, dict)]
+
+
+def prompt_scores(choice: Table, count: int) -> list[float] | None:
+    """Return the log probabilities of a prompt's tokens but the first; None without them.
+
+    Raises:
+        ImpossibleFigureError: One is not a number, or that of a probability above 1, or all are of
+            the probability 1.
+    """
+    found = choice.get("logprobs")
+    values = found.get("token_logprobs") if isinstance(found, dict) else None
+    if not isinstance(values, list) or not count <= len(values) <= count + 1:
+        return None
+    scores = values[1:count]
+    wrong = [each for each in scores if isinstance(each, float) and not each <= _MOST_LOG_PROB]
+    if wrong:
+        raise ImpossibleFigureError(f"the server gave {wrong[0]} as a token's log probability")
+    if len(scores) >= _MANY and not any(scores):
+        raise ImpossibleFigureError(f"the server gave each of {len(scores)} tokens probability 1")
+    return [float(each) for each in scores] if all(map(is_number, scores)) else None
 
 
 def listed_model(client: OpenAIClient, name: str | None = None) -> Table:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 from inference.evaluation.paired_tests import Pairs, check_drop
 from inference.evaluation.record import Comparison
@@ -33,40 +32,27 @@ def pairs_of(metric: Metric, found: Iterable[tuple[Prediction, Values]]) -> Pair
     return Pairs(*(tuple(-each for each in scores) for scores in columns[:2]), *columns[2:])
 
 
-def compare_metric(
-    metric: Metric, reference_value: float, found: Iterable[tuple[Prediction, Values]]
-) -> Comparison:
-    """Compare a metric with its value in another run, whose samples stand next to this one's."""
-    name = metric.sample_value
-    both = [
-        (each, values)
-        for each, values in found
-        if name in each.values and name in values and metric.group in ("", each.group)
-    ]
-    compared = Comparison(
-        metric.name, metric.value, reference_value, metric.value - reference_value
+def compare_metric(metric: Metric, reference: Metric, pairs: Pairs | None) -> Comparison:
+    """Compare a metric with another run's; `pairs` are the samples of both, if they are known."""
+    if pairs is None:
+        return Comparison(reference.value, metric.value - reference.value)
+    worse, better = (
+        check_drop(each, 0.0, confidence=_ONE_SIDED) for each in (pairs, pairs.reversed)
     )
-    if not both:
-        return compared
-    if pairs := pairs_of(metric, both):
-        worse, better = (
-            check_drop(each, 0.0, confidence=_ONE_SIDED) for each in (pairs, pairs.reversed)
-        )
-        difference, *limits = (
-            _in_unit(metric, pairs, each) for each in (worse.drop, worse.low, -better.low)
-        )
-        compared = replace(
-            compared,
-            difference=difference,
-            low=min(limits),
-            high=max(limits),
-            p_value=min(1.0, 2 * min(worse.p_breached, better.p_breached)),
-        )
-    if metric.unit == "fraction":
-        changed = sum(new.values[name] != old[name] for new, old in both)
-        compared = replace(compared, agreeing=len(both) - changed, disagreeing=changed)
-    largest = max(abs(new.values[name] - old[name]) for new, old in both)
-    return replace(compared, largest_difference=largest)
+    difference, *limits = (
+        _in_unit(metric, pairs, each) for each in (worse.drop, worse.low, -better.low)
+    )
+    changes = [abs(new - old) for new, old in zip(pairs.new, pairs.old, strict=True)]
+    return Comparison(
+        reference.value,
+        difference,
+        min(limits),
+        max(limits),
+        p_value=min(1.0, 2 * min(worse.p_breached, better.p_breached)),
+        same=changes.count(0.0),
+        count=len(changes),
+        largest_change=max(changes),
+    )
 
 
 def _in_unit(metric: Metric, pairs: Pairs, drop: float) -> float:

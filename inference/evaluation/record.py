@@ -124,21 +124,19 @@ class Comparison:
     Attributes:
         difference: value minus reference over the samples of both, in the metric's unit.
         low, high: its 95% interval over paired samples (paired_tests.py); null without pairs.
-        agreeing, disagreeing: paired samples with equal and with unequal values.
         p_value: chance of such a difference if there were none, from the same test.
-        largest_difference: over paired samples, in the unit of the per-sample quantity.
+        same: of `count` paired samples, those with equal values.
+        largest_change: of a paired sample, in the unit of the per-sample quantity.
     """
 
-    metric: str
-    value: float
     reference: float
     difference: float
     low: float | None = None
     high: float | None = None
-    agreeing: int | None = None
-    disagreeing: int | None = None
     p_value: float | None = None
-    largest_difference: float | None = None
+    same: int = 0
+    count: int = 0
+    largest_change: float = 0.0
 
 
 @dataclass(frozen=True)

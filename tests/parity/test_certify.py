@@ -722,6 +722,17 @@ def test_a_bias_of_zeros_is_the_same_function(copy: Copy, tmp_path: Path, source
         assert len(part(made(source, folder), "tensors").of("differs")) == 1
 
 
+def test_buffers_of_integers_are_compared_by_name(tmp_path: Path) -> None:
+    for name, first in (("source", 0), ("same", 0), ("other", 1)):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text('{"model_type": "unknown"}')
+        tensors = {"w": torch.ones(2, 2), "ids": torch.arange(first, first + 4)}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    same, other = (part(made(tmp_path / "source", tmp_path / name), "tensors")
+                   for name in ("same", "other"))  # fmt: skip
+    assert (same.status, [each.where for each in other.of("differs")]) == ("equal", ["ids"])
+
+
 def test_a_lost_tokenizer_is_named_without_the_place_of_a_copy(
     copy: Copy, sources: Sources
 ) -> None:

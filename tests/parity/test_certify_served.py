@@ -200,6 +200,16 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
             "generation_logprobs": [[0.0, 0.0, *scores[2:]]], "input_lengths": [len(ids)],
             "token_loss_mask": [[0, 0, *[1] * (len(ids) - 2)]],
         },
+        "OpenRLHF": lambda ids, scores: {  # without the first token
+            "sequences": [[0, *ids, 0]], "attention_mask": [[0, *[1] * len(ids), 0]],
+            "action_log_probs": [[0.0, *scores[1:], 0.0]],
+            "action_mask": [[0, 0, *[1] * (len(ids) - 2), 0]],
+        },
+        "TRL": lambda ids, scores: {
+            "prompt_ids": [[0, *ids[:2]]], "prompt_mask": [[0, 1, 1]],
+            "completion_ids": [[*ids[2:], 0]], "completion_mask": [[1] * (len(ids) - 2) + [0]],
+            "old_per_token_logps": None, "sampling_per_token_logps": [[*scores[2:], 0.0]],
+        },
         "verl": lambda ids, scores: {
             "prompts": ids[:2], "responses": ids[2:], "old_log_probs": scores[2:],
             "response_mask": [1] * (len(ids) - 2),
@@ -212,7 +222,8 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
 
 @pytest.mark.parametrize(
     ("form", "tokens"),
-    [("plain", 8), ("NeMo-RL", 6), ("NeMo-RL on policy", 6), ("verl", 6), ("verl's batch", 6),
+    [("plain", 8), ("NeMo-RL", 6), ("NeMo-RL on policy", 6), ("OpenRLHF", 6), ("TRL", 6),
+     ("verl", 6), ("verl's batch", 6),
      ("verl's queue", 6), ("slime", 6), ("slime's training", 6)],
 )  # fmt: skip
 def test_training_step_is_compared_with_the_server(

@@ -90,8 +90,9 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
         rows = [(new, old.values) for old, new in own]
         for metric in task.metrics:
             if earlier := before.get(metric.name):
-                comparisons[metric.name] = compare_metric(metric, earlier.value, rows)
-                measured.append(Measured(metric, earlier, pairs_of(metric, rows)))
+                paired = pairs_of(metric, rows)
+                comparisons[metric.name] = compare_metric(metric, earlier, paired)
+                measured.append(Measured(metric, earlier, paired))
                 if earlier.method != metric.method:
                     notes.append(
                         f"{metric.name} was measured in two ways: first, {earlier.method}; "

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from foundations.files.json_content import Table
 from inference.evaluation.openai_client import (
     NEUTRAL,
+    PROBE,
     OpenAIClient,
     choices_of,
     client_of,
     listed_model,
+    prompt_scores,
     usage_count,
 )
 from inference.evaluation.options import EvaluationOptions
-from inference.evaluation.statistics import is_number
 from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
@@ -42,13 +43,10 @@ if TYPE_CHECKING:
     from inference.backend.tokenizer import Tokenizer
 
 UNKNOWN_TOKEN = -1  # of an answer that came as text; only the number of tokens is known
-_PROBE = "The old lighthouse stood at the end of the point"
 # Parameters that a server may refuse.
 _EXTRAS = {"return_token_ids": True, **NEUTRAL}
 # vLLM's permission has an id of its own each time; a router loads a model when it is asked.
 _OF_THE_MOMENT = ("created", "permission", "status", "state")
-_MOST_LOG_PROB = 1e-3  # which rounding explains
-_MANY = 8  # tokens of a prompt of which some surprise any model
 
 
 def _text(choice: Table, message: str = "message") -> str:
@@ -65,26 +63,6 @@ def _answer_ids(answer: Table, row: int = 0) -> TokenIds | None:
     if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
         return None
     return tuple(ids)
-
-
-def _prompt_scores(answer: Table, count: int) -> list[float] | None:
-    """Return the log probabilities of a prompt's tokens but the first; None without them.
-
-    Raises:
-        ImpossibleFigureError: One is not a number, or that of a probability above 1, or all are of
-            the probability 1.
-    """
-    found = choices_of(answer)[0].get("logprobs")
-    values = found.get("token_logprobs") if isinstance(found, dict) else None
-    if not isinstance(values, list) or not count <= len(values) <= count + 1:
-        return None
-    scores = values[1:count]
-    wrong = [each for each in scores if isinstance(each, float) and not each <= _MOST_LOG_PROB]
-    if wrong:
-        raise ImpossibleFigureError(f"the server gave {wrong[0]} as a token's log probability")
-    if len(scores) >= _MANY and not any(scores):
-        raise ImpossibleFigureError(f"the server gave each of {len(scores)} tokens probability 1")
-    return [float(each) for each in scores] if all(map(is_number, scores)) else None
 
 
 @dataclass(frozen=True)
@@ -205,7 +183,7 @@ class OpenAIModel(TextGenerator):
     def context_log_prob(self, input_ids: Ids) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         body = self.body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
-        scores = _prompt_scores(self.client.complete(body), len(input_ids))
+        scores = prompt_scores(choices_of(self.client.complete(body))[0], len(input_ids))
         if scores is None:
             raise RequestFailedError("the server returned no log probabilities of the prompt.")
         return math.fsum(scores)
@@ -275,11 +253,11 @@ def _probed(model: OpenAIModel) -> OpenAIModel:
     Raises:
         RequestFailedError: It does not complete a plain text.
     """
-    client, plain = model.client, model.body(_PROBE, 3)
+    client, plain = model.client, model.body(PROBE, 3)
     _text(choices_of(client.patient(plain, lost_too=False))[0])
     extras = client.accepted(plain, _EXTRAS)
     given = client.taken(plain | extras)
-    ids = list(model.encode(_PROBE))
+    ids = list(model.encode(PROBE))
     takes_ids = not client.chat and client.taken({**plain, **extras, "prompt": ids}) is not None
     echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
     echoed = client.taken(echo) if takes_ids else None
@@ -292,6 +270,6 @@ def _probed(model: OpenAIModel) -> OpenAIModel:
         extras=extras,
         takes_ids=takes_ids,
         gives_ids=given is not None and _answer_ids(given) is not None,
-        scores=echoed is not None and _prompt_scores(echoed, len(ids)) is not None,
+        scores=echoed is not None and prompt_scores(choices_of(echoed)[0], len(ids)) is not None,
         streams=streams,
     )

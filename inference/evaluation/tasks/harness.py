@@ -24,6 +24,7 @@ from foundations.files.json_content import Table
 from inference.evaluation.answered import REQUESTS_AGAIN, Answers, answer_journal
 from inference.evaluation.openai_client import (
     NEUTRAL,
+    PROBE,
     OpenAIClient,
     choices_of,
     client_of,
@@ -50,7 +51,6 @@ from inference.evaluation.task import (
 PREFIX = "harness:"
 _PACKAGE = "lm_eval"
 _NO_FILTER = "none"
-_PROBE = "The old lighthouse stood at the end of the point"
 _BOOTSTRAP = 1000  # draws for the standard errors of metrics other than means
 _FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
 
@@ -248,7 +248,7 @@ class HarnessTask(Task):
     def _model(self, threads: ThreadPoolExecutor) -> Any:
         """Return the model as the harness asks it."""
         arguments, client = self._model_arguments(), self._client
-        neutral = client.accepted(client.asking(arguments["model"], _PROBE, 1), NEUTRAL)
+        neutral = client.accepted(client.asking(arguments["model"], PROBE, 1), NEUTRAL)
         client.tally = Tally()  # without what was tried
 
         def ask(body: Table) -> Table:
@@ -297,7 +297,7 @@ class HarnessTask(Task):
 
     def _batch_size(self, model: str) -> int:
         """Return the prompts of a request, which some servers take one at a time."""
-        several = self._client.asking(model, [_PROBE, _PROBE], 1)
+        several = self._client.asking(model, [PROBE, PROBE], 1)
         if self._client.chat or self._client.taken(several) is None:
             return 1
         return self.options.harness.batch_size

@@ -40,10 +40,11 @@ def changed(predictions):
 
 
 def test_changed_samples_are_listed(report, predictions, make_metric):
-    better = replace(report, tasks=(replace(report.tasks[0], metrics=(make_metric(value=1.0),)),))
+    metric = make_metric(value=1.0, scale="mean")
+    better = replace(report, tasks=(replace(report.tasks[0], metrics=(metric,)),))
     found = compare_runs((report, predictions), (better, changed(predictions)))
     metric = found.comparisons["lambada_last_word"]
-    assert (metric.difference, metric.agreeing, metric.disagreeing) == (0.5, 1, 1)
+    assert (metric.difference, metric.same, metric.count) == (0.5, 1, 2)
     ((_, sample, words),) = found.changed
     assert (sample.index, words) == (1, {"lambada_last_word": "now right"})
 
@@ -53,7 +54,7 @@ def test_other_data_is_not_paired_and_said(report, predictions):
     second = replace(report, tasks=(task,)), changed(predictions)
     found = compare_runs((report, predictions), second)
     assert found.changed == ()
-    assert found.comparisons["lambada_last_word"].agreeing is None
+    assert found.comparisons["lambada_last_word"].count == 0
     assert "the runs used other data" in text_of(report, found)
 
 
@@ -147,7 +148,7 @@ def test_the_interval_of_a_perplexity_is_in_its_unit(report, make_metric):
     assert found.difference == pytest.approx(exp(2.1 + 0.0495) - exp(2.045))
     assert 0 < present(found.low) < found.difference < present(found.high)
     assert present(found.high) < 1.1 * found.difference
-    assert found.agreeing is None
+    assert (found.same, found.largest_change) == (0, pytest.approx(0.1 + 0.009))
 
 
 def test_the_command_prints_and_writes_a_page(store, tmp_path, capsys):
