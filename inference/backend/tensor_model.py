@@ -6,14 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from inference.backend.answering import model_error
 from inference.backend.arguments import ModelArguments, RequestInputs
-from inference.backend.requests import (
-    Array,
-    InferRequest,
-    ModelError,
-    ModelHost,
-    Outputs,
-    Tensors,
-)
+from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Outputs, Tensors
 from inference.backend.triton_model import TritonModel, TritonSender
 from inference.decoding.rows import SessionTurn
 
@@ -70,8 +63,8 @@ class TensorModel(TritonModel):
             return self._answered(request)
         try:
             return await self.apart(request, size)
-        except ValueError as error:
-            raise ModelError(str(error)) from None
+        except Exception as error:  # whatever it is, it is this request's answer alone
+            raise model_error(error)[0] from None
 
     def respond(self, request: InferRequest, sender: TritonSender) -> None:
         """Answer a request, see `TritonModel`."""

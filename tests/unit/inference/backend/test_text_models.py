@@ -264,6 +264,22 @@ def test_a_request_that_fails_has_an_answer_of_its_own(
     assert asyncio.run(ask(1)) == {"OUTPUT": [1]}
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("too long"), "INVALID_ARGUMENT"), (OSError("lost"), "INTERNAL")]
+)
+def test_a_large_request_that_fails_in_its_process_has_an_answer_too(
+    error: Exception, code: str
+) -> None:
+    async def fails(*_: object) -> Any:
+        raise error
+
+    model = TensorModel()
+    model.apart = fails
+    with pytest.raises(ModelError, match=str(error)) as caught:
+        asyncio.run(model.whole(InferRequest({"x": np.zeros(1 << 20)})))
+    assert caught.value.code == code
+
+
 def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="parameter end_id='x' must be a whole number"):
         _loaded(Postprocessing(), arguments, end_id="x")
