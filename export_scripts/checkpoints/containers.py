@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import (
-    Files,
-    Region,
-    read_small,
-    truncated,
-    yaml_table,
-)
+from export_scripts.checkpoints.base import Files, Region, read_small, truncated, yaml_table
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.disk import full_disk
 from foundations.files.json_content import Fields

@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import (
-    CheckpointReader,
-    Files,
-    Region,
-    read_name,
-)
+from export_scripts.checkpoints.base import CheckpointReader, Files, Region, read_name
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import has_sizes, is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (

@@ -71,8 +71,6 @@ _WITHOUT_EFFECT = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 # Its rotary embedding has the angles of halves nevertheless (0.16 to 0.19), for pairs.
 _OF_PAIRS = "rotary_interleaved"
 
-Tensors = Tensors
-
 
 def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
     """Return a Megatron-style decoder under the names of GPTModel; other checkpoints unchanged.

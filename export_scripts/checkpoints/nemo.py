@@ -11,17 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
-from export_scripts.checkpoints.base import (
-    CheckpointReader,
-    Files,
-    Region,
-)
+from export_scripts.checkpoints.base import CheckpointReader, Files, Region
 from export_scripts.checkpoints.containers import Container, is_gzip, open_container, read_yaml
-from export_scripts.checkpoints.distributed import (
-    METADATA_NAME,
-    is_distributed,
-    read_distributed,
-)
+from export_scripts.checkpoints.distributed import METADATA_NAME, is_distributed, read_distributed
 from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, open_nemo2
 from export_scripts.checkpoints.partitioned import (
     LayerOffset,

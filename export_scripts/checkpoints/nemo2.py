@@ -11,11 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import (
-    CheckpointReader,
-    Files,
-    StoredTensor,
-)
+from export_scripts.checkpoints.base import CheckpointReader, Files, StoredTensor
 from export_scripts.checkpoints.containers import Container, open_container, read_yaml
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.distributed import read_distributed

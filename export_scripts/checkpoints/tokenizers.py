@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import (
-    Files,
-    Region,
-    json_file,
-    read_small,
-)
+from export_scripts.checkpoints.base import Files, Region, json_file, read_small
 from export_scripts.checkpoints.containers import Container
 from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError, refuse

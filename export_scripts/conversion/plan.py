@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import (
-    CheckpointReader,
-    Files,
-    json_table,
-    read_small,
-)
+from export_scripts.checkpoints.base import CheckpointReader, Files, json_table, read_small
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files

@@ -10,10 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from export_scripts.checkpoints.base import (
-    Files,
-    read_small,
-)
+from export_scripts.checkpoints.base import Files, read_small
 from export_scripts.checkpoints.tokenizers import MadeFile, is_list
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.fast_tokenizers import with_special
