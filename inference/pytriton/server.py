@@ -35,7 +35,7 @@ from inference.system.launch_environment import (
     read_launch_environment,
     rendezvous_address,
 )
-from inference.system.ports import port_problem
+from inference.system.ports import TakenPort, port_problem
 from inference.system.private_folder import PrivateFolder
 
 _EPILOG = f"""
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ |= {RENDEZVOUS_VARIABLE: f"{host}:{port}", KEY_FILE_VARIABLE: str(key_file)}
     if place.rank > 0:
         return serve_rank()
-    if place.world_size > 1 and (problem := port_problem(host, port) or "").startswith("is in use"):
+    if place.world_size > 1 and isinstance(problem := port_problem(host, port), TakenPort):
         sys.stderr.write(f"error: port {port} of the rendezvous {problem}; choose another one\n")
         return 1  # the rank that has it refuses the others
     logging.basicConfig(level=logging.INFO, format="%(asctime)s rank 0 %(levelname)s %(message)s")

@@ -19,6 +19,10 @@ _LISTEN = "0A"  # state column of /proc/net/tcp
 _CHECKOUT_PROGRAM = re.compile(r"-P .*; from (\S+) import main; sys.exit\(main\(\)\)")
 
 
+class TakenPort(str):
+    """Why a server cannot listen at a port: another process does."""
+
+
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -73,7 +77,7 @@ def port_problem(host: str, port: int) -> str | None:
             probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"is in use{_holder_text(port)}"
+                return TakenPort(f"is in use{_holder_text(port)}")
             if error.errno == errno.EACCES:
                 return "may not be opened by this user (ports below 1024 are reserved)"
             return f"cannot be opened on {host}: {error.strerror}"

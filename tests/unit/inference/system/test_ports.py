@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.system.ports import free_ports, pick_free_ports, port_problem
+from inference.system.ports import TakenPort, free_ports, pick_free_ports, port_problem
 
 
 def test_picked_ports_differ_and_are_free() -> None:
@@ -20,13 +20,14 @@ def test_picked_ports_differ_and_are_free() -> None:
 def test_holder_of_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         problem = port_problem("127.0.0.1", holder.getsockname()[1])
-    assert problem is not None
+    assert isinstance(problem, TakenPort)
     assert problem.startswith(f"is in use by process {os.getpid()} (")
 
 
 def test_foreign_address_is_reported() -> None:
     problem = port_problem("192.0.2.1", 8000)
     assert problem is not None
+    assert not isinstance(problem, TakenPort)
     assert "cannot be opened on 192.0.2.1" in problem
 
 
