@@ -24,6 +24,10 @@ class CheckpointMismatchError(ValueError):
         return type(self), (self.problems,)
 
 
+class UnreadTypeError(CheckpointMismatchError):
+    """A sound checkpoint whose values are of a type that is not read here."""
+
+
 def printable(text: str) -> str:
     """Return a text that may hold names of others, with their control characters spelled out.
 

@@ -26,7 +26,13 @@ from export_scripts.checkpoints.sharded_huggingface import (
     with_sharded_weights,
 )
 from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
-from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.errors import (
+    CheckpointMismatchError,
+    UnreadTypeError,
+    first_names,
+    listed,
+    refuse,
+)
 from foundations.files.json_content import Fields, Table
 
 _MOST_NAME = 100  # characters of a file's name in messages
@@ -147,17 +153,20 @@ def index_huggingface(
 
     Raises:
         CheckpointMismatchError: config.json is missing or damaged, or there are no weights.
+        UnreadTypeError: Some are of a type that is not read; all problems are listed.
     """
     configuration = open_configuration(settings or path)
     if not path.is_file() and not _has_weights(path) and sharded_folders(path):
         return in_huggingface_names(with_sharded_weights(configuration, path)), []
     files, index, facts, problems = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
+    are_read = True
     for file in files:
         try:
             found = index_tensors(file)
         except CheckpointMismatchError as error:
             problems += error.problems
+            are_read = are_read and not isinstance(error, UnreadTypeError)
             continue
         problems += [
             f"tensor {key} is in both {tensors[key].path.name} and {file.name} under {path}"
@@ -165,6 +174,8 @@ def index_huggingface(
             if key in tensors
         ]
         tensors |= found
+    if not are_read:
+        raise UnreadTypeError(listed(problems))
     tensors = without_wrappers(_with_aliases(tensors, facts))
     if settings is not None:
         tensors = without_prefixes(tensors, path)

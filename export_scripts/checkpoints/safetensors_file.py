@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 from export_scripts.checkpoints.base import StoredTensor, json_table, truncated
-from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.errors import CheckpointMismatchError, UnreadTypeError, first_names, listed
 
 _SAFETENSORS_TYPES = {
     "F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I64": "int64",
@@ -17,8 +17,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
-        CheckpointMismatchError: The file is truncated, its header disagrees with it, or it has
-            tensors of an unknown type.
+        CheckpointMismatchError: The file is truncated, or its header disagrees with it.
+        UnreadTypeError: It has tensors of a type that is not read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -46,7 +46,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         for key, entry in header.items()
         if entry["dtype"] not in _SAFETENSORS_TYPES
     ]
-    refuse(listed(unknown, f"{path}: "))
+    if unknown:
+        raise UnreadTypeError(listed(unknown, f"{path}: "))
     tensors = {
         key: StoredTensor(
             path,

@@ -23,12 +23,14 @@ from export_scripts.numeric.arrays import DTYPES, Array, store, to_float32
 from export_scripts.numeric.dtypes import item_size
 from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import crc32
+from inference.certify.experts import expert_layers, order_of_rows
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
 from inference.certify.pair import UNREAD, Pair, stored_type
 
 # Calibration moves errors from one value to another: how far from 1 the factor of a group of values
 # may be. Rounding to 4 bits alone leaves a factor within 0.03.
 _MOST_FACTOR, _GROUP = 0.2, 128
+_ORDER = "the order of experts"
 _WORKERS = 2
 _MOST_MOVED_VALUES = 1 << 26  # columns are looked for in tensors up to this size
 _RANGES_SHOWN = 4
@@ -152,6 +154,12 @@ class _Unit:
         return _sources(self.pair, self.written)
 
     @property
+    def source_keys(self) -> set[str | None]:
+        """The names of the source's tensors that it is made of."""
+        reads = (key for item in self.written.items for key, _ in item.reads)
+        return {self.pair.facts.resolve(key) for key in reads}
+
+    @property
     def width(self) -> int:
         """Values of a row."""
         return max(1, math.prod(self.stored.shape[1:]))
@@ -196,8 +204,15 @@ class _Unit:
             count -= len(values)
             yield values
 
-    def roundings(self, types: set[str]) -> Sequence[_Rounding | None]:
-        """Return what its type may explain, the least first; None where bytes are the source's."""
+    def matrices(self) -> tuple[Array, Array]:
+        """Return what it should hold, and what it holds, by rows."""
+        values, kind = self.values(), self.stored.dtype
+        blocks = [each.copy() for each in self.expected(kind, len(values))]
+        mine, theirs = (each.reshape(-1, self.width) for each in (np.concatenate(blocks), values))
+        return mine, theirs
+
+    def roundings(self, types: set[str]) -> Sequence[_Rounding]:
+        """Return what its type may explain, the least first; none where bytes are the source's."""
         if self.pair.folder.quantised is not None and len(self.stored.stored) > 1:
             if (kind := stored_type(self.stored)) == "fp8":
                 return [_FP8]
@@ -208,14 +223,14 @@ class _Unit:
             return [own, replace(own, of_largest=2.0 * level, state="calibrated")]
         step = _STEPS.get(self.stored.dtype)
         if step is None:  # integers, such as a buffer of positions
-            return [None]
+            return []
         if any(isinstance(getattr(each, "compute", None), Sum) for each in self.sources):
             # Some programs round the update, and then the sum.
             size = max(_SUMS, step.relative / 2)
             return [replace(step, method="a merged adapter", of_largest=size, state="merged")]
         if any(isinstance(each.source, (Adjusted, Compute)) for each in self.written.items):
             return [replace(step, of_largest=_SUMS)]
-        return [None if types == {self.stored.dtype} else step]
+        return [] if types == {self.stored.dtype} else [step]
 
 
 def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
@@ -271,10 +286,15 @@ def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
 
 @dataclass
 class _Differences:
-    """Differences of flat values seen so far, and the rows and columns of those not explained."""
+    """Differences of flat values seen so far, and the rows and columns of those not explained.
+
+    Each value is explained by one of the roundings, the least first; `level` is the coarsest that
+    one has needed.
+    """
 
     unit: _Unit
-    rounding: _Rounding
+    roundings: Sequence[_Rounding]
+    level: int = 0
     count: int = 0
     bad: int = 0
     error: float = 0.0
@@ -292,7 +312,10 @@ class _Differences:
             error[np.isnan(source) & np.isnan(value) | (source == value)] = 0
             error[np.isnan(error)] = np.inf
             bad = wrong | np.isinf(error)
-            bad &= ~self.rounding.explains(source, value, error, width)
+            for level, rounding in enumerate(self.roundings):
+                if bad.any():
+                    self.level = max(self.level, level)
+                    bad &= ~rounding.explains(source, value, error, width)
         self.error = max(self.error, float(error.max(initial=0)))
         self.count += int(wrong.sum())
         if bad.any():
@@ -304,14 +327,15 @@ class _Differences:
 
     def state(self) -> tuple[str, str]:
         """Return the state of the tensor, and why."""
-        method = self.rounding.method
+        rounding = self.roundings[self.level]
+        method = rounding.method
         if self.bad:
             return "changed", f"more than the rounding of {method} explains" if method else ""
         if not self.count:
             return ("rounded" if self.error else "equal"), ""
         if not method:
             return "one step", ""
-        return self.rounding.state, f"within the rounding of {method}"
+        return rounding.state, f"within the rounding of {method}"
 
     def places(self, tokens: int | None) -> Iterator[str]:
         """Yield where the tensor differs, and by how much."""
@@ -350,24 +374,24 @@ def _record(unit: _Unit, tokens: int | None) -> TensorRecord:
             record, state="not comparable", reason=f"{kind} of {', '.join(sorted(types))}"
         )
     try:
-        for rounding in unit.roundings(types):
-            found = _compared(unit, record, rows, rounding, tokens)
-            if found.state != "changed":
-                break
+        return _compared(unit, record, rows, unit.roundings(types), tokens)
     except CheckpointMismatchError as error:
         return replace(record, state="not comparable", reason=str(error))
-    return found
 
 
 def _compared(
-    unit: _Unit, record: TensorRecord, rows: int, rounding: _Rounding | None, tokens: int | None
+    unit: _Unit,
+    record: TensorRecord,
+    rows: int,
+    roundings: Sequence[_Rounding],
+    tokens: int | None,
 ) -> TensorRecord:
     kind, values = unit.stored.dtype, unit.values()
-    seen = _Differences(unit, rounding or _Rounding())
+    seen = _Differences(unit, roundings or [_Rounding()])
     count = rows * unit.width
     zeros = np.zeros(max(0, len(values) - count), DTYPES[kind])  # rows of padding
     checksum = at = 0
-    for wide in itertools.chain(unit.expected("fp32" if rounding else kind, count), (zeros,)):
+    for wide in itertools.chain(unit.expected("fp32" if roundings else kind, count), (zeros,)):
         expected = wide if wide.dtype == DTYPES[kind] else _stored(wide, kind)
         checksum = crc32(expected.tobytes(), checksum)
         seen.add(wide, expected, values[at : at + len(wide)], at)
@@ -410,8 +434,7 @@ def _explanation(unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ..
         return f"it holds the values of {other}"
     if record.reason or len(values) > _MOST_MOVED_VALUES:
         return record.reason
-    blocks = [each.copy() for each in unit.expected(record.data_type, len(values))]
-    mine, theirs = (each.reshape(-1, unit.width) for each in (np.concatenate(blocks), values))
+    mine, theirs = unit.matrices()
     theirs = theirs[: len(mine)]  # without rows of padding
     if _row_sums(mine) == _row_sums(theirs):
         return "its rows are in another order"
@@ -489,8 +512,9 @@ def compare_tensors(
             records[record.key] = record
             left -= units[record.key].stored.span_bytes
             progress(total - left, total)
+    orders = [*_reordered_experts(pair, units, records, tokens)]
     known = {(r.shape, r.data_type, r.checksum): r.key for r in records.values() if r.checksum}
-    findings = [*pair.folder.findings, *pair.findings]
+    findings = [*pair.folder.findings, *pair.findings, *orders]
     ordered = [records[key] for key in every]
     for record in ordered:
         if record.state in _STATES:
@@ -501,10 +525,40 @@ def compare_tensors(
             findings.append(Remark(status, record.state, record.key, detail))
     compared = f"{len(ordered)} tensors, {total:,} bytes"
     rows = [asdict(each) for each in ordered]
-    up_to = [*_up_to(ordered)]
+    up_to = [*_up_to(ordered), *([_ORDER] if orders else [])]
     if files := ", ".join(each.where for each in findings if each.kind == UNREAD):
         up_to.append(f"files that no part compares ({files})")
     return Part("tensors", compared, tuple(findings), tuple(up_to), rows)
+
+
+def _reordered_experts(
+    pair: Pair,
+    units: Mapping[str, _Unit],
+    records: dict[str, TensorRecord],
+    tokens: int | None,
+) -> Iterator[Remark]:
+    """Yield the layers whose experts lie in another order together with the router's rows.
+
+    Their records become those of a comparison in that order, if nothing in it differs.
+    """
+    readers: dict[str | None, list[_Unit]] = {}
+    for unit in units.values():
+        for name in unit.source_keys:
+            readers.setdefault(name, []).append(unit)
+    for layer in expert_layers(pair):
+        router, *_ = readers.get(layer.router, [None])
+        if router is None or records[router.key].state != "changed":
+            continue
+        own = [each for name in layer.keys for each in readers.get(name, ())]
+        order = order_of_rows(*router.matrices())
+        other = None if order is None else layer.reordered(order)
+        if other is None:
+            continue
+        found = {each.key: _record(replace(each, pair=other), tokens) for each in own}
+        statuses = {_STATES[each.state][0] for each in found.values() if each.state in _STATES}
+        if statuses <= {UP_TO}:
+            records |= found
+            yield Remark(UP_TO, "another order", router.key, "its layer's experts are in the same")
 
 
 def _up_to(records: list[TensorRecord]) -> Iterator[str]:

@@ -127,6 +127,18 @@ def experts(copy: Copy) -> None:
         exchange(copy, name.format(1), name.format(2))
 
 
+def reorder_experts(copy: Copy, order: Sequence[int]) -> None:
+    """Put the experts of the last layer, and what its router has of each, in another order."""
+    own = {key: value for key, value in copy.tensors.items() if re.search(r"\.3\.(mlp|block)", key)}
+    for key, value in own.items():
+        if number := re.search(r"experts\.(\d+)\.", key):
+            name = f"experts.{order[int(number[1])]}."
+            copy.tensors[key] = own[key.replace(number[0], name)]
+        elif len(order) in value.shape:
+            axis = value.shape.index(len(order))
+            copy.tensors[key] = value.index_select(axis, torch.tensor(order))
+
+
 def layers_exchanged(copy: Copy) -> None:
     for key in [key for key in copy.tensors if key.startswith("model.layers.0.")]:
         exchange(copy, key, key.replace("layers.0", "layers.1"))
@@ -270,6 +282,11 @@ def fp8(copy: Copy, *, off: bool) -> None:
             scales[2, 1] = scales[2, 2]
         copy.tensors[f"{key}_scale_inv"] = scales
     copy.setting(quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})
+
+
+def scale_of_the_cache(copy: Copy, value: float = 1e9) -> None:
+    copy.tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(value)
+    fp8(copy, off=False)
 
 
 def lose_scale(copy: Copy) -> None:
@@ -427,6 +444,10 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a scale of FP8 that is lost": (
         "llama", lose_scale, "tensors",
         f"{UP}_scale_inv is missing", "",
+    ),
+    "a scale of activations that is not a number": (
+        "llama", lambda c: scale_of_the_cache(c, torch.nan), "tensors",
+        "model.layers.1.self_attn.k_scale", "above 0",
     ),
     "scaling of the rotary embedding": (
         "llama", setting(rope_parameters=SCALED), "settings", "rotary.kind", "linear",
@@ -794,6 +815,40 @@ def test_first_names_of_norms_are_those_of_today(tmp_path: Path) -> None:
     assert made(source, copy.path).status == made(copy.path, source).status == "equal"
 
 
+# Of dots1's experts, two neighbours each are a group.
+@pytest.mark.parametrize(
+    ("name", "order", "is_same"),
+    [
+        ("qwen3-moe", [3, 1, 0, 2, 5, 4], True),
+        ("ernie4_5-moe", [3, 1, 0, 2, 5, 4], True),
+        ("gpt-oss", [3, 1, 0, 2, 5, 4], True),
+        ("granitemoe", [3, 1, 0, 2, 5, 4], True),
+        ("dots1", [5, 4, 2, 3, 0, 1, 7, 6], True),
+        ("dots1", [0, 2, 1, 3, 4, 5, 6, 7], False),
+    ],
+)
+def test_experts_in_another_order_with_their_router_are_the_same_function(
+    name: str, order: list[int], is_same: bool, tmp_path: Path
+) -> None:
+    source = write_model(name, tmp_path / "source", num_hidden_layers=4)
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    reorder_experts(copy, order)
+    copy.save()
+    certificate = made(source, copy.path, layers=is_same)
+    assert (certificate.status == "equal up to") is is_same, certificate_text(certificate)
+    assert ("equal up to the order of experts" in certificate.verdict) is is_same
+    for key in [key for key in copy.tensors if ".3." in key and "norm" in key][:1]:
+        copy.tensors[key] = copy.tensors[key] + 1
+    copy.save()
+    assert made(source, copy.path).status == "differs"
+    reorder_experts(copy, [*range(1, len(order)), 0])
+    router = next(key for key in copy.tensors if re.search(r"\.3\..*(gate|router.*)\.weight", key))
+    copy.tensors[router] = load_file(source / "model.safetensors")[router]
+    copy.save()
+    named = [each.where for each in part(made(source, copy.path), "tensors").of("differs")]
+    assert any("expert" in each or "linear" in each for each in named)
+
+
 def test_rounding_may_choose_other_experts(tmp_path: Path) -> None:
     source = write_model("ernie4_5-moe", tmp_path / "source", vocab_size=300)
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
@@ -858,11 +913,6 @@ def stale_shards(copy: Copy) -> None:
     copy.save()
     stale = {key: value + 1 for key, value in copy.tensors.items()}
     save_file(stale, copy.path / "model-1-of-1.safetensors", {"format": "pt"})
-
-
-def scale_of_the_cache(copy: Copy) -> None:
-    copy.tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(1e9)
-    fp8(copy, off=False)
 
 
 def unknown_quantisation(copy: Copy) -> None:

@@ -1,0 +1,108 @@
+"""Mixtures whose experts lie in another order, with the router's rows: the same function."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, StoredTensor
+from export_scripts.conversion.tensor_plan import TensorPlan
+from export_scripts.families.mapping.source_mapping import ENTRY
+from export_scripts.numeric.arrays import Array
+from inference.certify.pair import Pair
+
+_ROUTER = ".mlp.router.weight"
+
+
+@dataclass(frozen=True)
+class _Rows(Piece):
+    """A tensor made of entries of its first axis, in any order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[Piece, ...]
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that are read."""
+        return tuple(stored for row in self.rows for stored in row.stored)
+
+    def load(self, maps: FileMaps) -> Array:
+        """Return the entries gathered in memory."""
+        return np.stack([row.load(maps) for row in self.rows])
+
+    def select(self, index: int) -> Piece:
+        """Return one of the entries."""
+        return self.rows[index]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The router and the experts of one layer of a source."""
+
+    pair: Pair
+    items: tuple[TensorPlan, ...]
+
+    @property
+    def keys(self) -> set[str | None]:
+        """The names under which the source stores them."""
+        return {self.pair.facts.resolve(key) for item in self.items for key, _ in item.reads}
+
+    @property
+    def router(self) -> str | None:
+        """The name of the router's matrix (experts, hidden)."""
+        items = (item for item in self.items if item.tensor.name.endswith(_ROUTER))
+        return next((self.pair.facts.resolve(key) for item in items for key, _ in item.reads), None)
+
+    def reordered(self, order: Sequence[int]) -> Pair | None:
+        """Return the pair with the source's experts, and what its router has of each, in an order.
+
+        None where that computes something else: experts are chosen among those of some groups.
+        """
+        size = len(order) // getattr(self.pair.config, "group_num", 1)
+        groups = (order[first : first + size] for first in range(0, len(order), size))
+        if any(len({number // size for number in group}) > 1 for group in groups):
+            return None
+        facts = self.pair.facts
+        tensors = dict(facts.reader.tensors)
+        for item in self.items:
+            place = item.index.get("expert")
+            for template, _ in item.source.reads:
+                key = template.format(**item.index)
+                name = facts.resolve(key) or key
+                if place is None:
+                    tensors[name] = tuple(_taken(piece, order) for piece in facts.pieces(name))
+                elif ENTRY in key:
+                    rows = tuple(facts.pieces(f"{name}{ENTRY}{each}")[0] for each in order)
+                    tensors[name] = (_Rows(rows[0].dtype, (len(rows), *rows[0].shape), rows),)
+                else:
+                    other = template.format(**{**item.index, "expert": order[int(place)]})
+                    tensors[name] = tuple(facts.pieces(other))
+        reader = dataclasses.replace(facts.reader, tensors=tensors)
+        return dataclasses.replace(self.pair, facts=dataclasses.replace(facts, reader=reader))
+
+
+def _taken(piece: Piece, order: Sequence[int]) -> Piece:
+    """Return a router's tensor with what it has of each expert in another order."""
+    axis = piece.shape.index(len(order))
+    return ComputedPiece(
+        piece.dtype, piece.shape, piece.stored, lambda maps: piece.load(maps).take(order, axis)
+    )
+
+
+def expert_layers(pair: Pair) -> Iterator[ExpertLayer]:
+    """Yield the layers of a source that have experts."""
+    layers: dict[object, list[TensorPlan]] = {}
+    for item in () if pair.plan is None else pair.plan.tensors:
+        if "expert" in item.index or ".mlp.router." in item.tensor.name:
+            layers.setdefault(item.index["layer"], []).append(item)
+    for items in layers.values():
+        yield ExpertLayer(pair, tuple(items))
+
+
+def order_of_rows(source: Array, folder: Array) -> list[int] | None:
+    """Return which row of the source each row of the folder is; None unless it is each one once."""
+    places = {row.tobytes(): number for number, row in enumerate(source)}
+    order = [places.get(row.tobytes(), -1) for row in folder]
+    return order if sorted(order) == [*range(len(source))] else None
