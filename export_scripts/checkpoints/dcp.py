@@ -219,5 +219,8 @@ def _entries(tree: Any) -> Iterator[tuple[_Key, _Entry]]:
         if not isinstance(name, str) or not isinstance(file, str):
             raise _OddIndexError(f"{name!r:.80} is not in a file")
         if state.get("transform_descriptors"):
-            raise _OddIndexError(f"{name} is compressed or otherwise transformed")
+            raise CheckpointMismatchError(
+                f"{file}: {name} is compressed or transformed ({state['transform_descriptors']}), "
+                "which is not undone here: load it with torch, and save it without extensions"
+            )
         yield (name, None if begin is None else _numbers(begin)), (file, offset, size)

@@ -179,6 +179,7 @@ def index_huggingface(
     tensors = without_wrappers(_with_aliases(tensors, facts))
     if settings is not None:
         tensors = without_prefixes(tensors, path)
+        index = without_prefixes(index, path)
     reader = dataclasses.replace(
         configuration,
         path=path,

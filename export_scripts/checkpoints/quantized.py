@@ -41,7 +41,7 @@ _MODELOPT_FILE = "hf_quant_config.json"
 # Scales of activations and of the cache, which a model of wider weights does not need.
 SCALES_OF_ACTIVATIONS = (
     ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
-    ".input_zero_point", ".input_global_scale",
+    ".input_zero_point", ".input_global_scale", ".activation_scale",
 )  # fmt: skip
 _AS_IT_IS = "serve the folder as it is with deploy.engine=vllm, or convert the unquantised model"
 
@@ -57,23 +57,26 @@ _WORDS = ("int32",)
 # compressed_tensors, quantization/quant_config.py and quant_args.py; modelopt,
 # torch/export/convert_hf_config.py; transformers, utils/quantization_config.py; gptqmodel,
 # quantization/config.py
+_INTEGERS = (
+    "bits format checkpoint_format group_size sym desc_act static_groups true_sequential "
+    "damp_percent damp_auto_increment dataset tokenizer model_name_or_path lm_head quantizer "
+    "model_file_base_name pack_dtype meta is_marlin_format backend use_cuda_fp16 batch_size "
+    "model_seqlen block_name_to_quantize module_name_preceding_first_block pad_token_id "
+    "use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
+    "modules_in_block_to_quantize modules_to_not_convert act_group_aware"
+)
 _KNOWN: Mapping[str, frozenset[str]] = {
     method: frozenset(f"quant_method {names}".split())
     for method, names in {
         "fp8": "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers "
-        "scale_fmt dequantize kv_cache_scheme",
+        "scale_fmt dequantize kv_cache_scheme modules_to_convert expert_dtype",
         "compressed-tensors": "format config_groups sparsity_config ignore kv_cache_scheme version "
         "quantization_status global_compression_ratio run_compressed",
         "modelopt": "quant_algo kv_cache_quant_algo kv_cache_scheme exclude_modules ignore "
         "group_size producer config_groups quantized_layers",
-        "awq": "bits w_bit version zero_point group_size q_group_size modules_to_not_convert "
-        "backend do_fuse modules_to_fuse fuse_max_seq_len exllama_config",
-        "gptq": "bits checkpoint_format group_size sym desc_act static_groups true_sequential "
-        "damp_percent damp_auto_increment dataset tokenizer model_name_or_path lm_head quantizer "
-        "model_file_base_name pack_dtype meta is_marlin_format backend use_cuda_fp16 batch_size "
-        "model_seqlen block_name_to_quantize module_name_preceding_first_block pad_token_id "
-        "use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
-        "modules_in_block_to_quantize modules_to_not_convert act_group_aware",
+        "awq": f"{_INTEGERS} w_bit version zero_point q_group_size do_fuse modules_to_fuse "
+        "fuse_max_seq_len",
+        "gptq": _INTEGERS,
         "mxfp4": "modules_to_not_convert dequantize",
     }.items()
 }
@@ -149,7 +152,7 @@ def with_plain_weights(
                 f"{', '.join(named)}: not known, and may change what is computed "
                 "(--allow-setting passes a setting by name)"
             )
-        form = _FORMS[method](settings)
+        form = _FORMS[method](settings, reader.tensors)
         if form.value == ".qweight" and reader.config.get("model_type") == "gpt2":
             raise ValueError("GPT-2's matrices lie the other way round")
     except (ValueError, TypeError, AttributeError, LookupError) as error:
@@ -287,9 +290,13 @@ def _grid(parts: Parts, end: str, sizes: Shape, block: Pair | None) -> tuple[Pai
 
 
 def _scaled(
-    scale: str, kind: str, block: Pair | None = None, zero: str = "", bits: int = 0
+    scale: str, kind: str, block: Pair | None = None, bits: int = 0, *, has_zeros: bool = False
 ) -> _Form:
-    """Return the form of FP8 or int8 values, or of words of `bits`, with scales of their own."""
+    """Return the form of FP8 or int8 values, or of words of `bits`, with scales of their own.
+
+    Zero points may be there where the values do not need them.
+    """
+    zero = ".weight_zero_point"
     value = ".weight_packed" if bits else ".weight"
 
     def scales(parts: Parts) -> tuple[Piece, int]:
@@ -309,13 +316,15 @@ def _scaled(
         rows, columns = _sizes(parts, value, (kind,), None, None)
         sizes = (rows, columns * 32 // bits if bits else columns)
         grid = _grid(parts, scale, sizes, block)
-        if zero in parts:
+        if zero in parts and bits:  # of the rows in words
+            _sizes(parts, zero, (kind,), -(-rows * bits // 32), grid[0][1])
+        elif zero in parts:
             _sizes(parts, zero, (kind,), *parts[scale].shape)
         return sizes, lambda widening, loaded: widening.with_scales(
             loaded[value], loaded[scale], *grid, loaded.get(zero), bits
         )
 
-    companions = {scale: True} | ({zero: False} if zero else {})
+    companions = {scale: True, zero: has_zeros}
     return _Form(value, companions, fit, scales if kind == "fp8" else None)
 
 
@@ -328,18 +337,20 @@ def _pair(sizes: Any) -> Pair | None:
     return rows, columns
 
 
-def _fine_grained(settings: Table) -> _Form:
-    """quant_method fp8: of DeepSeek and Qwen by block, of AutoFP8 by tensor.
+def _fine_grained(settings: Table, names: Collection[str]) -> _Form:
+    """quant_method fp8: by block, or by tensor, whose scales transformers and AutoFP8 call apart.
 
     transformers, integrations/finegrained_fp8.py; vllm, quantization/fp8.py.
     """
+    inverse = ".weight_scale_inv"
     if settings.get("fmt", "e4m3") != "e4m3":
         raise ValueError(f"fmt = {settings['fmt']}: expected e4m3")
     block = _pair(settings.get("weight_block_size"))
-    return _scaled(".weight_scale_inv" if block else ".weight_scale", "fp8", block)
+    is_inverse = block or any(name.endswith(inverse) for name in names)
+    return _scaled(inverse if is_inverse else ".weight_scale", "fp8", block)
 
 
-def _modelopt(settings: Table) -> _Form:
+def _modelopt(settings: Table, _: Collection[str]) -> _Form:
     """ModelOpt's FP8: a scale for each tensor, row or block.
 
     modelopt, torch/export/quant_utils.py.
@@ -350,7 +361,7 @@ def _modelopt(settings: Table) -> _Form:
     return _scaled(".weight_scale", "fp8", (128, 128) if algorithm == "FP8_PB_WO" else None)
 
 
-def _compressed_tensors(settings: Table) -> _Form:
+def _compressed_tensors(settings: Table, _: Collection[str]) -> _Form:
     """compressed-tensors: FP8, int8 and packed integers.
 
     compressed_tensors, quantization/lifecycle/forward.py and compressors/.
@@ -363,21 +374,22 @@ def _compressed_tensors(settings: Table) -> _Form:
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("the weights are sparse, too")
     kind, bits = weights.get("type"), weights.get("num_bits")
+    has_zeros = not weights.get("symmetric", True)
     block = _pair(weights.get("block_structure"))
     if found in ("float-quantized", "naive-quantized", "int-quantized") and bits == 8:
         stored = "int8" if kind == "int" else "fp8"
-        return _scaled(".weight_scale", stored, block, ".weight_zero_point")
+        return _scaled(".weight_scale", stored, block, has_zeros=has_zeros)
     if found == "pack-quantized" and kind == "int" and bits in (4, 8):
-        if not weights.get("symmetric", True) or weights.get("actorder") == "group":
-            raise ValueError("packed weights with zero points or reordered groups")
-        return _scaled(".weight_scale", "int32", bits=int(bits))
+        if weights.get("actorder") in ("group", "dynamic"):
+            raise ValueError("packed weights with reordered groups")
+        return _scaled(".weight_scale", "int32", None, int(bits), has_zeros=has_zeros)
     raise ValueError(f"format = {found} of {bits} bits ({kind})")
 
 
-def _awq(settings: Table) -> _Form:
+def _awq(settings: Table, _: Collection[str]) -> _Form:
     """AutoAWQ's gemm layout: words of (in, out / 8), zero points and scales of (groups, out)."""
     bits = settings.get("bits", settings.get("w_bit"))
-    version = str(settings.get("version", "gemm")).lower()
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if (bits, version) != (4, "gemm") or not settings.get("zero_point", True):
         raise ValueError(f"awq of {bits} bits, version {version}: expected 4, gemm, zero points")
 
@@ -390,12 +402,13 @@ def _awq(settings: Table) -> _Form:
     return _Form(".qweight", {".qzeros": True, ".scales": True}, fit)
 
 
-def _gptq(settings: Table) -> _Form:
+def _gptq(settings: Table, _: Collection[str]) -> _Form:
     """GPTQ's layout: words of (in / n, out), zero points less one, a group for each input.
 
     AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda.py; GPTQModel's gptq_v2 stores them whole.
     """
-    bits, layout = settings.get("bits"), settings.get("checkpoint_format") or "gptq"
+    bits = settings.get("bits")
+    layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if bits not in (2, 4, 8) or layout not in ("gptq", "gptq_v2"):
         raise ValueError(f"gptq of {bits} bits, checkpoint_format {layout}: expected 2, 4 or 8")
     less = 1 if layout == "gptq" else 0
@@ -422,7 +435,7 @@ def _check_groups(parts: Parts, width: int, words: int, out: int) -> None:
         raise ValueError(f".scales has {groups} groups, which do not divide {width} inputs")
 
 
-def _mxfp4(_: Table) -> _Form:
+def _mxfp4(*_: Any) -> _Form:
     """The experts of gpt-oss, (experts, out, in / 32, 16) bytes of two values in E2M1.
 
     32 values have a power of two together. OCP Microscaling Formats (MX) 1.0; transformers,
@@ -439,7 +452,7 @@ def _mxfp4(_: Table) -> _Form:
     return _Form("_blocks", {"_scales": True}, fit, is_stacked=True)
 
 
-_FORMS: Mapping[str, Callable[[Table], _Form]] = {
+_FORMS: Mapping[str, Callable[[Table, Collection[str]], _Form]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,

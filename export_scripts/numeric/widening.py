@@ -26,10 +26,13 @@ def with_scales(
 ) -> Array:
     """Return scale x (values - zero); each entry of the grid is for a block of rows and columns.
 
-    With `bits`, what is stored are words (out, in / n) of signed integers, stored from 0.
+    With `bits`, what is stored are words (out, in / n) of signed integers, stored from 0, and those
+    of zero points (out / n, groups).
     """
     if bits:
         stored = _unpacked(stored, bits).reshape(len(stored), -1) - (1 << bits - 1)
+    if bits and zero is not None:
+        zero = _unpacked(zero.T, bits).reshape(grid[1], -1).T[: grid[0]] - (1 << bits - 1)
     values = wide(stored)
     rows, columns = block
     width = values.shape[1]

@@ -56,6 +56,12 @@ def fp8_by_block(weight: torch.Tensor, end: str = "weight_scale_inv") -> Quantis
     return {"weight": values, end: scale}, wide
 
 
+def fp8_of_transformers(weight: torch.Tensor) -> Quantised:
+    stored, wide = fp8_by_tensor(weight, "scale_inv")
+    stored["activation_scale"] = stored.pop("input_scale")
+    return stored, wide
+
+
 def int8_by_row(weight: torch.Tensor) -> Quantised:
     scale = weight.abs().amax(1, keepdim=True) / 127
     values = (weight / scale).round().to(torch.int8)
@@ -129,6 +135,17 @@ def packed_rows(weight: torch.Tensor) -> Quantised:
     return stored, wide
 
 
+def packed_with_zeros(weight: torch.Tensor) -> Quantised:
+    found, wide = integers(weight, 16, 4)
+    stored = {
+        "weight_packed": packed(found["values"], 4),
+        "weight_scale": found["scales"],
+        "weight_zero_point": packed(found["zeros"].T.contiguous(), 4).T,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return stored, wide
+
+
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}
     groups = {"group_0": group}
@@ -137,10 +154,14 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
 
 FORMS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]] = {
     "block": (
-        {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"},
+        transformers.FineGrainedFP8Config(weight_block_size=[32, 16]).to_dict(),
         fp8_by_block,
     ),
     "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_by_tensor),
+    "tensor of transformers": (
+        transformers.FineGrainedFP8Config("static", weight_block_size=None).to_dict(),
+        fp8_of_transformers,
+    ),
     "compressed by row": (
         compressed("float-quantized", type="float", num_bits=8, strategy="channel"),
         fp8_by_row,
@@ -161,14 +182,18 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]] 
         compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16),
         packed_rows,
     ),
+    "packed integers with zero points": (
+        compressed("pack-quantized", type="int", num_bits=4, symmetric=False, strategy="group"),
+        packed_with_zeros,
+    ),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_by_tensor),
     "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
+        transformers.AwqConfig(group_size=16).to_dict(),
         awq,
     ),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq),
     "gptq of 8 bits": (
-        {"quant_method": "gptq", "bits": 8, "group_size": 16},
+        transformers.GPTQConfig(bits=8, group_size=16).to_dict(),
         lambda weight: gptq(weight, 8),
     ),
     "gptq reordered": (
@@ -176,7 +201,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]] 
         lambda weight: gptq(weight, reordered=True),
     ),
     "gptq v2": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "format": "gptq_v2"},
         lambda weight: gptq(weight, less=0),
     ),
 }
@@ -313,7 +338,7 @@ def test_fp8_that_cannot_be_kept_is_named(original: Path, tmp_path: Path) -> Non
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
         (compressed("nvfp4-pack-quantized", type="float", num_bits=4), "nvfp4-pack-quantized"),
-        (compressed("pack-quantized", type="int", num_bits=4, symmetric=False), "zero points"),
+        (compressed("pack-quantized", type="int", num_bits=4, actorder="dynamic"), "reordered"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
         (
             compressed("int-quantized") | {"transform_config": {"config_groups": {"u": {}}}},

@@ -9,11 +9,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -232,17 +235,19 @@ def test_every_trainer_s_folder_becomes_the_model_s(
 def test_weights_may_lie_without_settings(model: Path, tmp_path: Path) -> None:
     """As accelerate's save_state and Lightning leave them."""
     tensors = read_tensors(model)
-    alone, lightning = tmp_path / "alone", tmp_path / "lightning"
+    alone, lightning, indexed = (tmp_path / name for name in ("alone", "lightning", "indexed"))
     alone.mkdir()
     lightning.mkdir()
+    save(tensors, storage_writer=HuggingFaceStorageWriter(str(indexed)), no_dist=True)
     shutil.copy(model / "model.safetensors", alone)
     wrapped = {f"_forward_module.model.{name}": tensor for name, tensor in tensors.items()}
     torch.save({"epoch": 1, "state_dict": wrapped, "loops": {}}, lightning / "last.ckpt")
     with pytest.raises(ValueError, match=r"name the file, with its model.s config\.json"):
         open_checkpoint(lightning)
     expected = converted(model, tmp_path / "expected")
-    for number, path in enumerate((alone, alone / "model.safetensors", lightning / "last.ckpt")):
-        folder = alone if path == alone else path.parent
+    paths = alone, alone / "model.safetensors", indexed, lightning / "last.ckpt"
+    for number, path in enumerate(paths):
+        folder = path if path.is_dir() else path.parent
         with pytest.raises(ValueError, match=f"copy the config.json .* into {folder}, or name it"):
             open_checkpoint(path)
         out = tmp_path / f"out{number}"
@@ -405,6 +410,16 @@ def test_names_of_olmo_core_become_the_model_s(
         open_checkpoint(folder)
     found = converted_to(folder, tmp_path / "out", 2, given=GIVEN, model_config=model)
     assert contents(found) == converted(model, tmp_path / "expected")
+
+
+def test_values_in_another_form_are_named(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    extension = SimpleNamespace(transform_to=lambda out: out, get_descriptor=lambda: "mine/1")
+    writer = FileSystemWriter(folder, _extensions=cast(Any, [extension]))
+    save({"model": read_tensors(model)}, storage_writer=writer, no_dist=True)
+    copy_settings(model, folder)
+    text = refusal(folder, tmp_path)
+    assert "(['mine/1']), which is not undone here: load it with torch" in text
 
 
 def test_several_models_are_named(model: Path, tmp_path: Path) -> None:
