@@ -33,7 +33,11 @@ class NoLibraryError(ValueError):
 
 
 def load_huggingface(
-    path: Path, architecture: Architecture | None, adapters: Sequence[Path] = ()
+    path: Path,
+    architecture: Architecture | None,
+    adapters: Sequence[Path] = (),
+    *,
+    is_quantised: bool = False,
 ) -> Source:
     """Load a checkpoint folder in fp32; the architecture is None for a decoder of no known family.
 
@@ -41,8 +45,8 @@ def load_huggingface(
 
     Raises:
         NoLibraryError: transformers is not installed.
-        ValueError: It cannot load the folder or an adapter, or would fill in weights that the
-            folder lacks.
+        ValueError: It cannot load the folder or an adapter, would fill in weights that the folder
+            lacks, or takes quantised weights for plain ones, as of a method that it does not know.
     """
     library = import_transformers()
     kind, options = library.AutoModelForCausalLM, {}
@@ -70,6 +74,8 @@ def load_huggingface(
             f"{path} lacks {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}, which "
             "transformers fills with random values; there is nothing to compare with"
         )
+    if is_quantised and getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(f"transformers takes the quantised weights of {path} for plain ones")
     config, title = model.config.get_text_config(), type(model).__name__
     for adapter in adapters:
         try:

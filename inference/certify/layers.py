@@ -203,10 +203,10 @@ def _load_folder(
     Adapters are merged by PEFT where it reads them, and otherwise by the conversion.
     """
     adapters = () if request is None else request.lora_checkpoints
+    is_quantised = quantization(index_huggingface(path)[0]) is not None
     try:
-        return load_huggingface(path, architecture, adapters)
+        return load_huggingface(path, architecture, adapters, is_quantised=is_quantised)
     except ValueError:
-        is_quantised = quantization(index_huggingface(path)[0]) is not None
         if request is None or not (adapters or is_quantised):
             raise
     what = "its widened weights" if is_quantised else "a folder made of it with its adapters"

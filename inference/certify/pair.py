@@ -328,8 +328,8 @@ def open_pair(
     if own.mapping is not None:
         try:
             return _planned(own, options, given, scratch_dir)
-        except CheckpointMismatchError:
-            if not are_both_huggingface:
+        except CheckpointMismatchError:  # of the same model, tensors are known by their names
+            if not are_both_huggingface or _kind(original) != _kind(own.path):
                 raise
     elif not are_both_huggingface:
         raise CheckpointMismatchError(
@@ -337,6 +337,10 @@ def open_pair(
             "which is compared with Hugging Face folders of the same names alone"
         )
     return _by_name(own, options, scratch_dir)
+
+
+def _kind(folder: Path) -> Any:
+    return json_file(folder / CONFIG_NAME).get("model_type")
 
 
 def _planned(

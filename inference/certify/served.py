@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from inference.certify.activations import LOGITS, ModelInputs, Source
 from inference.certify.findings import DIFFERS, Part, Remark, not_computed
@@ -36,6 +37,14 @@ _MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask", "action
           "completion_mask")  # fmt: skip
 _LENGTHS = ("response_length", "response_lengths")  # of an answer
 _PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
+_PROMPT_MASK = ("prompt_mask",)  # TRL's, which has one for each part
+_POSITIONS = ("position_ids",)
+_PACKED = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded")
+_SEVERAL = "it holds several sequences, packed one after the other: write each as a row"
+_READ = {
+    *_TOKENS, *_PROMPTS, *_ANSWERS, *_LOG_PROBS, *_MASKS, *_LENGTHS, *_PADDING, *_PROMPT_MASK,
+    *_POSITIONS, "input_lengths",
+}  # fmt: skip
 _ROWS = ("samples", "rollout_data")  # of a .pt file
 _SAME = 1e-6
 _TIMEOUT_S = 600.0
@@ -198,7 +207,12 @@ def read_training_rows(path: Path) -> list[ScoredRow]:
     Raises:
         ValueError: the file has other rows.
     """
-    rows = [_row(row, f"{path}: row {number}") for number, row in enumerate(_read(path))]
+    rows: list[ScoredRow] = []
+    try:
+        for row in _read(path):
+            rows.append(_row(row))  # noqa: PERF401 - an error says how many were read
+    except ValueError as error:
+        raise ValueError(f"{path}: row {len(rows)}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows
@@ -213,13 +227,13 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
     _allow_nested_tensors()
     try:
         table = torch.load(path, map_location="cpu", weights_only=True)
-        fields = table if isinstance(table, Mapping) else {}
-        own = next((fields[name] for name in _ROWS if name in fields), table)
-        for each in own if isinstance(own, list) else [own]:
-            yield from _unbatched(each)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: expected lists and tensors alone: {reason}") from error
+        raise ValueError(f"expected lists and tensors alone: {reason}") from error
+    fields = table if isinstance(table, Mapping) else {}
+    own = next((fields[name] for name in _ROWS if name in fields), table)
+    for each in own if isinstance(own, list) else [own]:
+        yield from _unbatched(each)
 
 
 def _allow_nested_tensors() -> None:
@@ -229,67 +243,89 @@ def _allow_nested_tensors() -> None:
     torch.serialization.add_safe_globals([rebuild, kind])
 
 
+def _plain(value: Any) -> Any:
+    """Return a tensor, or a list of them, as numbers in lists."""
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        return value.tolist()
+    return [*map(_plain, value)] if isinstance(value, list | torch.Tensor) else value
+
+
 def _unbatched(table: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a table; NeMo-RL's has one, of whose fields each is a list around it."""
     if not isinstance(table, Mapping):
         raise ValueError(f"a row is {type(table).__name__}; expected an object with its fields")
-    tokens: Any = next((table[name] for name in (*_TOKENS, *_ANSWERS) if name in table), ())
-    if not len(tokens) or torch.as_tensor(tokens[0]).ndim == 0:
-        yield table
+    if not table.keys().isdisjoint(_PACKED):
+        raise ValueError(_SEVERAL)
+    fields = {name: _plain(each) for name, each in table.items() if name in _READ}
+    tokens: Any = next((fields[name] for name in (*_TOKENS, *_ANSWERS) if name in fields), None)
+    if not tokens or not isinstance(tokens[0], list):
+        yield fields
         return
-    fields = {
-        name: each
-        for name, each in table.items()
-        if isinstance(each, list | torch.Tensor) and len(each) == len(tokens)
-    }
+    counts = {name: len(each) for name, each in fields.items() if isinstance(each, list)}
+    if wrong := [f"{name} of {count}" for name, count in counts.items() if count != len(tokens)]:
+        raise ValueError(f"{', '.join(wrong)} rows, and tokens of {len(tokens)}")
     for number in range(len(tokens)):
-        yield {name: each[number] for name, each in fields.items()}
+        yield {name: fields[name][number] for name in counts}
 
 
-def _row(row: Mapping[str, Any], where: str) -> ScoredRow:
-    ids, prompt, answer, mask, padding = (
-        next((row[name] for name in names if row.get(name) is not None), None)
-        for names in (_TOKENS, _PROMPTS, _ANSWERS, _MASKS, _PADDING)
+def _values(row: Mapping[str, Any], names: Iterable[str], kind: Any) -> Any:
+    """Return the first of some fields that a row has, with values of a kind; None without one."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    try:
+        return None if name is None else TypeAdapter(kind).validate_python(row[name])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{name}: {first['msg']}, not {first['input']!r:.40}") from error
+
+
+def _row(row: Mapping[str, Any]) -> ScoredRow:
+    ids, prompt, answer = (
+        _values(row, names, list[NonNegativeInt]) for names in (_TOKENS, _PROMPTS, _ANSWERS)
     )
-    if padding is None and "prompt_mask" in row and mask is not None:  # TRL's, one for each part
-        padding = [*row["prompt_mask"], *mask]
+    mask, padding, prompt_mask = (
+        _values(row, names, list[float]) for names in (_MASKS, _PADDING, _PROMPT_MASK)
+    )
+    positions = _values(row, _POSITIONS, list[Any])
+    if positions and isinstance(positions[0], list):  # of images: three of each token
+        positions = None
+    if padding is None and prompt_mask is not None and mask is not None:  # one for each part
+        padding = [*prompt_mask, *mask]
     spelled = [name for name in _LOG_PROBS if row.get(name) is not None]
     # NeMo-RL writes zeros for those that it has not computed (loss_fn.force_on_policy_ratio).
     of = next((name for name in spelled if any(row[name])), next(iter(spelled), ""))
-    log_probs = row.get(of)
+    log_probs = _values(row, (of,), list[float | None])
     if ids is None and answer is not None:
-        ids = [*(() if prompt is None else prompt), *answer]
+        ids = [*(prompt or ()), *answer]
     if ids is None or row.keys().isdisjoint(_LOG_PROBS):
         wanted = f"{', '.join(_TOKENS)} with one of {', '.join(_LOG_PROBS)}"
-        raise ValueError(f"{where} has {', '.join(row)}; expected one of {wanted}")
-    answer_len = next((int(row[name]) for name in _LENGTHS if row.get(name) is not None), None)
+        raise ValueError(f"it has {', '.join(row) or 'no such field'}; expected one of {wanted}")
+    answer_len = _values(row, _LENGTHS, NonNegativeInt)
     count = answer_len if log_probs is None else len(log_probs)
     if answer_len is not None and count not in (answer_len, len(ids)):
         raise ValueError(
-            f"{where} has {count} log probabilities of {answer_len} tokens of an answer: a part of "
-            "a row, as of a rank of context parallelism, is not compared"
+            f"it has {count} log probabilities of {answer_len} tokens of an answer: a part of a "
+            "row, as of a rank of context parallelism, is not compared"
         )
-    known, used, real = (
-        _of_last(() if each is None else each, len(ids), filler, where)
-        for each, filler in ((log_probs, None), (mask, True), (padding, True))
+    known, used, real, places = (
+        _of_last(() if each is None else each, len(ids), filler)
+        for each, filler in ((log_probs, None), (mask, True), (padding, True), (positions, 0))
     )
-    length = int(row.get("input_lengths", len(ids)))  # NeMo-RL pads its rows behind them
+    length = _values(row, ("input_lengths",), NonNegativeInt)  # NeMo-RL pads its rows behind them
     tokens = [
-        (int(token), float(value) if use and value is not None else None)
-        for token, value, use, is_real in itertools.islice(
-            zip(ids, known, used, real, strict=True), length
-        )
-        if is_real
+        each for each in [*zip(ids, known, used, places, real, strict=True)][:length] if each[-1]
     ]
-    return ScoredRow(tuple(token for token, _ in tokens), tuple(value for _, value in tokens), of)
+    if any(later[3] < earlier[3] for earlier, later in itertools.pairwise(tokens)):
+        raise ValueError(_SEVERAL)
+    scores = tuple(value if use else None for _, value, use, *_ in tokens)
+    return ScoredRow(tuple(token for token, *_ in tokens), scores, of)
 
 
-def _of_last(values: Sequence[Any], count: int, filler: Any, where: str) -> list[Any]:
+def _of_last(values: Sequence[Any], count: int, filler: Any) -> list[Any]:
     """Return a value for each of `count` tokens; fewer values are those of the last ones.
 
     Raises:
         ValueError: there are more.
     """
     if len(values) > count:
-        raise ValueError(f"{where} has {count} tokens, and {len(values)} values of them")
+        raise ValueError(f"it has {count} tokens, and {len(values)} values of them")
     return [filler] * (count - len(values)) + [*values]

@@ -815,7 +815,7 @@ def test_first_names_of_norms_are_those_of_today(tmp_path: Path) -> None:
     assert made(source, copy.path).status == made(copy.path, source).status == "equal"
 
 
-# Of dots1's experts, two neighbours each are a group.
+# Two neighbours among the experts of dots1 are a group.
 @pytest.mark.parametrize(
     ("name", "order", "is_same"),
     [
@@ -913,6 +913,20 @@ def stale_shards(copy: Copy) -> None:
     copy.save()
     stale = {key: value + 1 for key, value in copy.tensors.items()}
     save_file(stale, copy.path / "model-1-of-1.safetensors", {"format": "pt"})
+
+
+def test_weights_of_a_method_that_transformers_does_not_know_are_widened(
+    copy: Copy, sources: Sources
+) -> None:
+    for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
+        scale = copy.tensors[key].abs().max() / 448
+        copy.tensors[key] = (copy.tensors[key] / scale).to(torch.float8_e4m3fn)
+        copy.tensors[f"{key}_scale"] = scale
+    copy.save()
+    copy.setting(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    certificate = made(sources("llama"), copy.path, layers=True)
+    assert certificate.status == "equal up to", certificate_text(certificate)
+    assert "(of its widened weights)" in part(certificate, "layers").compared
 
 
 def unknown_quantisation(copy: Copy) -> None:
@@ -1461,6 +1475,7 @@ def test_certificate_is_written_signed_and_verified(
         (["{source}", "{folder}", "--set", "head_num"], "--set head_num is not KEY=VALUE"),
         (["{other}", "{folder}"], "is a gpt model"),
         (["{source}", "{adapter}"], "merge an adapter into its model before"),
+        (["{unknown}", "{source}"], "internlm2"),
     ],
 )
 def test_bad_input_is_reported_and_ends_with_2(
@@ -1476,6 +1491,8 @@ def test_bad_input_is_reported_and_ends_with_2(
     paths["adapter"] = tmp_path / "adapter"
     paths["adapter"].mkdir()
     (paths["adapter"] / "adapter_config.json").write_text("{}")
+    paths["unknown"] = shutil.copytree(source, tmp_path / "unknown")
+    Copy(paths["unknown"]).setting(model_type="internlm2")
     before = sorted(tmp_path.iterdir())
     assert main([each.format(**paths) for each in words]) == 2
     assert message in capsys.readouterr().err

@@ -266,15 +266,34 @@ def test_a_log_probability_that_is_no_number_differs(server: Server, tmp_path: P
     [
         ({"response_length": 5, "logprobs": [-1.0] * 3}, "3 log probabilities of 5 tokens"),
         ({"logprobs": [-1.0] * 9}, "has 6 tokens, and 9 values of them"),
+        ({"logprobs": [0.0, "x"]}, "logprobs: Input should be a valid number"),
+        ({"token_ids": [1, 2.7]}, "token_ids: .*fractional part, not 2.7"),
+        ({"token_ids": [1, -100]}, "token_ids: .*greater than or equal to 0, not -100"),
+        ({"token_ids": [[1, 2], [3, 4]], "loss_mask": [[1, 1]]}, "loss_mask of 1 rows, and"),
+        ({"cu_seqlens": [0, 3, 6]}, "several sequences"),
+        ({"logprobs": [-1.0] * 6, "position_ids": [0, 1, 2, 0, 1, 2]}, "several sequences"),
     ],
 )
-def test_log_probabilities_that_are_not_of_a_row_are_refused(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_row_that_is_none_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"token_ids": [1, 2, 3, 4, 5, 6], **changes}))
-    with pytest.raises(ValueError, match=said):
+    row = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": [-1.0] * 2}
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(row | changes)}")
+    with pytest.raises(ValueError, match=f"{path}: row 1: .*{said}"):
         read_training_rows(path)
+
+
+def test_fields_that_are_not_of_rows_are_passed_over(tmp_path: Path) -> None:
+    places = torch.tensor([[0, 0, 1, 2]])
+    batch = {
+        "input_ids": torch.tensor([[0, 5, 6, 7]]),
+        "logprobs": torch.full((1, 4), -0.5),
+        "attention_mask": places > -1,
+        "position_ids": places,
+        "step": torch.tensor(3),
+    }
+    torch.save(batch, tmp_path / "batch.pt")
+    (row,) = read_training_rows(tmp_path / "batch.pt")
+    assert row.ids == (0, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +303,10 @@ def test_log_probabilities_that_are_not_of_a_row_are_refused(
         ([], "name SOURCE and FOLDER"),
         (["--endpoint", "http://127.0.0.1:9"], "name SOURCE and FOLDER"),
         (["a", "--endpoint", "a:9", "--min-input-len", "40"], "exceeds --input_len=32"),
-        (["--training", "{file}", "--endpoint", "http://127.0.0.1:9"], "row 0 has text; expected"),
+        (
+            ["--training", "{file}", "--endpoint", "http://127.0.0.1:9"],
+            "row 0: it has no such field; expected",
+        ),
         (["--training", "{code}", "--endpoint", "http://127.0.0.1:9"], "lists and tensors alone"),
         (["--training", "{number}", "--endpoint", "http://127.0.0.1:9"], "a row is int"),
     ],
