@@ -4,7 +4,8 @@ The tables next to this module list every name, how it is used, and values: of a
 in the way, those that change nothing (the library's default first), of others their defaults. All
 that begin with one word are one line (`sglang_*`). A setting that no table names is refused, as it
 may change what is computed without a trace in the tensors. Names and defaults are the libraries'
-own (tests/library_settings.py adds those of a new release).
+own (tests/library_settings.py adds those of a new release); published_settings.tsv has what
+publishers' own files state more, which transformers passes over.
 """
 
 import functools
@@ -63,10 +64,13 @@ def library_table(library: str) -> Mapping[str, KnownSetting]:
 
 
 @functools.cache
-def huggingface_table() -> Mapping[str, Mapping[str, KnownSetting]]:
-    """Return the settings of each model type of transformers by name; those of all as type *."""
+def huggingface_table(source: str = "huggingface") -> Mapping[str, Mapping[str, KnownSetting]]:
+    """Return the settings of each model type of transformers by name; those of all as type *.
+
+    The source may also be `published`.
+    """
     found: dict[str, dict[str, KnownSetting]] = {}
-    for (kind, name), known in table_of_settings(_FOLDER / "huggingface_settings.tsv"):
+    for (kind, name), known in table_of_settings(_FOLDER / f"{source}_settings.tsv"):
         found.setdefault(kind, {})[name] = known
     return found
 
@@ -84,7 +88,7 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     One that only models of other types have is none of this type: transformers passes over it.
     """
     table, kind = huggingface_table(), facts.config["model_type"]
-    known = {**table["*"], **table[kind]}
+    known = {**table["*"], **table[kind], **huggingface_table("published").get(kind, {})}
     rotary = {name: facts.config.get(name) for name in _ROTARY_TABLES}
     unknown = {
         name: value

@@ -53,6 +53,29 @@ def test_every_setting_of_the_installed_transformers_is_known() -> None:
     assert not elsewhere, "run python -m tests.library_settings huggingface"
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "apertus": {"post_norm": False, "qk_norm": True},
+    "hunyuan_v1_dense": {
+        "cla_share_factor": 2, "org_vocab_size": 128167, "use_cla": False,
+        "im_end_id": 5, "anyres_pooling_size": 2,
+    },
+    "mpt": {"init_config": {"name": "kaiming_normal_"}, "verbose": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_what_publishers_state_is_known_of_their_model_alone(kind: str) -> None:
+    def refused(**settings: Any) -> set[str]:
+        reader = CheckpointReader("huggingface", Path("x"), settings, {}, ())
+        return huggingface_obstacles(Facts(reader, 1, "fp32")).keys()
+
+    own = PUBLISHED[kind]
+    assert not refused(model_type=kind, **own)
+    assert refused(model_type="llama", **own) == own.keys()
+    turned = {name: not value for name, value in own.items() if type(value) is bool}
+    assert refused(model_type=kind, **turned) == turned.keys()
+
+
 def test_what_trainers_add_to_megatron_s_arguments_is_known() -> None:
     own = {
         "rollout_batch_size": 128,
