@@ -7,11 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import hypothesis
 import pytest
+
+from inference.server.installation import find_triton
+from inference.server.kinds import SERVER_VARIABLE
 
 T = TypeVar("T")
 
@@ -52,13 +56,27 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let what a test and its fixtures draw not depend on the tests before them.
 
     The generator of `random` is left alone: by it, processes choose different ports.
     """
+    if item.get_closest_marker("triton") and (missing := _missing_triton()):
+        pytest.skip(missing)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+
+
+@cache
+def _missing_triton() -> str:
+    """Return why this machine has no tritonserver, "" where it has one or should have."""
+    if SERVER_VARIABLE in os.environ:
+        return ""
+    try:
+        find_triton()
+    except FileNotFoundError as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(autouse=True)
