@@ -2,11 +2,14 @@
 
 import argparse
 import contextlib
+import os
 import re
 import shutil
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_type_hints
 
@@ -24,6 +27,7 @@ from foundations.files.json_content import Fields
 
 # Standard deviation of GPT-2's initial weights: activations stay finite at any size.
 _STD = 0.02
+_MOST_AT_ONCE = 16
 _NORM_SCALE = re.compile(r"layer_?norm\.weight$", re.IGNORECASE)
 _BIAS = re.compile(r"\.bias(\.sum)?$")
 
@@ -89,22 +93,28 @@ def synthesize(
     """Write <output_dir>/<N>-gpu with random weights and return it; it appears complete.
 
     A seed gives the same model for every N. Sparse matrices are holes, which read as zeros and take
-    no space on disk; of others the largest is held in memory in fp32.
+    no space on disk; of others a few, one for each processor and _MOST_AT_ONCE at the most, are
+    held in memory in fp32.
 
     Raises:
         ValueError: The folder exists.
     """
     final = ft_directory(output_dir, config.tensor_para_size)
+
+    def write(tensor: FTTensor) -> None:
+        if sparse and len(tensor.shape) > 1:
+            size = tensor.file_bytes(config.tensor_para_size, config.weight_data_type)
+            for name in tensor.file_names(config.tensor_para_size):
+                with (staging / name).open("wb") as file:
+                    file.truncate(size)
+        else:
+            write_values(staging, tensor, _values(tensor, seed), config)
+
+    threads = min(len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
     with whole_folder(final) as staging:
         write_config(staging, config)
-        for tensor in family.tensors(config):
-            if sparse and len(tensor.shape) > 1:
-                size = tensor.file_bytes(config.tensor_para_size, config.weight_data_type)
-                for name in tensor.file_names(config.tensor_para_size):
-                    with (staging / name).open("wb") as file:
-                        file.truncate(size)
-            else:
-                write_values(staging, tensor, _values(tensor, seed), config)
+        with ThreadPoolExecutor(threads) as pool:  # numpy draws and rounds without Python's lock
+            deque(pool.map(write, family.tensors(config)), maxlen=0)
     return final
 
 

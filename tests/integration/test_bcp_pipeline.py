@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -34,9 +35,10 @@ def test_command_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     base, log = tmp_path / "mount", tmp_path / "export_gpt3_log.txt"
     with tarfile.open(SAMPLE) as archive:
         archive.extractall(base / "gpt3_126m" / "checkpoints", filter="data")
+    launcher = shlex.quote(f"{ROOT}/launcher_scripts")
     line = (
-        f"python3 {ROOT}/launcher_scripts/main.py stages=[export] cluster_type=bcp "
-        f"launcher_scripts_path={ROOT}/launcher_scripts data_dir={tmp_path}/the_pile_gpt3 "
+        f"python3 {launcher}/main.py stages=[export] cluster_type=bcp "
+        f"launcher_scripts_path={launcher} data_dir={tmp_path}/the_pile_gpt3 "
         f"base_results_dir={base} export.run.model_train_name=gpt3_126m "
         "export.model.tensor_model_parallel_size=2 "
         "export.triton_deployment.pipeline_model_parallel_size=1 "
