@@ -8,7 +8,9 @@ from typing import Any
 from inference.evaluation.task import Metric, Prediction
 
 Z_95 = 1.959963984540054  # two-sided 95% of the normal distribution
+LEAST_LOG_PROB = -200.0  # of a mean: the perplexity and its interval still fit a double
 _LARGEST_LOG = 700.0
+_SAME = 1e-9  # of a figure that is computed again
 
 
 def is_number(value: Any) -> bool:
@@ -51,6 +53,22 @@ def mean_and_stderr(
         return mean, 0.0
     rest = math.fsum((v - mean * w) ** 2 for v, w in zip(values, weights, strict=True))
     return mean, math.sqrt(count * rest / (count - 1)) / whole
+
+
+def is_made_of(metric: Metric, found: Sequence[Prediction]) -> bool:
+    """Return whether a metric, a mean over samples, is that of these."""
+    own = [each.values for each in found if metric.group in ("", each.group)]
+    try:
+        values = [each[metric.sample_value] for each in own]
+        weights = [each[metric.weight] for each in own] if metric.weight else None
+        mean, _ = mean_and_stderr(values, weights)
+    except (KeyError, ValueError):
+        return False
+    if metric.scale == "exp":
+        mean = math.exp(-max(mean, LEAST_LOG_PROB))
+    return len(own) == metric.count and math.isclose(
+        mean, metric.value, rel_tol=_SAME, abs_tol=_SAME
+    )
 
 
 def growth(log_ratio: float) -> float:

@@ -5,7 +5,6 @@ Every file is replaced in one step. report.json is written last, so where it is,
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from inference.evaluation.report.document import (
     markdown,
     render,
 )
+from inference.evaluation.statistics import is_made_of
 from inference.evaluation.task import Prediction
 
 REPORT_JSON = "report.json"
@@ -141,13 +141,13 @@ def read_run(path: Path) -> tuple[Report, list[Prediction]]:
     if not samples_path.is_file():
         return report, []
     predictions = read_predictions(samples_path)
-    counts = Counter(each.task for each in predictions)
     for task in report.tasks:
+        own = [each for each in predictions if each.task == task.name]
         for metric in task.metrics:
-            if metric.scale and not metric.group and counts[task.name] != metric.count:
+            if metric.scale and not is_made_of(metric, own):
                 raise ValueError(
-                    f"{samples_path} has {counts[task.name]} of {metric.count} samples of "
-                    f"{task.name}: it is damaged, or of another run; evaluate again"
+                    f"{samples_path}: {metric.name} of {metric.count} samples is not made of the "
+                    f"{len(own)} there: it is damaged, or of another run; evaluate again"
                 )
     return report, predictions
 

@@ -174,13 +174,7 @@ def read_baseline(path: Path) -> Baseline:
             raise ValueError(
                 f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}"
             )
-        try:
-            return _baseline_of(report, predictions)
-        except KeyError as error:
-            raise ValueError(
-                f"{path.with_name(PREDICTIONS)} has a sample without {error}, of which {path} has "
-                f"a metric; {_REMEDY}"
-            ) from error
+        return _baseline_of(report, predictions)
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
     try:

@@ -30,7 +30,12 @@ from pathlib import Path
 
 from foundations.files.checksum import sha256_of
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
-from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
+from inference.evaluation.statistics import (
+    LEAST_LOG_PROB,
+    Z_95,
+    mean_and_stderr,
+    mean_metric,
+)
 from inference.evaluation.task import (
     LOG_PROBS,
     TOKEN_IDS,
@@ -58,7 +63,6 @@ LOG_PROB, TOKENS = "lambada_log_prob", "lambada_tokens"
 _DATA = "lambada_test.jsonl"
 _URL = f"https://openaipublic.blob.core.windows.net/gpt-2/data/{_DATA}"
 _SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
-_LEAST_LOG_PROB = -200.0  # of a mean: the perplexity and its interval still fit a double
 
 _METHODS = {
     LAST_WORD: "the greedy continuation starts with exactly the tokens of the last word",
@@ -208,8 +212,8 @@ def _perplexity(name: str, found: Sequence[Prediction]) -> Metric:
     log_prob, tokens = _PARTS[name]
     weights = [each.values[tokens] for each in found] if tokens else None
     mean, stderr = mean_and_stderr([each.values[log_prob] for each in found], weights)
-    mean = max(mean, _LEAST_LOG_PROB)
-    stderr = min(stderr, -_LEAST_LOG_PROB)
+    mean = max(mean, LEAST_LOG_PROB)
+    stderr = min(stderr, -LEAST_LOG_PROB)
     value = math.exp(-mean)
     return Metric(
         name=name,
