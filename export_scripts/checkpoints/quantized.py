@@ -58,7 +58,7 @@ _WORDS = ("int32",)
 # torch/export/convert_hf_config.py; transformers, utils/quantization_config.py; gptqmodel,
 # quantization/config.py
 _INTEGERS = (
-    "bits format checkpoint_format group_size sym desc_act static_groups true_sequential "
+    "bits method format checkpoint_format group_size sym desc_act static_groups true_sequential "
     "damp_percent damp_auto_increment dataset tokenizer model_name_or_path lm_head quantizer "
     "model_file_base_name pack_dtype meta is_marlin_format backend use_cuda_fp16 batch_size "
     "model_seqlen block_name_to_quantize module_name_preceding_first_block pad_token_id "

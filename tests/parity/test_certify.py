@@ -325,8 +325,14 @@ def in_4_bits(copy: Copy, method: str, *, factor: float = 1.0) -> None:
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             copy.tensors[f"{name}qweight"] = packed(numbers.T, 1, order)
             copy.tensors[f"{name}qzeros"] = packed(zeros.T, 1, order)
-    sym = {"sym": False, "desc_act": False} if method == "gptq" else {"version": "gemm"}
-    settings = {"quant_method": method, "bits": 4, "group_size": 64, **sym}
+    # As GPTQModel writes them, of either method.
+    form = {"gptq": "gptq", "awq": "gemm"}[method]
+    more = {"sym": False} if method == "gptq" else {"version": form, "zero_point": True}
+    settings = {
+        "method": method, "quant_method": method, "bits": 4, "group_size": 64, "desc_act": False,
+        "lm_head": False, "format": form, "checkpoint_format": form, "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:7.0.0"]}, **more,
+    }  # fmt: skip
     copy.setting(quantization_config=settings)
 
 
