@@ -11,9 +11,11 @@ them once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
@@ -32,6 +34,7 @@ from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import CheckpointMismatchError, listed, refuse
 from foundations.files.json_content import Table
+from foundations.files.yaml_content import read_own_table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -51,43 +54,6 @@ _DONE = (
 )
 
 _WORDS = ("int32",)
-
-# Settings of each method that are read here, and those by which the values stay the same. Any other
-# that is set may change what is computed, as transforms of activations do.
-# compressed_tensors, quantization/quant_config.py and quant_args.py; modelopt,
-# torch/export/convert_hf_config.py; transformers, utils/quantization_config.py; gptqmodel,
-# quantization/config.py
-_INTEGERS = (
-    "bits method format checkpoint_format group_size sym desc_act static_groups true_sequential "
-    "damp_percent damp_auto_increment dataset tokenizer model_name_or_path lm_head quantizer "
-    "model_file_base_name pack_dtype meta is_marlin_format backend use_cuda_fp16 batch_size "
-    "model_seqlen block_name_to_quantize module_name_preceding_first_block pad_token_id "
-    "use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
-    "modules_in_block_to_quantize modules_to_not_convert act_group_aware"
-)
-_KNOWN: Mapping[str, frozenset[str]] = {
-    method: frozenset(f"quant_method {names}".split())
-    for method, names in {
-        "fp8": "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers "
-        "scale_fmt dequantize kv_cache_scheme modules_to_convert expert_dtype",
-        "compressed-tensors": "format config_groups sparsity_config ignore kv_cache_scheme version "
-        "quantization_status global_compression_ratio run_compressed",
-        "modelopt": "quant_algo kv_cache_quant_algo kv_cache_scheme exclude_modules ignore "
-        "group_size producer config_groups quantized_layers",
-        "awq": f"{_INTEGERS} w_bit version zero_point q_group_size do_fuse modules_to_fuse "
-        "fuse_max_seq_len",
-        "gptq": _INTEGERS,
-        "mxfp4": "modules_to_not_convert dequantize",
-    }.items()
-}
-# Keys of a group of compressed-tensors, and of its weights.
-_KNOWN_IN_GROUP = frozenset({
-    "targets", "weights", "input_activations", "output_activations", "format",
-})  # fmt: skip
-_KNOWN_OF_WEIGHTS = frozenset({
-    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic",
-    "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
-})  # fmt: skip
 
 Pair = tuple[int, int]
 # The tensors of a matrix by the ends of their names.
@@ -170,17 +136,24 @@ def with_plain_weights(
     )
 
 
+@functools.cache
+def known_settings(what: str) -> frozenset[str]:
+    """Return the settings of a method, or a part of it, from the table next to this module."""
+    table = read_own_table(Path(__file__).with_name("quantization_settings.yaml"))
+    return frozenset(str(table[what]).split())
+
+
 def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
     """Return the settings that are set and not known, by name."""
     groups = (settings.get("config_groups") or {}).values() if method != "modelopt" else ()
-    tables = [(settings, _KNOWN[method])]
+    tables = [(settings, method)]
     for group in groups:
-        tables += [(group, _KNOWN_IN_GROUP), (group["weights"], _KNOWN_OF_WEIGHTS)]
+        tables += [(group, "group"), (group["weights"], "weights")]
     return {
         name: f"{name} = {value!r:.100}"
-        for table, known in tables
+        for table, what in tables
         for name, value in table.items()
-        if name not in known and value not in (None, "", [], {})
+        if name not in known_settings(what) and value not in (None, "", [], {})
     }
 
 

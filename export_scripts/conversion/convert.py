@@ -155,35 +155,31 @@ def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> Con
     return with_tokenizer(in_fp8(plan, folder) if request.fp8 else folder)
 
 
-# Choices that are part of a folder's identity where they are not as usual.
-_USUAL: Fields = {
-    "megatron_model": "gpt", "model_type": None, "fp8": None, "keep_fp8": False, "vocabulary": None
-}  # fmt: skip
+# Choices that decide the contents of a folder, next to its sources.
+_DECIDING = (
+    "tp_size", "max_shard_bytes", "weight_data_type", "checkpoint_name", "megatron_model",
+    "model_type", "fp8", "keep_fp8", "vocabulary", "ia3_in_place", "given", "allow",
+    "allow_setting",
+)  # fmt: skip
 
 
 def _identity(request: ConversionRequest) -> str:
     """Return a digest of everything that decides the folder's contents."""
-    latest = request.checkpoint_name in (None, LATEST)
+    choices = {name: getattr(request, name) for name in _DECIDING}
+    if request.has_shards:
+        del choices["max_shard_bytes"]
+    if request.checkpoint_name == LATEST:
+        choices["checkpoint_name"] = None
     facts = {
         "version": __version__,
         "sources": [
             (name, _source_print(path, settings=request.model_config))
             for name, path in request.sources
         ],
-        "tp_size": request.tp_size,
-        **({} if request.has_shards else {"max_shard_bytes": request.max_shard_bytes}),
-        "weight_data_type": request.weight_data_type,
-        # Settings that may choose among several checkpoints, or several families, of one source.
-        **({} if latest else {"checkpoint_name": request.checkpoint_name}),
         **{
-            name: value
-            for name, usual in _USUAL.items()
-            if (value := getattr(request, name)) != usual
+            name: sorted(value) if isinstance(value, tuple) else value
+            for name, value in choices.items()
         },
-        "ia3_in_place": request.ia3_in_place,
-        "given": sorted(request.given),
-        "allow": sorted(request.allow),
-        "allow_setting": sorted(request.allow_setting),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -38,6 +38,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import chunked
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
+from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.conversion.request import PEFT_CONFIG
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Table
@@ -55,16 +56,6 @@ _PEFT_SCALES = (PEFT_CONFIG, f"lora_adapter/{PEFT_CONFIG}", "lora_train_meta.jso
 _PEFT_ROOT = "base_model.model."
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-# Settings of PEFT's LoRA that are read here, and those that change nothing in how it is merged. Any
-# other that is set, of this or a later version, is refused.
-PEFT_KNOWN = frozenset({
-    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora",
-    "init_lora_weights", "use_dora",
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "modules_to_save",
-    "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
-})  # fmt: skip
 # Initial values that leave the model's own weights as they are.
 _PEFT_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 _PEFT_FACTOR = re.compile(
@@ -681,7 +672,7 @@ def peft_problems(config: Table, where: Path) -> list[str]:
     problems += [
         f"{where}: {key} = {value!r:.100} is not supported: {remedy}"
         for key, value in config.items()
-        if value and key not in PEFT_KNOWN
+        if value and key not in known_settings("peft")
     ]
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}

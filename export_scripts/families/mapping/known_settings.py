@@ -11,6 +11,7 @@ publishers' own files state more, which transformers passes over.
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
 # 5.24, modeling_rope_utils.py. `finetuned`, of the first folders with YaRN, says how the weights
 # came about.
 _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
+
+
+# The newest transformers of which the table has the settings.
+RELEASE = (5, 24)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ def _of_any_type() -> Mapping[str, KnownSetting]:
 def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     """Return a reason for each setting of a config.json that may make the model another one.
 
-    One that only models of other types have is none of this type: transformers passes over it.
+    One that only models of other types have is none of this type: transformers passes over it, if
+    the file is of a release whose settings are known.
     """
     table, kind = huggingface_table(), facts.config["model_type"]
     known = {**table["*"], **table[kind], **huggingface_table("published").get(kind, {})}
@@ -95,8 +101,10 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
         for name, value in _dotted(rotary)
         if f"rope_parameters.{name.rpartition('.')[2]}" not in known
     }
+    version = re.findall(r"\d+", str(facts.config.get("transformers_version")))[:2]
+    others = {} if tuple(map(int, version)) > RELEASE else _of_any_type()
     return {
-        **obstacles(facts.config, {**_of_any_type(), **known}, {"read", "none"}),
+        **obstacles(facts.config, {**others, **known}, {"read", "none"}),
         **obstacles(unknown, {}, set()),
     }
 

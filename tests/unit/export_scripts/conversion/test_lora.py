@@ -16,8 +16,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.conversion.lora import PEFT_KNOWN, peft_problems
+from export_scripts.conversion.lora import peft_problems
 from foundations.errors import CheckpointMismatchError
 from tests.tiny import (
     TinyGPT,
@@ -90,7 +91,7 @@ ALL_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 def test_each_setting_of_the_installed_peft_is_known_or_refused() -> None:
     usual = peft.LoraConfig().to_dict()
     assert peft_problems(usual, Path("adapter_config.json")) == []
-    for name in usual.keys() - PEFT_KNOWN:
+    for name in usual.keys() - known_settings("peft"):
         changed = usual | {name: {"of": "next year"}}
         (problem,) = peft_problems(changed, Path("adapter_config.json"))
         assert f": {name} = " in problem

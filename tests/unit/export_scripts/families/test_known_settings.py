@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.mapping.huggingface import setting_table
 from export_scripts.families.mapping.known_settings import (
+    RELEASE,
     eleuther_obstacles,
     huggingface_obstacles,
     huggingface_table,
@@ -51,6 +53,22 @@ def test_every_setting_of_the_installed_transformers_is_known() -> None:
         if name not in table[kind] and name not in table["*"]
     ]
     assert not elsewhere, "run python -m tests.library_settings huggingface"
+    assert _release(transformers.__version__) <= RELEASE, "raise known_settings.RELEASE"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+@pytest.mark.parametrize("version", [None, "4.57.6", "5.24.1", "5.25.0.dev0", "6.0"])
+def test_another_type_s_setting_is_refused_of_a_release_that_is_not_known(
+    version: str | None,
+) -> None:
+    config = {"model_type": "llama", "logits_scaling": 3.0, "transformers_version": version}
+    reader = CheckpointReader("huggingface", Path("x"), config, {}, ())
+    is_known = version is None or _release(version) <= RELEASE
+    found = huggingface_obstacles(Facts(reader, 1, "fp32"))
+    assert found.keys() == (set() if is_known else {"logits_scaling"})
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
