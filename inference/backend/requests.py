@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Tensors = Mapping[str, Array]
-Outputs = Mapping[str, Any]  # arrays, torch tensors or raw ones by name
+Outputs = Mapping[str, Any]  # arrays or torch tensors by name
 Responses = AsyncGenerator[tuple[Outputs, bool], None]  # each with whether it is the last
 # The future of a request in an engine, and what makes outputs of its steps and its result,
 # None where there are none yet.
@@ -29,15 +29,6 @@ class ModelError(Exception):
     def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True)
-class RawTensor:
-    """An output in the bytes of KServe's protocol, as another process has sent it."""
-
-    datatype: str
-    shape: tuple[int, ...]
-    raw: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)

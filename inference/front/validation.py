@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
+from ml_dtypes import bfloat16
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -41,16 +42,14 @@ _MOST_SHOWN = 40  # characters of a value in a reason
 _MOST_REASONS = 4
 _PASSED = frozenset({"priority", "timeout"})  # parameters of the protocol that models get
 _UINT64, _INT64 = (1 << 64) - 1, (1 << 63) - 1
-# KServe's types; BF16, which numpy lacks, is held as FP32.
-DATATYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    **{f"{sign}INT{bits}": getattr(np, f"{sign.lower()}int{bits}")
+# KServe's types and numpy's.
+DATATYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"{sign}INT{bits}": np.dtype(f"{sign}int{bits}".lower())
        for sign in ("", "U") for bits in (8, 16, 32, 64)},
-    "FP16": np.float16,
-    "BF16": np.float32,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BYTES": np.object_,
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(bfloat16),
+    "BYTES": np.dtype(np.object_),
 }  # fmt: skip
 _Record_ = TypeVar("_Record_", bound="_Record")
 

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from ml_dtypes import bfloat16
+
 from inference.backend.answering import Answering
 from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel, fork_ranks
 from inference.backend.metrics import ModelMetrics
-from inference.backend.requests import InferRequest, ModelError, Outputs, RawTensor
+from inference.backend.requests import InferRequest, ModelError, Outputs
 from inference.system.parent_process import end_with_parent
 
 LOST = 0  # the number of an answer that no order asked for: why the engine has failed
@@ -134,7 +136,7 @@ def _portable(value: Any) -> Any:
 
     value = value.contiguous().cpu()
     if value.dtype == torch.bfloat16:
-        return RawTensor("BF16", tuple(value.shape), value.view(torch.int16).numpy().tobytes())
+        return value.view(torch.int16).numpy().view(bfloat16)
     return value.numpy()
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tritonclient.grpc import service_pb2
 
 from inference.backend.requests import Array, InferRequest, Outputs
@@ -20,7 +21,7 @@ from inference.front.validation import (
     SentTensor,
 )
 from inference.host.models import HostedModel
-from inference.host.tensors import array_of, compact_json, datatype_of, json_elements, raw_of
+from inference.host.tensors import DATATYPE_NAMES, array_of, compact_json, json_elements, raw_of
 
 FINAL_PARAMETER = "triton_final_response"
 _quoted = functools.lru_cache(maxsize=1024)(compact_json)  # names of models and outputs
@@ -109,7 +110,8 @@ def with_bytes(
         named = f"'{each.name}' for model '{model.name}'"
         if (part := next(parts, None)) is None:
             raise InferError(f"unable to find data for input tensor {named} in request.")
-        tensors[each.name] = array_of(part, each.datatype, each.shape, name=named)
+        value = array_of(part, each.datatype, each.shape, name=named)
+        tensors[each.name] = value.astype(np.float32) if each.datatype == "BF16" else value
     if next(parts, None) is not None:
         raise InferError(f"unexpected additional input data for model '{model.name}'")
     turn, wanted = _turn(sent.parameters, sessions), tuple(each.name for each in sent.outputs)
@@ -138,7 +140,7 @@ def json_answer(
     """Return the JSON of an answer to `infer`, and the bytes of the outputs that follow it."""
     described, raw = list[bytes](), list[bytes]()
     for name, value in outputs.items():
-        datatype, shape = datatype_of(value), ",".join(map(str, value.shape))
+        datatype, shape = DATATYPE_NAMES[value.dtype], ",".join(map(str, value.shape))
         start = b'{"name":%b,"datatype":"%b","shape":[%b],' % (
             _quoted(name), datatype.encode(), shape.encode()
         )  # fmt: skip
@@ -189,6 +191,7 @@ def infer_response(model: HostedModel, sent: SentRequest, outputs: Outputs) -> A
             value = (value + (1 << 63)) % (1 << 64) - (1 << 63)
         setattr(answer.parameters[key], f"{kind}_param", value)
     for name, value in outputs.items():
-        answer.outputs.add(name=name, datatype=datatype_of(value), shape=value.shape)
+        datatype = DATATYPE_NAMES[value.dtype]
+        answer.outputs.add(name=name, datatype=datatype, shape=value.shape)
         answer.raw_output_contents.append(raw_of(value))
     return answer

@@ -24,7 +24,6 @@ from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
 from inference.host.hosted import Hosted, weights_of
 from inference.host.models import HostedModel
-from inference.host.tensors import as_array
 
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
 _HIDDEN = "output_hidden_state"
@@ -150,16 +149,15 @@ class HostedGenerator:
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
             tensors = {"input_ids": ids, "sequence_length": lengths}
             request = InferRequest(tensors, [_HIDDEN])
-            hidden = as_array((await self._model.answer(request))[_HIDDEN])  # (B, S, E)
+            hidden = (await self._model.answer(request))[_HIDDEN]  # (B, S, E)
             found.append(hidden.sum(1, dtype=np.float32) / lengths)
         vectors = np.concatenate(found)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         return np.asarray(vectors / np.maximum(norms, np.finfo(np.float32).tiny))
 
 
-def _candidates(tensors: Outputs, prompt_len: int) -> list[Candidate]:
+def _candidates(outputs: Outputs, prompt_len: int) -> list[Candidate]:
     """Return the candidates in a model's outputs, which return so many tokens of the prompt."""
-    outputs = {name: as_array(value) for name, value in tensors.items()}
     ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
     found = []
     for row in range(len(ids)):

@@ -51,7 +51,7 @@ def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[An
             value = _TEXTS.get(each.name, b"")
         elif each.name == _IDS:
             dims[-1] = _TOKENS
-        dtype = DATATYPES[kind.replace("STRING", "BYTES")]
+        dtype = DATATYPES[kind.replace("STRING", "BYTES").replace("BF16", "FP32")]
         found[each.name] = np.full([1] * bool(config.max_batch_size) + dims, value, dtype)
     return found
 

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
 import grpc
-import numpy as np
 from tritonclient.grpc import service_pb2 as schema
 from tritonclient.grpc import service_pb2_grpc
 
-from inference.backend.requests import InferRequest, Outputs, RawTensor, Responses
+from inference.backend.requests import InferRequest, Outputs, Responses
 from inference.front.grpc_server import CHANNEL_OPTIONS
 from inference.front.rules import InferError
 from inference.front.tracing import outgoing
+from inference.front.validation import DATATYPES
 from inference.host.messages import FINAL_PARAMETER
-from inference.host.models import HostedModel, TensorFacts
+from inference.host.models import HostedModel
 from inference.host.release_2_51 import Cancellations
-from inference.host.tensors import raw_of
+from inference.host.tensors import array_of, raw_of
 from inference.system.supervision import CANARY_PARAMETER
 
 # The beginning of an error on a stream, which carries no status; without it the request is wrong.
@@ -95,7 +95,9 @@ class RemoteModel(HostedModel):
         for name, value in request.tensors.items():
             datatype = self.inputs[name].datatype
             message.inputs.add(name=name, datatype=datatype, shape=value.shape)
-            message.raw_input_contents.append(_raw_input(value, self.inputs[name]))
+            # One of BF16 is an FP32 here.
+            own = value.astype(DATATYPES[datatype], copy=False)
+            message.raw_input_contents.append(raw_of(own))
         for name in request.wanted:
             message.outputs.add(name=name)
         for name, parameter in self._parameters(request):
@@ -137,16 +139,12 @@ async def _uncancelled(reply: Awaitable[Any]) -> Any:
     return await asyncio.shield(asyncio.ensure_future(reply))
 
 
-def _raw_input(value: Any, facts: TensorFacts) -> bytes:
-    if facts.datatype == "BF16":  # of an FP32 that holds it, the upper half
-        return bytes((value.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    return raw_of(value)
-
-
 def _outputs(answer: Any) -> Outputs:
     """Return the outputs of a ModelInferResponse by name."""
     pairs = zip(answer.outputs, answer.raw_output_contents, strict=False)
-    return {each.name: RawTensor(each.datatype, tuple(each.shape), raw) for each, raw in pairs}
+    return {
+        each.name: array_of(raw, each.datatype, each.shape, name=each.name) for each, raw in pairs
+    }
 
 
 def stream_error(text: str) -> InferError:

@@ -8,36 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from inference.backend.requests import Array, RawTensor
+from inference.backend.requests import Array
 from inference.front.rules import InferError
 from inference.front.validation import DATATYPES
 
-_NAMES = {np.dtype(kind): name for name, kind in DATATYPES.items() if name != "BF16"}
-_SIZES = {"BF16": 2} | {
-    name: np.dtype(kind).itemsize
-    for name, kind in DATATYPES.items()
-    if name not in ("BF16", "BYTES")
-}
+DATATYPE_NAMES = {kind: name for name, kind in DATATYPES.items()}
 _AT_ONCE = 1 << 10  # elements, which take a millisecond or two
 _LENGTH = struct.Struct("<I")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
-    """Return the tensor in the bytes of a request. Raises InferError for another number of them."""
-    count = math.prod(shape)
+    """Return the tensor in some bytes. Raises InferError for another number of them."""
+    count, kind = math.prod(shape), DATATYPES[datatype]
     if datatype == "BYTES":
         return _texts_of(raw, count, name).reshape(shape)
-    if len(raw) != count * _SIZES[datatype]:
+    if len(raw) != (size := count * kind.itemsize):
         raise InferError(
-            f"input byte size mismatch for input {name}. Expected {count * _SIZES[datatype]}, got "
-            f"{len(raw)}"
+            f"input byte size mismatch for input {name}. Expected {size}, got {len(raw)}"
         )
-    if datatype == "BF16":  # the upper half of an FP32
-        return (
-            (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-        )
-    return np.frombuffer(raw, DATATYPES[datatype]).reshape(shape)
+    return np.frombuffer(raw, kind).reshape(shape)
 
 
 def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
@@ -53,35 +43,21 @@ def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
     return texts
 
 
-def datatype_of(value: Array | RawTensor) -> str:
-    """Return KServe's name of the type of an output."""
-    return value.datatype if isinstance(value, RawTensor) else _NAMES[value.dtype]
-
-
-def raw_of(value: Array | RawTensor) -> bytes:
-    """Return the bytes of an output."""
-    if isinstance(value, RawTensor):
-        return value.raw
+def raw_of(value: Array) -> bytes:
+    """Return the bytes of a tensor."""
     if value.dtype != np.object_:
         return value.tobytes()
     texts = [each if isinstance(each, bytes) else str(each).encode() for each in value.reshape(-1)]
     return b"".join(part for text in texts for part in (_LENGTH.pack(len(text)), text))
 
 
-def as_array(value: Array | RawTensor) -> Array:
-    """Return an output as an array."""
-    if isinstance(value, RawTensor):
-        return array_of(value.raw, value.datatype, value.shape, name="output")
-    return value
-
-
-def json_elements(value: Any) -> bytes:
+def json_elements(value: Array) -> bytes:
     """Return the elements of an output in JSON, with commas between them.
 
     A number takes more than a microsecond. They are written a piece at a time, between which other
     threads run.
     """
-    flat = as_array(value).reshape(-1)
+    flat = value.reshape(-1)
     pieces = (flat[at : at + _AT_ONCE] for at in range(0, len(flat), _AT_ONCE))
     return b",".join(compact_json(_values(piece))[1:-1] for piece in pieces)
 

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import json_format
 from tritonclient.grpc import model_config_pb2
 
-from inference.backend.requests import InferRequest, RawTensor
+from inference.backend.requests import InferRequest
 from inference.decoding.rows import SessionTurn
 from inference.front.rules import InferError
 from inference.front.validation import SentRequest
@@ -21,7 +21,7 @@ from inference.host.messages import infer_response
 from inference.host.models import HostedModel
 from inference.host.release_2_51 import Cancellations
 from inference.host.remote import TritonConnection, remote_models, stream_error
-from inference.host.tensors import as_array
+from inference.host.tensors import array_of
 from tests.fake_triton import FakeTriton, RefusedError, served
 
 CONFIG = {
@@ -115,8 +115,8 @@ def test_a_stream_that_has_ended_is_not_cancelled(monkeypatch: pytest.MonkeyPatc
 
 def test_an_output_keeps_its_type_and_bytes() -> None:
     raw = np.array([0x3F80], np.uint16).tobytes()
-    value = RawTensor("BF16", (1, 1), raw)
-    assert as_array(value).tolist() == [[1.0]]
+    value = array_of(raw, "BF16", (1, 1), name="y")
+    assert value.tolist() == [[1.0]]
     config = config_of()
     model = HostedModel(config, "1")
     answer = infer_response(model, SentRequest(), {"y": value})
