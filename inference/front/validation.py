@@ -247,15 +247,12 @@ class SentRequest(_Record):
 
 
 class GenerateRequest(_Record):
-    """A request to `generate`: inputs by name, which may stand among the parameters.
+    """A request to `generate` with inputs by name, which may stand among the parameters."""
 
-    Attributes:
-        tensors: the rows of inputs, (N,) each.
-    """
+    model_config = ConfigDict(extra="allow")
 
     id: _Text = ""
     parameters: RequestParameters = Field(default_factory=lambda: _PLAIN)
-    tensors: dict[str, Any] = {}
 
 
 class IndexRequest(_Record):
@@ -331,10 +328,11 @@ MOST_HEAD_BYTES = 4 << 10
 read_head = functools.lru_cache(maxsize=256)(read_infer)
 
 
-def read_generate(data: bytes, datatypes: Mapping[str, str]) -> GenerateRequest:
+def read_generate(data: bytes, inputs: Mapping[str, tuple[str, Sequence[int]]]) -> SentRequest:
     """Return what the JSON of a request to `generate` says. Raises RejectedError.
 
-    `datatypes` are those of a model's inputs by name. What is not an input is a parameter.
+    `inputs` are the types and shapes of a model's inputs by name. A row fills the last axis of any
+    size. What is not an input is a parameter.
     """
     given = parse_json(data)
     if len(given) > MOST_ENTRIES:
@@ -346,21 +344,23 @@ def read_generate(data: bytes, datatypes: Mapping[str, str]) -> GenerateRequest:
     if twice := sorted(given.keys() & inner.keys()):
         raise RejectedError(f"{twice[0][:_MOST_SHOWN]} is given twice, once in parameters")
     values = {**given, **inner}
-    parameters = {name: each for name, each in values.items() if name not in datatypes}
-    tensors = {}
-    for name in values.keys() & datatypes.keys():
-        row = values[name] if isinstance(values[name], list) else [values[name]]
-        shown = f"input {name[:_MOST_SHOWN]!r}"
-        if any(isinstance(each, list) for each in row):
-            raise RejectedError(
-                f"{shown} is a list of lists; generate takes one row as a flat list, infer several"
-            )
-        try:
-            tensors[name] = array_of_values(row, datatypes[name], shown)
-        except ValueError as error:
-            raise RejectedError(str(error)) from None
-    fields = {**about, "parameters": parameters, "tensors": tensors}
-    return checked_form(GenerateRequest, fields)
+    rows = [_row(name, values.pop(name), *inputs[name]) for name in inputs if name in values]
+    return checked_form(SentRequest, {**about, "parameters": values, "inputs": rows}, len(data))
+
+
+def _row(name: str, value: Any, datatype: str, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a tensor with one value or a flat list."""
+    row = value if isinstance(value, list) else [value]
+    if any(isinstance(each, list) for each in row):
+        raise RejectedError(
+            f"input {name[:_MOST_SHOWN]!r} is a list of lists; generate takes one row as a flat "
+            "list, infer several"
+        )
+    sizes = [max(size, 1) for size in shape]
+    if -1 in shape:
+        last = max(axis for axis, size in enumerate(shape) if size == -1)
+        sizes[last] = len(row) // math.prod(sizes)
+    return {"name": name, "datatype": datatype, "shape": sizes, "data": row}
 
 
 def check_index(data: bytes) -> None:

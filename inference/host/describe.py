@@ -30,9 +30,6 @@ _EVERY_FIELD = next(
 def api_description() -> dict[str, Any]:
     """Return the description of KServe's protocol over HTTP, as these ports speak it."""
     schemas = schemas_of((SentRequest, GenerateRequest, IndexRequest))
-    generate = schemas[GenerateRequest.__name__]  # inputs stand next to its fields
-    del generate["properties"]["tensors"]
-    generate["additionalProperties"] = True
     calls: dict[tuple[str, str], Any] = dict.fromkeys(
         ("get", path)
         for path in ("/v2", rules.LIVE_PATH, rules.READY_PATH, rules.STATS_PATH, rules.OPENAPI_PATH)

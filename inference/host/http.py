@@ -39,7 +39,7 @@ from inference.host.describe import (
 )
 from inference.host.hosted import Hosted
 from inference.host.messages import (
-    generate_request,
+    check_parameters,
     generated,
     json_answer,
     parts_of,
@@ -174,9 +174,10 @@ class KServeHttp:
         streams: bool,
     ) -> web.StreamResponse:
         sent = await self._context.workers.check(
-            read_generate, body, model.datatypes(), size_bytes=len(body)
+            read_generate, body, model.forms, size_bytes=len(body)
         )
-        asked = generate_request(model, sent, lambda: self._sessions(request, owner))
+        check_parameters(model, sent)
+        asked = with_bytes(model, sent, (), lambda: self._sessions(request, owner))
         encoded = partial(generated, model, sent)
         if not streams:
             if model.decoupled:

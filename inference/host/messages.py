@@ -14,12 +14,7 @@ from inference.backend.requests import Array, InferRequest, Outputs
 from inference.decoding.rows import SessionTurn
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
-from inference.front.validation import (
-    GenerateRequest,
-    RequestParameters,
-    SentRequest,
-    SentTensor,
-)
+from inference.front.validation import RequestParameters, SentRequest, SentTensor
 from inference.host.models import HostedModel
 from inference.host.tensors import DATATYPE_NAMES, array_of, compact_json, json_elements, raw_of
 
@@ -29,33 +24,17 @@ _quoted = functools.lru_cache(maxsize=1024)(compact_json)  # names of models and
 _WITHOUT_EFFECT = frozenset({"priority", "timeout", "stream"})
 
 
-def generate_request(
-    model: HostedModel, sent: GenerateRequest, sessions: Callable[[], Namespace]
-) -> InferRequest:
-    """Return the request that a client of `generate` asks for. Raises InferError.
+def check_parameters(model: HostedModel, sent: SentRequest) -> None:
+    """Check that a model may read what is neither an input nor a parameter of the protocol.
 
-    A row fills the last axis of any size. What is neither an input nor a parameter of the protocol
-    would have no effect on a model of this project, and is refused.
+    It would have no effect on a model of this project. Raises InferError.
     """
-    tensors, parameters = {}, sent.parameters.others()
-    if not model.takes_parameters and (unknown := sorted(parameters.keys() - _WITHOUT_EFFECT)):
+    unknown = sorted(sent.parameters.others().keys() - _WITHOUT_EFFECT)
+    if unknown and not model.takes_parameters:
         raise InferError(
             f"model '{model.name}' takes no {', '.join(unknown)[:200]}; its inputs are "
             f"{', '.join(sorted(model.inputs))}"
         )
-    for name, row in sent.tensors.items():
-        shape = model.shape(model.inputs[name])
-        free = max((n for n, size in enumerate(shape) if size == -1), default=None)
-        sizes = [1 if size == -1 and n != free else size for n, size in enumerate(shape)]
-        try:
-            tensors[name] = row.reshape(sizes)
-        except ValueError:
-            raise InferError(
-                f"input '{name}' of model '{model.name}' has the shape {shape}, and {len(row)} "
-                "values were given"
-            ) from None
-    turn = _turn(sent.parameters, sessions)
-    return InferRequest(tensors, turn=turn, id=sent.id, parameters=parameters)
 
 
 def _turn(parameters: RequestParameters, sessions: Callable[[], Namespace]) -> SessionTurn | None:
@@ -158,7 +137,7 @@ def json_answer(
     return b"{%b}" % b",".join(about), raw
 
 
-def generated(model: HostedModel, sent: GenerateRequest, outputs: Outputs) -> bytes:
+def generated(model: HostedModel, sent: SentRequest, outputs: Outputs) -> bytes:
     """Return the JSON of an answer to `generate`: one value or a list for each output."""
     answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
     answer |= session_parameters(model, sent.parameters)

@@ -97,6 +97,7 @@ class HostedModel:
         statistics: of its requests.
         versions: those that are served of it, this one among them.
         sessions: those that may go on.
+        forms: types and shapes of the inputs by name.
         responses: how many it has given.
         about: which checkpoint it serves, in which types, by which version of this project.
         takes_canaries: whether it answers a small request soon, however busy it is.
@@ -120,17 +121,13 @@ class HostedModel:
         self.outputs = {each.name: _facts(each) for each in config.output}
         self.is_ensemble = config.HasField("ensemble_scheduling")
         self._is_batched = config.max_batch_size > 0
-        self._shapes = {name: self.shape(each) for name, each in self.inputs.items()}
+        self.forms = {n: (each.datatype, self.shape(each)) for n, each in self.inputs.items()}
         self._required = {name for name, each in self.inputs.items() if not each.is_optional}
         self._reshapes = any(each.reshape is not None for each in self.inputs.values())
 
     def shape(self, tensor: TensorFacts) -> list[int]:
         """Return the shape of a tensor in requests."""
         return [*([-1] if self._is_batched else []), *tensor.dims]
-
-    def datatypes(self) -> dict[str, str]:
-        """Return the types of the inputs by name."""
-        return {name: each.datatype for name, each in self.inputs.items()}
 
     async def infer(self, request: InferRequest) -> Responses:
         """Yield the responses, each with whether it is the last. Raises InferError.
@@ -196,7 +193,7 @@ class HostedModel:
             )
 
     def _check_shape(self, about: str, name: str, value: Array, rows: int | None) -> int | None:
-        shape, expected = list(value.shape), self._shapes[name]
+        shape, (_, expected) = list(value.shape), self.forms[name]
         if self._is_batched:
             given = shape[0] if shape else 1
             if rows is not None and given != rows:

@@ -33,7 +33,8 @@ from inference.host.models import HostedModel
 from inference.system.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
-MODEL = {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}
+_TYPES = {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}
+MODEL = {name: (datatype, (-1, -1)) for name, datatype in _TYPES.items()}
 FLAG = service_pb2.InferParameter(bool_param=True)
 X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}
 

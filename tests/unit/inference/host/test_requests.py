@@ -19,9 +19,9 @@ from inference.front.guard import RejectedError
 from inference.front.infer_messages import read_message
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
-from inference.front.validation import GenerateRequest, read_generate, read_infer
+from inference.front.validation import SentRequest, read_generate, read_infer
 from inference.host.messages import (
-    generate_request,
+    check_parameters,
     generated,
     infer_response,
     json_answer,
@@ -136,8 +136,8 @@ def test_a_request_that_does_not_fit_is_refused(
 
 def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
     body = json.dumps({"text": "a", "ids": [1, 2, 3], "flat": 7, "id": "5", "stream": True})
-    sent = read_generate(body.encode(), model.datatypes())
-    request = generate_request(model, sent, mine)
+    sent = read_generate(body.encode(), model.forms)
+    request = with_bytes(model, sent, (), mine)
     shapes = {name: list(value.shape) for name, value in request.tensors.items()}
     assert shapes == {"text": [1, 1], "ids": [1, 3], "flat": [1, 1]}
     assert len(ask(model, request)) == 2
@@ -149,18 +149,19 @@ def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
 
 def test_a_name_that_is_not_an_input_reaches_models_of_others_alone(model: Echo) -> None:
     for body in ({"text": "a", "txet": 1}, {"text": "a", "parameters": {"txet": 1}}):
-        sent = read_generate(json.dumps(body).encode(), model.datatypes())
+        sent = read_generate(json.dumps(body).encode(), model.forms)
         model.takes_parameters = False
         with pytest.raises(InferError, match="model 'm' takes no txet; its inputs are flat, ids"):
-            generate_request(model, sent, mine)
+            check_parameters(model, sent)
         model.takes_parameters = True
-        assert generate_request(model, sent, mine).parameters == {"txet": 1}
+        check_parameters(model, sent)
+        assert with_bytes(model, sent, (), mine).parameters == {"txet": 1}
 
 
 def test_a_session_is_the_same_for_generate_and_infer(model: Echo) -> None:
     named = {"sequence_id": 7, "sequence_start": True}
-    sent = read_generate(json.dumps({"text": "a", **named}).encode(), model.datatypes())
-    turn = generate_request(model, sent, mine).turn
+    sent = read_generate(json.dumps({"text": "a", **named}).encode(), model.forms)
+    turn = with_bytes(model, sent, (), mine).turn
     assert turn == read(model, {"inputs": [text()], "parameters": named}).turn
     assert turn == SessionTurn(mine().inside(7), starts=True)
 
@@ -184,7 +185,7 @@ def test_elements_are_written_in_pieces_as_at_once(model: Echo, count: int) -> N
     assert json.loads(answer)["outputs"] == [
         {"name": "y", "datatype": "FP32", "shape": [1, count], "data": values.tolist()}
     ]
-    row = json.loads(generated(model, GenerateRequest(), {"y": values}))["y"]
+    row = json.loads(generated(model, SentRequest(), {"y": values}))["y"]
     assert row == (values.tolist() if count != 1 else values[0])
 
 
