@@ -16,7 +16,7 @@ from aiohttp.http import HttpProcessingError
 from inference.front.access import Access
 from inference.front.guard import IDLE_S
 from inference.front.link import LONGEST_REQUEST_S
-from inference.front.request_log import REQUEST_ID, request_id
+from inference.front.request_log import REQUEST_ID, request_id, with_ids
 from inference.front.tracing import traced
 
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
@@ -33,11 +33,14 @@ _OWN_DESCRIPTORS, _PORTS = 512, 4
 
 
 async def http_server(
-    access: Access, handler: Handler, *, host: str, port: int
+    access: Access, handler: Handler, *, host: str, port: int, logs: bool = False
 ) -> web.ServerRunner:
-    """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
+    """Return a server of HTTP that listens, and perhaps `logs` each request.
+
+    Raises OSError if the port is unavailable.
+    """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
-    handler = traced(handler, access.otlp_collector)
+    handler = traced(with_ids(handler, logs=logs), access.otlp_collector)
     server = BoundServer(handler, most=most_connections())
     runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
     await runner.setup()

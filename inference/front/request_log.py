@@ -17,7 +17,8 @@ from aiohttp import web
 from inference.front.tracing import Tracer, note_status
 
 REQUEST_ID = "X-Request-Id"
-LEFT = 499  # as nginx has it: the client has left before the end
+ABOUT = "slipway_about"
+_LEFT = 499  # as nginx has it: the client has left before the end
 _KEY = "slipway_request_id"
 _IDS = re.compile(r"[!-~]{1,128}")  # printed in logs and headers as they are
 # Statuses of gRPC that are failures of a server (OpenTelemetry's semantic conventions).
@@ -87,16 +88,14 @@ def _status(context: Any) -> str:
     return "UNKNOWN" if error is not None and name == "OK" else name  # not by abort
 
 
-def log_answer(request: web.BaseRequest, status: int, began: float, **more: Any) -> None:
-    """Write a line of the access log for a request of HTTP."""
-    log_call(request_id(request), request.method, request.path, status, began, **more)
-
-
 def with_ids(handler: _Handler, *, logs: bool) -> _Handler:
-    """Return a handler whose answers carry the ids of their requests, with a line of the log."""
+    """Return a handler whose answers carry the ids of their requests, with a line of the log.
+
+    What the handler puts under ABOUT in a request is in its line.
+    """
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        began, status = time.monotonic(), LEFT
+        began, status = time.monotonic(), _LEFT
         try:
             response = await handler(request)
             status = response.status
@@ -105,6 +104,7 @@ def with_ids(handler: _Handler, *, logs: bool) -> _Handler:
             return response
         finally:
             if logs:
-                log_answer(request, status, began)
+                about = request.get(ABOUT, {})
+                log_call(request_id(request), request.method, request.path, status, began, **about)
 
     return answer

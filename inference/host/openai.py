@@ -79,7 +79,6 @@ async def open_endpoint(
         context.guard_of(origins=options.origins),
         context.workers,
         is_ready=context.is_ready,
-        access_log=options.access_log,
     )
 
 

@@ -25,7 +25,6 @@ from inference.front.grpc_server import grpc_server
 from inference.front.guard import RejectedError
 from inference.front.http_server import Handler, http_server
 from inference.front.link import HostSettings, OwnerLink
-from inference.front.request_log import with_ids
 from inference.front.tracing import close_tracer, tracer_of
 from inference.front.workers import Workers
 from inference.host.canaries import Canaries
@@ -127,8 +126,8 @@ class _Host:
         calls = KServeGrpc(self._context, port=grpc_port, logs=logs, tracer=tracer)
         server = grpc_server(settings.access, calls, host=settings.host, port=grpc_port)
         http = KServeHttp(self._context)
-        await self._listen(with_ids(http.answer, logs=logs), settings.ports["http"])
-        await self._listen(http.answer_metrics, settings.ports["metrics"])
+        await self._listen(http.answer, "http", logs=logs)
+        await self._listen(http.answer_metrics, "metrics")
         await server.start()
         following = asyncio.ensure_future(self._follow())
         stopping = asyncio.ensure_future(link.stopped.wait())
@@ -152,7 +151,7 @@ class _Host:
         try:
             await self._load(hosted)
             if settings.openai is not None:
-                await self._listen(self._answer_openai, settings.ports["openai"])
+                await self._listen(self._answer_openai, "openai", logs=settings.openai.access_log)
         except Exception as error:  # whatever the files hold, the owner gets the reason
             if not isinstance(error, (OSError, ValueError)):
                 traceback.print_exc()
@@ -277,9 +276,14 @@ class _Host:
         while self._context.users() or hosted.open_sessions():
             await asyncio.sleep(_POLL_S)
 
-    async def _listen(self, handler: Handler, port: int) -> None:
-        access, host = self._settings.access, self._settings.host
-        self._runners.append(await http_server(access, handler, host=host, port=port))
+    async def _listen(self, handler: Handler, port: str, *, logs: bool = False) -> None:
+        access, host, number = (
+            self._settings.access,
+            self._settings.host,
+            self._settings.ports[port],
+        )
+        runner = await http_server(access, handler, host=host, port=number, logs=logs)
+        self._runners.append(runner)
 
     async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
         with self._context.use() as hosted:

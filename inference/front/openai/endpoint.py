@@ -33,7 +33,7 @@ from inference.front.openai.requests import (
     Sampling,
     StreamOptions,
 )
-from inference.front.request_log import LEFT, REQUEST_ID, log_answer, request_id
+from inference.front.request_log import ABOUT, request_id
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.tracing import describe_span
 from inference.front.workers import Workers
@@ -58,7 +58,7 @@ class OpenAIEndpoint:
     """Answers OpenAI's requests with the models of one server, by the name that requests give.
 
     Processes of `workers` find the codec of their texts in `texts`. `is_ready` returns whether the
-    server would answer a request now. `access_log` writes a line for each request.
+    server would answer a request now.
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class OpenAIEndpoint:
         workers: Workers,
         *,
         is_ready: Callable[[], bool],
-        access_log: bool = False,
     ) -> None:
-        self._access_log = access_log
         self._models = dict(models)
         facts = {name: model.facts for name, model in models.items()}
         self._generators = {name: each for name, each in facts.items() if not each.encodes}
@@ -101,16 +99,13 @@ class OpenAIEndpoint:
 
         Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org).
         """
-        began, status = time.monotonic(), LEFT
         try:
-            response = await self._with_headers(request)
-            status = response.status
-            return response
+            return await self._with_headers(request)
         finally:
             if (run := request.get(_RUN_KEY)) is not None:
                 _describe(request, run.operation, run.model, run.attributes)
-            if self._access_log:
-                log_answer(request, status, began, **_counts(run))
+                # No word of prompts and answers.
+                request[ABOUT] = {"model": run.model, **run.usage, "ends": run.ends}
 
     async def _with_headers(self, request: web.BaseRequest) -> web.StreamResponse:
         headers = self._page_headers(request)
@@ -123,7 +118,7 @@ class OpenAIEndpoint:
             return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
         response = await self._answer(request)
         if not response.prepared:
-            response.headers.update(headers | {REQUEST_ID: request_id(request)})
+            response.headers.update(headers)
         return response
 
     def _page_headers(self, request: web.BaseRequest) -> dict[str, str]:
@@ -261,11 +256,6 @@ def _describe(
 ) -> None:
     own = {"slipway.request_id": request_id(request)}
     describe_span(operation, model, {**own, **attributes})
-
-
-def _counts(run: CompletionRun | None) -> dict[str, Any]:
-    """Return what the access log says of an answer; it has no word of prompts and answers."""
-    return {} if run is None else {"model": run.model, **run.usage, "ends": run.ends}
 
 
 def refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:

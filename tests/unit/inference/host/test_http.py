@@ -17,7 +17,6 @@ from inference.backend.requests import InferRequest, Responses
 from inference.front.access import OPEN_ACCESS
 from inference.front.context import FrontContext
 from inference.front.http_server import http_server
-from inference.front.request_log import with_ids
 from inference.front.rules import InferError
 from inference.front.workers import Workers
 from inference.host.http import KServeHttp
@@ -69,8 +68,8 @@ def with_server(served: Served, check: Callable[[FrontContext[Any], int], Awaita
             note_use=lambda: None,
             workers=workers,
         )
-        answer = with_ids(KServeHttp(context).answer, logs=True)
-        runner = await http_server(OPEN_ACCESS, answer, host="127.0.0.1", port=port)
+        answer = KServeHttp(context).answer
+        runner = await http_server(OPEN_ACCESS, answer, host="127.0.0.1", port=port, logs=True)
         await check(context, port)
         await runner.cleanup()
         workers.close()

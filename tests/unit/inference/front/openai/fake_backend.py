@@ -22,6 +22,7 @@ from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.completion import TokenModel
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
+from inference.front.request_log import with_ids
 from inference.front.tracing import traced
 from inference.front.workers import Workers
 
@@ -144,9 +145,9 @@ def run(
             guard,
             workers or NoProcesses(),
             is_ready=lambda: ready,
-            access_log=access_log,
         )
-        server = RawTestServer(traced(endpoint.answer, collector))
+        answer = with_ids(endpoint.answer, logs=access_log)
+        server = RawTestServer(traced(answer, collector))
         async with contextlib.AsyncExitStack() as stack:
             await server.start_server(auto_decompress=False)
             stack.push_async_callback(server.close)
