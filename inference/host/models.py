@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any, Self
+from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as schema
 
@@ -235,7 +235,7 @@ class _Counted:
         self._is_new = turn is not None and not model.sessions.has(turn.session_id)
         self._reason = "CANCELED"  # why it has failed, "" once it has not
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> _Counted:
         self._model.statistics.pending += 1
         self._began = time.perf_counter_ns()
         return self

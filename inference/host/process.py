@@ -53,11 +53,10 @@ _NOT_EXCHANGED = (
 
 def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
     """Serve until a signal or the owner's end; the process then ends, with 1 after a failure."""
-    make_loop = None
+    make_loop = asyncio.new_event_loop
     with contextlib.suppress(ImportError):  # Python's own takes a quarter longer for a request
         make_loop = importlib.import_module("uvloop").new_event_loop
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(_serve_and_exit(_Host(settings, connection)))
+    make_loop().run_until_complete(_serve_and_exit(_Host(settings, connection)))
     raise AssertionError("the process has ended")
 
 

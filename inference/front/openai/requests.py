@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -241,7 +241,7 @@ class Message(_Open):
     tool_calls: list[ToolCall] = []
 
     @model_validator(mode="after")
-    def _with_content(self) -> Self:
+    def _with_content(self) -> "Message":
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("a message has no content of text")
         if (self.model_extra or {}).get("function_call"):
