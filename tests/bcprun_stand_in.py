@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def become_replica(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put this file as bcprun into `folder` and on PATH, as on the first of two replicas."""
     folder.mkdir()
     program = folder / "bcprun"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
+    command = shlex.join([sys.executable, __file__])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     for name, value in {"JOB_ID": "7", "ARRAY_SIZE": "2", "ARRAY_INDEX": "0"}.items():
