@@ -45,7 +45,7 @@ from benchmarks.contenders import (
     llama_cpp,
 )
 from benchmarks.models import SIZES, Model, random_model
-from benchmarks.program import Cell, Options, call, own_process, percentile, run
+from benchmarks.program import Cell, Options, call, own_process, percentiles, run
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from inference.ranks.device import compute_dtype, matrix_dtype
@@ -181,9 +181,9 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                 steps = list(itertools.chain(*(between for _, between in each)))
                 yield title, program.name, f"{tokens / statistics.median(seconds):.1f} tokens/s"
                 yield f"{title}, slowest", program.name, f"{tokens / max(seconds):.1f} tokens/s"
-                for percent in (50, 99) if len(steps) > 1 else ():
-                    step = f"{percentile(steps, percent) * 1e3:.2f} ms"
-                    yield f"{title}, a step p{percent}", program.name, step
+                if len(steps) > 1:
+                    for row, value in percentiles(f"{title}, a step", steps, (50, 99)):
+                        yield row, program.name, value
                 if program.step_bytes is not None and steps:
                     least = program.step_bytes(batch, length + args.output_len // 2) / bandwidth
                     share = least / statistics.median(steps)

@@ -115,6 +115,10 @@ def rows_of_process(make: Callable[..., Iterator[RowT]], *given: Any) -> Iterato
             yield row
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile of two or more values."""
-    return statistics.quantiles(values, n=100)[percent - 1]
+def percentiles(
+    row: str, seconds: Sequence[float], percents: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """Yield rows of percentiles of two or more times, in milliseconds."""
+    found = statistics.quantiles(seconds, n=100)
+    for percent in percents:
+        yield f"{row} p{percent}", f"{found[percent - 1] * 1e3:.2f} ms"

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.contenders import Engine, Request, Slipway, random_requests
 from benchmarks.models import SIZES, Model, huggingface_folder, random_model
-from benchmarks.program import Cell, Options, percentile, rows_of_process, run
+from benchmarks.program import Cell, Options, percentiles, rows_of_process, run
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.front.access import OpenAIOptions
 from inference.server.openai_server import MODEL_FIELD, PORT_FIELD, OpenAIServer
@@ -122,8 +122,7 @@ def rows(
             "between events": [b - a for each in events for a, b in pairwise(each)],
         }
         for name, values in kinds.items():
-            for percent in (50, 99):
-                yield f"{title}, {name} p{percent}", f"{percentile(values, percent) * 1e3:.1f} ms"
+            yield from percentiles(f"{title}, {name}", values, (50, 99))
 
 
 def _through_ours(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Recovery time of a server after each fault, from the fault to the next answer.
 
+    python -m benchmarks.recovery --work-dir DIR --record benchmarks/results/NAME.json
     python -m benchmarks.recovery --work-dir DIR [--repeats 2] [--server tritonserver]
 
 Runs the deploy stage on the bundled 5M model with two ranks, kills or stops one process of the
@@ -123,20 +124,22 @@ def wait_for_address(path: Path, restarts: int) -> None:
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the medians of both times after each fault."""
-    rounds = [fault for fault in FAULTS[args.server] for _ in range(args.repeats)]
-    times: dict[str, list[tuple[float, float]]] = {}
-    with deployed(args.work_dir, len(rounds), args.server) as (root, path):
+    restarts = 0
+    count = args.repeats * len(FAULTS[args.server])
+    with deployed(args.work_dir, count, args.server) as (root, path):
         path.unlink(missing_ok=True)
-        for number, (name, words, which) in enumerate(rounds):
-            wait_for_address(path, number)
-            time.sleep(args.serves_s)
-            victim, began = process(root, words), time.monotonic()
-            os.kill(victim, which)
-            times.setdefault(name, []).append(since(began, path, number + 1))
-    for name, each in times.items():
-        noticed, away = (statistics.median(column) for column in zip(*each, strict=True))
-        yield name, "noticed", f"{noticed:.1f} s"
-        yield name, "away", f"{away:.1f} s"
+        for name, words, which in FAULTS[args.server]:
+            times: list[tuple[float, float]] = []
+            for _ in range(args.repeats):
+                wait_for_address(path, restarts)
+                time.sleep(args.serves_s)
+                victim, began = process(root, words), time.monotonic()
+                os.kill(victim, which)
+                restarts += 1
+                times.append(since(began, path, restarts))
+            noticed, away = (statistics.median(column) for column in zip(*times, strict=True))
+            yield name, "noticed", f"{noticed:.1f} s"
+            yield name, "away", f"{away:.1f} s"
 
 
 OPTIONS: Options = {

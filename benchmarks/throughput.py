@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise
 
 from benchmarks.contenders import Engine, Request, Slipway, Vllm, random_requests
 from benchmarks.models import SIZES, Model, in_fp8, random_model
-from benchmarks.program import Cell, Options, percentile, rows_of_process, run
+from benchmarks.program import Cell, Options, percentiles, rows_of_process, run
 
 _RATE = "mixed, again, rate"
 _VLLM = "vLLM"
@@ -123,8 +123,7 @@ def rows(engine: Engine, model: Model, args: argparse.Namespace) -> Iterator[tup
         title = f"{share:.0%} of the mixed requests' rate"
         yield title, f"{share * rate:.1f} requests/s"
         for name, values in arriving(engine, mixed, share * rate):
-            for percent in (50, 95, 99):
-                yield f"{title}, {name} p{percent}", f"{percentile(values, percent) * 1e3:.1f} ms"
+            yield from percentiles(f"{title}, {name}", values, (50, 95, 99))
 
 
 def _started(name: str, model: Model, args: argparse.Namespace) -> Engine:
