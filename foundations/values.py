@@ -85,6 +85,7 @@ def option(
     path: bool = False,
     name: bool = False,
     lines: bool = False,
+    form: tuple[str, str] | None = None,
     check: Callable[[Any], object] | None = None,
 ) -> Any:
     """Return a dataclass field with the facts of `Key` about it; pydantic reads `ge` and `le`."""
@@ -94,6 +95,7 @@ def option(
         "is_path": path,
         "is_name": name,
         "has_lines": lines,
+        "form": form,
         "check": check,
     }
     if within is not None:
@@ -115,6 +117,7 @@ class Key:
     is_path: bool = False  # names files or folders, and is made absolute
     is_name: bool = False  # becomes part of names of files and jobs
     has_lines: bool = False  # a text that may have several lines
+    form: tuple[str, str] | None = None  # pattern of its values, or of entries; how to write one
     check: Callable[[Any], object] | None = None  # raises ValueError with what is wrong with it
     ge: float | None = None  # smallest value of a number
     le: float | None = None  # largest value of a number
@@ -136,13 +139,19 @@ class Key:
             ValueError: a text, path or choice is refused; the message is a whole sentence.
         """
         is_null = value is None and type(None) in self.kinds
-        if self.choices and value not in self.choices and not is_null:
-            hint = did_you_mean(str(value), map(shown, self.choices))
-            known = ", ".join(dict.fromkeys(map(shown, self.choices)))
+        chosen = {shown(each): each for each in self.choices}  # where 1 is not true
+        if self.choices and shown(value) not in chosen and not is_null:
+            hint = did_you_mean(str(value), chosen)
+            known = ", ".join(chosen)
             raise ValueError(self.refusal(value, f"expected one of {known}", hint))
+        value = chosen.get(shown(value), value)
         is_list = isinstance(value, (list, tuple))
         try:
             read = list(map(self._read_entry, value)) if is_list else self._read_entry(value)
+            pattern, remedy = self.form or (".*", "")
+            entries = filter(None, read if is_list else [read])
+            if wrong := [each for each in entries if not re.fullmatch(pattern, str(each))]:
+                raise ValueError(f"{', '.join(map(repr, wrong))}: {remedy}" if is_list else remedy)
             if self.check is not None and not (value is None and self.default is None):
                 self.check(read)
         except ValueError as error:
@@ -154,11 +163,11 @@ class Key:
             raise ValueError("expected a number")
         if isinstance(entry, float) and int in self.kinds and float not in self.kinds:
             raise ValueError("expected a whole number")  # references would have its text, 2.0
-        if not isinstance(entry, str):
-            return entry
-        if problem := self._text_problem(entry):
-            raise ValueError(problem)
-        return _absolute(entry) if self.is_path else entry
+        if isinstance(entry, str):
+            if problem := self._text_problem(entry):
+                raise ValueError(problem)
+            entry = _absolute(entry) if self.is_path else entry
+        return entry
 
     def _text_problem(self, text: str) -> str | None:
         if self.is_path and not text:

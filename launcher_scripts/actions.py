@@ -76,15 +76,17 @@ def look_after(config: Config, console: Console, overrides: Sequence[str] = ()) 
     status = EXIT_OK
     queue = functools.cache(slurm_state.queue_now)
     for each in found:
-        records = jobs_in(each, queue)
-        if not records:
+        damage: list[str] = []
+        records = jobs_in(each, queue, damage)
+        if not (records or damage):
             console.say(
                 f"{each} holds no jobs; give a folder with <stage>/job.json in it as "
                 "run_dir=<folder>."
             )
             status = max(status, EXIT_USAGE)
             continue
-        console.say(str(each))
+        console.say("\n".join([str(each), *damage]))
+        status = max(status, EXIT_FAILED if damage else EXIT_OK)
         if config.action == "cancel" and config.is_dry_run:
             for job in records:
                 if not job.is_final:
@@ -126,16 +128,13 @@ def read_job(
 def jobs_in(
     results_dir: Path,
     ask: Callable[[], slurm_state.SlurmQueue] = slurm_state.queue_now,
-    *,
-    passes_damage: bool = False,
+    damage: list[str] | None = None,
 ) -> list[record.JobRecord]:
     """Return the jobs of a results folder, stage by stage, as their records and Slurm know them.
 
     A stage has several if Slurm has jobs of it that its record does not name: a chain, or jobs
-    whose record was deleted or replaced. The last of these gets the record where it is free.
-
-    Raises:
-        DamagedFileError: a record is damaged and its job has ended, unless such ones are passed.
+    whose record was deleted or replaced. The last of these gets the record where it is free. A
+    damaged record is passed over, and added to `damage` unless Slurm knows jobs of its stage.
     """
     queue = ask()
     queued = slurm_state.jobs_below(results_dir, queue)
@@ -144,9 +143,9 @@ def jobs_in(
         path, own = results_dir / stage / record.RECORD_NAME, None
         try:
             own = read_job(results_dir, stage, queue)
-        except DamagedFileError:
-            if not (passes_damage or stage in queued):
-                raise
+        except DamagedFileError as damaged:
+            if damage is not None and stage not in queued:
+                damage.append(str(damaged))
         others = [each for each in queued.get(stage, ()) if own is None or each != own.job_id]
         if others and (own is None or own.is_final or not own.job_id):
             new = _described(path, others.pop(), queue)

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -99,7 +98,10 @@ def _run(words: Sequence[str]) -> int:
     if "--version" in words:
         console.say(f"slipway-serving {__version__}")
         return EXIT_OK
-    arguments = read_arguments(words)
+    try:
+        arguments = read_arguments(words)
+    except ValueError as error:
+        return _report([str(error)])
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
     compose = functools.partial(compose_config, place=arguments.root)
@@ -166,18 +168,13 @@ def _start(
     start: Start | None = None,
 ) -> int:
     """Check the runs of these configurations, then start them; return the exit status."""
-    from launcher_scripts.invocation import execute
-    from launcher_scripts.rows import prepare_rows, run_rows
+    from launcher_scripts.rows import execute, prepare_rows, run_rows
 
-    found = {
-        name: replace(composition, problems=(*problems, *composition.problems))
-        for name, composition in compositions.items()
-    }
-    rows, wrong = prepare_rows(found, words, console)
+    rows, wrong = prepare_rows(compositions, words, console, problems)
     if wrong:
         return _report(wrong) if words else _welcome(wrong, console)
     start = start or functools.partial(run_rows, wait=rows[0].config.wait)
-    return execute(rows, functools.partial(start, rows, console))
+    return execute(rows, console, start)
 
 
 def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> int:

@@ -11,9 +11,6 @@ from stages import STAGES
 from stages.base import Finding, Stage
 from stages.deploy_config import OPENAI, VLLM, is_store_url
 
-# Names that the NeMo launcher gives to the same work.
-STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
-
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -54,17 +51,15 @@ class Plan:
 
 def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the requested stages in pipeline order, and the problems of unknown ones."""
-    known = {*STAGES, *STAGE_ALIASES}
     problems = [
-        f"stages names {name!r}, which is not a stage{did_you_mean(name, known)}; "
+        f"stages names {name!r}, which is not a stage{did_you_mean(name, STAGES)}; "
         f"known stages: {', '.join(STAGES)}."
         for name in names
-        if name not in known
+        if name not in STAGES
     ]
     if not names:
         problems.append(f"stages is empty; name at least one of {', '.join(STAGES)}.")
-    wanted = {STAGE_ALIASES.get(name, name) for name in names}
-    return [name for name in STAGES if name in wanted], problems
+    return [name for name in STAGES if name in names], problems
 
 
 def plan_pipeline(config: Config, context: Context) -> Plan:

@@ -129,7 +129,7 @@ def wait_for_rows(config: Config, console: Console) -> None:
     while alive := [
         f"{folder.name}: the job {each.job_id} of {each.stage}"
         for folder in filter(Path.is_dir, folders)
-        for each in jobs_in(folder, passes_damage=True)
+        for each in jobs_in(folder)
         if problem_of_live_job(each, folder / each.stage)
     ]:
         for text in alive:

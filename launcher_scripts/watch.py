@@ -20,8 +20,8 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.base import Room, SubmissionError
+from launcher_scripts.rows import prepare_run
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import (
     TrainedCheckpoint,
@@ -399,7 +399,7 @@ class Watch:
         It may also have been killed before it submitted all of them.
         """
         folder = self.state.results_of(each.step)
-        jobs = jobs_in(folder, passes_damage=True)
+        jobs = jobs_in(folder)
         found = [next((one for one in jobs if one.stage == name), None) for name in each.awaited]
         submitted = [one for one in found if one is not None and one.job_id]
         states = [one.state for one in submitted]
@@ -436,7 +436,7 @@ class Watch:
         folder = self.state.results_of(each.step)
         records = {name: self._job(each.step, name) for name in each.awaited}
         if None in records.values():  # deleted or damaged; Slurm may still know its jobs
-            known = {one.stage: one for one in jobs_in(folder, passes_damage=True)}
+            known = {one.stage: one for one in jobs_in(folder)}
             records = {name: known.get(name) for name in records}
         found = [one for one in records.values() if one is not None]
         if not found or len(found) < len(records):

@@ -318,4 +318,4 @@ def is_address(text: str, protocol: str) -> bool:
             return False
         return "://" in text or is_address(text, "grpc")
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) <= 65535
+    return bool(host) and "/" not in host and port.isdigit() and 0 < int(port) <= 65535

@@ -56,15 +56,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
-        raise ValueError(message)
+        raise ValueError(f"{message}; run with --help for the list.")
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Return the parsed command line."""
-    try:
-        known, rest = _Parser().parse_known_intermixed_args(list(argv))
-    except ValueError as error:
-        return Arguments((), OWN_ROOT, problems=(f"{error}; run with --help for the list.",))
+    """Return the parsed command line.
+
+    Raises:
+        ValueError: An option lacks its value, or has one.
+    """
+    known, rest = _Parser().parse_known_intermixed_args(list(argv))
     # Next to an unknown option, argparse returns the overrides too, and its value.
     unknown = [each for each in rest if each.startswith("-")] or rest
     found = [each for each in rest if "=" in each and each not in unknown]
@@ -107,21 +108,19 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
 
     A saved configuration has no files to choose from: there `cluster_type` is used alone.
     """
-    translated = [_pass_through(override) for override in overrides]
-    split = [each.partition("=") for each in translated]
+    split = [_pass_through(override).partition("=") for override in overrides]
     given = {key: CLUSTER_ALIASES.get(value, value) for key, _, value in split if key in _CLUSTER}
+    words = ["".join(each) for each in split if each[0] not in given]
     kind, group = given.get("cluster_type"), given.get("cluster")
-    if kind is None and group not in CLUSTERS:
-        return translated, []  # none, or a file of the user's own: it needs cluster_type as well
-    rest = ["".join(each) for each in split if each[0] not in given]
-    if kind is not None and kind not in CLUSTERS:
-        hint = did_you_mean(kind, (*CLUSTERS, *CLUSTER_ALIASES))
-        known = ", ".join(CLUSTERS)
-        return rest, [f"cluster_type={kind}: unknown cluster{hint}; known clusters: {known}."]
-    if kind is not None and group in CLUSTERS and kind != group:
-        return rest, [f"cluster_type={kind} and cluster={group} disagree; give one of them."]
-    files = [f"cluster={group or kind}"] if chooses_files else []
-    return [*rest, *files, f"cluster_type={kind or group}"], []
+    if {kind, group} <= {*CLUSTERS} and kind != group:
+        return words, [f"cluster_type={kind} and cluster={group} disagree; give one of them."]
+    if group in CLUSTERS and kind is None:
+        given["cluster_type"] = group
+    elif kind in CLUSTERS and group is None:
+        given["cluster"] = kind
+    if not chooses_files:
+        given.pop("cluster", None)
+    return [*words, *("=".join(each) for each in given.items())], []
 
 
 def _pass_through(override: str) -> str:

@@ -87,8 +87,11 @@ def check_override(override: Override) -> str | None:
     if not (is_entry or name in KEYS or name in GROUPS):
         return unknown_key(word, name)
     if override.is_sweep_override():
-        is_list = is_entry or (name in KEYS and KEYS[name].is_list)
-        remedy = f"; a list is written '{key}=[{value}]'" if is_list else ""
+        remedy, meant = "", KEYS.get(name)
+        if is_entry or (meant and meant.is_list):
+            remedy += f"; a list is written '{key}=[{value}]'"
+        if is_entry or (meant and str in meant.kinds):
+            remedy += f"; a text with commas is written '{key}=\"{value}\"'"
         return f"{word} lists alternatives, which needs --multirun{remedy}."
     if is_entry:
         return None

@@ -35,7 +35,15 @@ def _idle(config: Config, table: str) -> Iterator[tuple[str, str | None]]:
             continue
         for pattern, key in itertools.product(patterns, KEYS.values()):
             if _is_given(config, key, *pattern.partition("=")):
-                yield key.name, needs
+                yield key.name, needs and _in_words(needs)
+
+
+def _in_words(needs: str) -> str:
+    """Return needs without the notation of patterns: `a|b|c` becomes "a, b or c"."""
+    text = re.sub(r"\.[*+]", "...", needs)
+    if "|" in text:
+        text = text.replace(" and ", ", and ").replace(" or ", ", or ")
+    return re.sub(r"\|(?=[^|,]*(,|$))", " or ", text).replace("|", ", ")
 
 
 def _is_given(config: Config, key: Key, name: str, equals: str, values: str) -> bool:

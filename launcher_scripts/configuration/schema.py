@@ -28,14 +28,39 @@ from foundations.values import (
 )
 from inference.certify.options import CertifySection
 from inference.evaluation.options import EvaluateSection
-from launcher_scripts.configuration.key_checks import check_mounts, check_prefix, check_scripts
 from launcher_scripts.configuration.settings import DEBUG, is_set
 from stages.deploy_config import DeploySection
 
 CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
+# Names that the NeMo launcher gives to the same work.
+_STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
 DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANKS = 4096  # beyond which a number can only be a typing error
+# Patterns of values, and how to write one. A mount is SOURCE[:TARGET[:FLAGS]] as pyxis reads it, a
+# dependency and memory are as sbatch reads them; some sites require account:project in job names.
+_MOUNT = (
+    r"/[^:,]*(:/[^:,]*(:[\w=+-]+)?)?",
+    "not a mount; write /path, /path:/path/in/the/container, or with flags "
+    "/path:/path/in/the/container:ro",
+)
+_PREFIX = (
+    r"[\w.:@+-]{0,64}",
+    "is part of file names; use at most 64 letters, digits and . _ - : @ +",
+)
+_SCRIPTS = (
+    ".*/launcher_scripts",
+    "does not end in /launcher_scripts; give that folder of your checkout",
+)
+_MEMORY = (
+    r"\d{1,5}(\.\d+)?|\d{1,9}[KMGTkmgt][Bb]?",
+    "write a number of GB, such as 64, or one with a unit, such as 500M",
+)
+_AFTER = r"(singleton|\d+|(after|expand)\w*(:\d+(_\d+|_\*)?(\+\d+)?)+)"
+_DEPENDENCY = (
+    rf"{_AFTER}([,?]{_AFTER})*",
+    "not a dependency of Slurm; write singleton, or such as afterok:1234",
+)
 
 
 @dataclass
@@ -69,7 +94,9 @@ class ClusterSection:
     exclude: str | None = option("nodes that must not be used", None)
     gres: str | None = option("generic resources, as sbatch takes them", None)
     comment: str | None = option("comment on each job", None)
-    dependency: str | None = option("added to the dependencies of every job", None)
+    dependency: str | None = option(
+        "added to the dependencies of every job", None, form=_DEPENDENCY
+    )
     exclusive: bool | None = option("take whole nodes", None)
     overcommit: bool | None = option("more than one task per processor", None)
     gpus_per_node: int | None = option(
@@ -77,9 +104,9 @@ class ClusterSection:
     )
     gpus_per_task: int | None = option("GPUs bound to each task", None, within=(1, 64))
     mem: int | float | str | None = option(
-        "memory per node: 0 is all of it, other numbers are GB", None
+        "memory per node: 0 is all of it, other numbers are GB", None, form=_MEMORY
     )
-    job_name_prefix: str = option("put in front of every job's name", check=check_prefix)
+    job_name_prefix: str = option("put in front of every job's name", form=_PREFIX)
     srun_args: list[str] = option("appended to every srun", [])
     mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
     setup: list[str] = option("shell lines that run before the job", [])
@@ -99,7 +126,9 @@ class RunSection:
     name: str = option("name of the convert and export jobs", name=True)
     time_limit: Any = option("longest time of each of these jobs", check=minutes)
     model_train_name: str = option("name of the trained model", name=True)
-    dependency: str | None = option("dependency of the first job, such as singleton", None)
+    dependency: str | None = option(
+        "dependency of the first job, such as singleton", None, form=_DEPENDENCY
+    )
     training_dir: str | None = option("folder of the training run", None, path=True)
     config_summary: str = option("distinguishes exports of one model in folder names", name=True)
     results_dir: str = option("folder of this export: logs, repository and report", path=True)
@@ -293,7 +322,7 @@ class Config:
     stages: list[str] = option("what to run: convert, certify, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
     launcher_scripts_path: str = option(
-        "the folder launcher_scripts of a checkout", path=True, check=check_scripts
+        "the folder launcher_scripts of a checkout", path=True, form=_SCRIPTS
     )
     data_dir: str = option("folder of data sets", path=True)
     base_results_dir: str = option("folder of all results", path=True)
@@ -311,7 +340,7 @@ class Config:
         "results folder that action works on; null: that of the last run", None, path=True
     )
     container: str | None = option("image of every job: registry path or .sqsh file")
-    container_mounts: list[str | None] = option("further mounts", check=check_mounts)
+    container_mounts: list[str | None] = option("further mounts", form=_MOUNT)
     env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
     wandb_api_key_file: str | None = option("accepted; nothing is sent", None)
     numa_mapping: dict[str, Any] = option("accepted; of training only", {})
@@ -327,6 +356,9 @@ class Config:
     certify: CertifySection = field(default_factory=CertifySection)
     watch: WatchSection = field(default_factory=WatchSection)
     upgrade: UpgradeSection = field(default_factory=UpgradeSection)
+
+    def __post_init__(self) -> None:
+        self.stages = [_STAGE_ALIASES.get(name, name) for name in self.stages]
 
     def at(self, key: str) -> Any:
         """Return the value of a key, such as `deploy.http_port`, or the section of that name."""

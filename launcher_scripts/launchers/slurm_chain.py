@@ -1,8 +1,8 @@
 """The chain of jobs of a server that outlives their time limit (`deploy.uptime`).
 
-Each job keeps its successor in Slurm's queue: held back until it may start, or until this job has
-ended for whatever reason, so that a lost node starts it at once. The job that has published its
-address serves, and `job.json` is its record; its predecessor sees that address and drains.
+Each job keeps its successor in Slurm's queue, which starts it some minutes after this job, or once
+this job has ended for whatever reason: a lost node starts it at once. The job that has published
+its address serves, and `job.json` is its record; its predecessor sees that address and drains.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from launcher_scripts.launchers.base import AFTER_END, Job, Launcher, SubmissionError
+from launcher_scripts.launchers.base import AFTER_END, AFTER_START, Job, Launcher, SubmissionError
 from launcher_scripts.launchers.slurm_script import log_path
-from launcher_scripts.launchers.slurm_state import cancel, queue_now, release
+from launcher_scripts.launchers.slurm_state import cancel, queue_now
 from stages import record
 from stages.base import Summary
 from stages.deploy import DeployStage
@@ -23,8 +23,8 @@ from stages.progress import DamagedFileError
 from stages.service import NOT_NEEDED
 
 _POLL_S = 0.5
-# Between questions to Slurm about a successor that is held back, and about one that is not.
-_HELD_ASK_S, _ASK_S = 60.0, 5.0
+_ASK_S = 20.0  # between questions to Slurm about a successor
+_REFUSED_S = 60.0  # before it is submitted again
 _STARTS = 3  # of a job that have room before the end of its predecessor
 _LONGEST_PAUSE_S = 300.0  # before a further attempt
 _ORDER_S = 20.0  # for which an order is repeated; the job must be able to end meanwhile
@@ -72,7 +72,6 @@ class _Keeper:
         self._stopped = stopped
         self._began, self._started_at = time.time(), record.now()
         self._ends_at = stage.ends_at or self._began + (stage.config.uptime_s or 0)
-        self._may_start_at = self._began + stage.alone_s
         self._successor = ""
 
     def _run(self) -> None:
@@ -89,22 +88,22 @@ class _Keeper:
             return
         self._claim_record()
         started_s = time.time() - self._began  # the next job needs about as long
-        latest = self._began + self._stage.serving_s - _STARTS * started_s
-        self._may_start_at = min(self._may_start_at, latest)
+        alone_s = min(self._stage.alone_s, self._stage.serving_s - _STARTS * started_s)
         if self._began + self._stage.serving_s >= self._ends_at:
             return  # the last of the chain
-        after = f"{AFTER_END}:{self._id}"
+        delay = f"+{alone_s // 60:.0f}" if alone_s >= 60 else ""  # Slurm refuses +0
+        after = f"{AFTER_END}:{self._id}?{AFTER_START}:{self._id}{delay}"  # one of both
         config, pause_s = self._stage.config, self._stage.config.restart_backoff_s
         for left in range(config.max_restarts, -1, -1):
             while not self._submit(after):
-                if not self._waits(until=time.time() + _HELD_ASK_S):
+                if not self._waits(until=time.time() + _REFUSED_S):
                     return
             if not (problem := self._watch()):
                 return
             log_line(f"chain: the next job, {self._successor}, {problem}; {left} attempts are left")
             if not self._waits(until=time.time() + pause_s):
                 return
-            self._may_start_at, after = 0.0, ""
+            after = ""
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _submit(self, after: str) -> bool:
@@ -125,20 +124,15 @@ class _Keeper:
 
     def _watch(self) -> str:
         """Wait for the successor to serve; return why it never will, empty at the end."""
-        is_held = self._may_start_at > 0
         runs_since = 0.0
         ready_s = self._stage.config.ready_timeout_s + _LATE_S
-        pause_s = _HELD_ASK_S if is_held else _ASK_S
         while self._waits(
             lambda: self._serves(self._successor),
-            until=min(time.time() + pause_s, self._may_start_at if is_held else float("inf")),
+            until=time.time() + _ASK_S,
         ):
             if self._serves(self._successor):
                 log_line(f"chain: job {self._successor} serves from now on")
                 return ""
-            if is_held and time.time() >= self._may_start_at:
-                is_held, pause_s = bool(release(self._successor)), _ASK_S
-                self._may_start_at = time.time() + pause_s  # if Slurm does not answer
             answer = queue_now(self._successor).state(self._successor)
             if answer is None:
                 continue

@@ -1,19 +1,26 @@
 """Checks of settings that no Slurm would accept, and against the cluster itself."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher_scripts.configuration.checks import nearest_that_exists
 from launcher_scripts.configuration.schema import KEYS, Config
+from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_limits import (
     problems_of_accounting,
     problems_of_partition,
     refusals,
 )
-from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
-from launcher_scripts.launchers.slurm_state import SlurmJobState, ask_slurm, queue_now
+from launcher_scripts.launchers.slurm_script import MOUNTED, step_of
+from launcher_scripts.launchers.slurm_state import (
+    UNAVAILABLE,
+    SlurmJobState,
+    ask_slurm,
+    queue_now,
+)
 from stages.base import Stage
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
@@ -37,7 +44,6 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
         if (image := config.image_of(each.name)) is not None:
             images["deploy.container" if is_own else "container"] = image
     problems = [*_options(config), *_images(config, images), *_paths(config)]
-    is_inside = any(in_container(config, stage.name) for stage in stages)
     if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
@@ -47,8 +53,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=local or dry_run=true.",
         ]
     problems += refusals(config, stages)
-    if is_inside:
-        problems += _problems_of_pyxis(images or {"cluster.srun_args": config.cluster.srun_args})
+    problems += _problems_of_steps(config, stages)
     problems += problems_of_partition(config, stages)
     problems += problems_of_accounting(config, stages)
     if config.cluster.mpi is not None and any(stage.job.resources.nodes > 1 for stage in stages):
@@ -120,23 +125,19 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
             yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
 
 
-def _problems_of_pyxis(images: Mapping[str, object]) -> list[str]:
-    described = _answer(["srun", "--help"])
-    if described is None or "--container-image" in described:
-        return []
-    return [
-        f"{key}={image} needs pyxis, and this Slurm's srun has no --container-image; "
-        "install pyxis, or use no container."
-        for key, image in images.items()
-    ]
+def _problems_of_steps(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield what srun would refuse on the command lines of the stages, such as options of pyxis."""
+    for step in filter(None, (step_of(Job(stage, config)) for stage in stages)):
+        answer = ask_slurm([*step.prefix, "--version"])  # it reads the options before it ends
+        if answer.status not in (None, 0, UNAVAILABLE) and answer.error:
+            reason = answer.error.splitlines()[0]
+            remedy = "correct cluster.srun_args"
+            if "--container" in reason:
+                remedy = "containers need pyxis: install it on the cluster, or use none"
+            yield f"{reason}, says {shlex.join(step.prefix)}; {remedy}."
 
 
 def own_file_system(path: Path) -> str | None:
     """Return the kind of file system of `path`, if other machines cannot share it."""
-    kind = (_answer(["stat", "-f", "-c", "%T", str(nearest_that_exists(path))]) or "").strip()
+    kind = ask_slurm(["stat", "-f", "-c", "%T", str(nearest_that_exists(path))]).text.strip()
     return kind if kind in _OWN_FILE_SYSTEMS else None
-
-
-def _answer(command: list[str]) -> str | None:
-    answer = ask_slurm(command)
-    return answer.text if answer.status == 0 else None

@@ -6,6 +6,7 @@ starts those.
 
 import functools
 import getpass
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ _AWAY = "down,drain,fail,maint,no_respond,unknown"  # states of nodes that may c
 
 def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield why sbatch would refuse the jobs of stages, in its own words."""
+    refused: dict[str, list[str]] = {}
     for stage in stages:
         options = sbatch_options(Job(stage, config), "")
         logs = {"output", "error", "job-name"}
@@ -35,10 +37,19 @@ def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             continue
         if _NO_NODES in answer.error and _has_nodes_away():
             continue
-        command = shlex.join(["sbatch", "--test-only", *words])
+        # The options without which sbatch takes the job; together they may be too many.
+        wrong = [
+            word
+            for word in words
+            if _tested(tuple(each for each in words if each != word)).status == 0
+        ]
+        said = " ".join(answer.error.split())
+        reason = f"sbatch refuses {shlex.join(wrong or words)}: {said}"
+        refused.setdefault(reason, []).append(stage.name)
+    for reason, names in refused.items():
         yield (
-            f"{stage.name}: {' '.join(answer.error.split())}, says {command}; correct the keys of "
-            "cluster or of the stage (cluster.gpus_per_node=null where Slurm manages no GPUs)."
+            f"{', '.join(names)}: {reason}; correct the keys of cluster or of the stage "
+            "(cluster.gpus_per_node=null where Slurm manages no GPUs)."
         )
 
 
@@ -54,53 +65,36 @@ def _has_nodes_away() -> bool:
 
 
 def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield why no partition that the jobs name, or the default one, would ever start them."""
-    # Partition (the default one with *), its longest job, smallest and largest number of nodes of
-    # one, and nodes of a kind.
-    rows = _table(["sinfo", "-h", "-o", "%P|%l|%s|%D"], 4)
+    """Yield the times that no partition that the jobs name, or the default one, allows."""
+    # Partition (the default one with *), and its longest job.
+    rows = _table(["sinfo", "-h", "-o", "%P|%l"], 2)
     default = ",".join({row[0].rstrip("*") for row in rows if row[0].endswith("*")})
     partition = config.cluster.partition or os.environ.get("SBATCH_PARTITION") or default
+    limits = {row[0].rstrip("*"): row[1] for row in rows}
+    named = [(name, limits[name]) for name in str(partition).split(",") if name in limits]
     # A QOS may replace the limit of a partition by its own.
-    is_lifted = any("PartitionTimeLimit" in row[1] for row in _qos(config, "flags"))
-    of_each = [
-        [row for row in rows if row[0].rstrip("*") == name] for name in str(partition).split(",")
-    ]
+    if not any("PartitionTimeLimit" in row[1] for row in _qos(config, "flags")):
+        yield from _too_long(stages, named)
+
+
+def _too_long(stages: Sequence[Stage], limits: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the time limits of stages that exceed each of some limits, given with their owners."""
     for stage in stages:
-        reasons = [
-            ("" if is_lifted else _too_long(stage, own[0][0].rstrip("*"), own[0][1]))
-            or _too_many(stage, own)
-            for own in filter(None, of_each)
-        ]
-        if all(reasons):
-            yield from reasons
+        asked = stage.job.resources.time_limit_min
+        if not limits or any(asked <= _minutes(limit) for _, limit in limits):
+            continue
+        owner, limit = limits[0]
+        more = ", or let a chain of jobs serve longer (deploy.uptime)" * (stage.name == "deploy")
+        yield (
+            f"{settings_section(stage.name)}.time_limit={slurm_notation(asked)}: {owner} takes "
+            f"jobs of at most {limit}; lower it, choose another partition, account or QOS{more}."
+        )
 
 
-def _too_long(stage: Stage, owner: str, limit: str) -> str:
-    """Return why a stage's time limit exceeds another one, empty if it does not."""
-    longest, asked = None, stage.job.resources.time_limit_min
-    with suppress(ValueError):  # empty, or infinite
-        longest = minutes(limit)
-    if longest is None or asked <= longest:
-        return ""
-    more = ", or let a chain of jobs serve longer (deploy.uptime)" if stage.name == "deploy" else ""
-    return (
-        f"{settings_section(stage.name)}.time_limit={slurm_notation(asked)}: {owner} takes jobs of "
-        f"at most {limit}; lower it, choose another partition, account or QOS{more}."
-    )
-
-
-def _too_many(stage: Stage, rows: Sequence[Sequence[str]]) -> str:
-    """Return why a partition has not the nodes that a stage needs, empty if it has."""
-    asked, most = stage.job.resources.nodes, rows[0][2].rpartition("-")[2]
-    largest = sum(int(row[3]) for row in rows)
-    if most.isdigit():
-        largest = min(largest, int(most))
-    if asked <= largest:
-        return ""
-    return (
-        f"{stage.name} needs {asked} nodes, and partition {rows[0][0].rstrip('*')} gives a job at "
-        f"most {largest}; change the parallel sizes, cluster.gpus_per_node or cluster.partition."
-    )
+def _minutes(limit: str) -> float:
+    with suppress(ValueError):
+        return minutes(limit)
+    return math.inf  # empty, or infinite
 
 
 def problems_of_accounting(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
@@ -109,9 +103,7 @@ def problems_of_accounting(config: Config, stages: Sequence[Stage]) -> Iterator[
     One association has to fit, and the QOS as well. A cluster without accounting has neither.
     """
     for names, limits in _owners(config):
-        for stage in stages:
-            if limits and all(reasons := [_too_long(stage, names, row[1]) for row in limits]):
-                yield reasons[0]
+        yield from _too_long(stages, [(names, row[1]) for row in limits])
 
 
 def room_in_queue(config: Config) -> Room | None:

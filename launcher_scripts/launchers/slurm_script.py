@@ -1,5 +1,6 @@
 """The batch script of a Slurm job, as text; nothing here calls Slurm."""
 
+import math
 import os
 import shlex
 import sys
@@ -105,13 +106,14 @@ def _pattern(log: Path) -> str:
     return f"{before.replace('%', '%%')}%j{after}"
 
 
-def memory(value: Any) -> str | None:
-    """Return memory for sbatch: 0 for all, numbers in GB, texts unchanged."""
-    if value is None or isinstance(value, str):
+def memory(value: float | str | None) -> str | None:
+    """Return memory for sbatch: 0 for all, numbers in GB, texts with a unit unchanged."""
+    if value is None or (isinstance(value, str) and value[-1].isalpha()):
         return value
-    if value == 0:
+    size = float(value)
+    if size == 0:
         return "0"
-    return f"{value:g}GB" if float(value).is_integer() else f"{int(value * 1024)}MB"
+    return f"{size:g}GB" if size.is_integer() else f"{math.ceil(size * 1024)}MB"
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
@@ -140,7 +142,8 @@ def step_of(job: Job) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     config, cluster = job.config, job.config.cluster
     image = config.image_of(job.stage.name)
-    is_inside = in_container(config, job.stage.name)
+    is_named = any(argument.startswith(_CONTAINERS) for argument in cluster.srun_args)
+    is_inside = is_named or image is not None
     arguments = [
         argument
         for argument in cluster.srun_args
@@ -167,12 +170,6 @@ def step_of(job: Job) -> JobStep | None:
         command.append(f"--container-mounts={','.join(mounts(config))}")
     python = cluster.container_python if is_inside else sys.executable
     return JobStep((*command, *arguments), python, ranks=ranks, mpi=cluster.mpi)
-
-
-def in_container(config: Config, stage: str) -> bool:
-    """Return whether a stage runs in a container: by an image, or by a flag of srun."""
-    named = any(argument.startswith(_CONTAINERS) for argument in config.cluster.srun_args)
-    return named or config.image_of(stage) is not None
 
 
 def mounts(config: Config) -> list[str]:

@@ -12,6 +12,7 @@ from foundations.files.yaml_content import read_own_table
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
 
+UNAVAILABLE = 127  # status of a command that is not there, as a shell has it
 _ASK_S = 20.0  # Slurm's clients give up after 10 s by default
 # An order is given again for so long: a controller that restarts or fails over is away for a while.
 PATIENCE_S = 90.0
@@ -66,7 +67,7 @@ def _ask(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None
 ) -> SlurmAnswer:
     if shutil.which(command[0]) is None:
-        return SlurmAnswer(127, error=f"{command[0]} is unavailable here")
+        return SlurmAnswer(UNAVAILABLE, error=f"{command[0]} is unavailable here")
     try:
         done = subprocess.run(
             command,
@@ -248,12 +249,6 @@ def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:
     answer = ask_slurm(["scancel", job_id], patience_s=patience_s)
     has_ended = _UNKNOWN_JOB in answer.error or "already completi" in answer.error
     return "" if answer.status == 0 or has_ended else answer.error
-
-
-def release(job_id: str) -> str:
-    """Let a job start before what it depends on; return scontrol's error, empty if none."""
-    answer = ask_slurm(["scontrol", "update", f"JobId={job_id}", "Dependency="])
-    return "" if answer.status == 0 else answer.error
 
 
 def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.schema import CLUSTERS
 from launcher_scripts.launchers import make_launcher
 
@@ -33,13 +34,14 @@ def test_disagreeing_clusters_are_named() -> None:
 
 
 def test_unknown_cluster_is_answered_with_the_known_ones() -> None:
-    (problem,) = read_arguments(["cluster_type=bmc"]).problems
+    (problem,) = compose_config(read_arguments(["cluster_type=bmc"]).overrides).problems
     assert problem == (
-        "cluster_type=bmc: unknown cluster (did you mean bcm?); known clusters: local, bcm, bcp, "
-        "kubernetes."
+        "cluster_type=bmc (did you mean bcm?): expected one of local, bcm, bcp, kubernetes (where "
+        "to run)."
     )
-    (problem,) = read_arguments(["cluster_type="]).problems
-    assert problem.startswith("cluster_type=: unknown cluster")
+    words = read_arguments(["cluster_type=", "cluster=bcm"]).overrides
+    (problem,) = compose_config(words).problems
+    assert problem.startswith("cluster_type=: expected one of local, ")
 
 
 def test_the_launcher_s_word_for_kubernetes_is_known() -> None:
@@ -61,8 +63,8 @@ def test_short_options_are_those_of_hydra(tmp_path: Path) -> None:
 
 
 def test_option_without_its_value_is_a_problem_and_not_an_exit() -> None:
-    (problem,) = read_arguments(["--config-name"]).problems
-    assert "--config-name" in problem
+    with pytest.raises(ValueError, match=r"--config-name.* run with --help for the list"):
+        read_arguments(["--config-name"])
     (problem,) = read_arguments(["--cfg", "hydra"]).problems
     assert problem.startswith("--cfg hydra")
 

@@ -388,11 +388,14 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
 ) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / name).write_text(text)
+    write_record(tmp_path / "deploy" / "job.json", JobRecord("12", "deploy", "d", "completed"))
     where = "base_results_dir" if name == "last_run.json" else "run_dir"
     assert main(["action=status", f"{where}={tmp_path}"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    shown = "".join(capsys.readouterr())
+    (line,) = (each for each in shown.splitlines() if "is damaged" in each)
     assert line.startswith(f"{tmp_path / name} is damaged (")
     assert "delete it" in line
+    assert ("deploy  12" in shown) == (where == "run_dir")  # other jobs are looked after
 
 
 def test_a_damaged_marker_is_a_problem_of_its_run(
@@ -429,8 +432,8 @@ def test_a_file_of_a_run_that_cannot_be_read_is_named(
         path.symlink_to(path.name)
     where = "base_results_dir" if name == "last_run.json" else "run_dir"
     assert main(["action=status", f"{where}={tmp_path}"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(str(path))
+    shown = "".join(capsys.readouterr()).splitlines()
+    assert len([line for line in shown if line.startswith(f"{path}")]) == 1
 
 
 def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path: Path) -> None:

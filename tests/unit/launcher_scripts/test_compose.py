@@ -167,6 +167,16 @@ def test_alternatives_are_refused_with_the_remedy() -> None:
     text = problem("export.model.tensor_model_parallel_size=1,2")
     assert text.endswith("=1,2 lists alternatives, which needs --multirun.")
     assert "; a list is written 'stages=[convert,export]'" in problem("stages=convert,export")
+    assert "; a text with commas is written 'cluster.nodelist=\"a,b\"'" in problem(
+        "cluster.nodelist=a,b"
+    )
+    assert "needs --multirun" in problem("export=gpt3/sample,gpt3/export_gpt3")
+
+
+def test_the_text_of_a_choice_is_that_choice() -> None:
+    config = compose("export.triton_deployment.int8_mode='1'").config
+    assert config is not None
+    assert config.export.triton_deployment.int8_mode == 1
 
 
 def test_section_as_value_lists_its_keys() -> None:

@@ -108,6 +108,18 @@ def test_what_another_cluster_uses_is_noted() -> None:
     ]
 
 
+def test_needs_are_said_without_patterns() -> None:
+    for words, need in (
+        ("run_dir=/x", " needs action=status, logs or cancel; set that"),
+        ("evaluate.harness.batch_size=3", " needs evaluate.tasks=harness:...; set that"),
+        (
+            "stages=[deploy] deploy.engine=vllm convert.format=peft",
+            "deploy.engine=vllm, and cluster_type=local, bcm or bcp, and deploy.repository;",
+        ),
+    ):
+        assert any(need in problem for problem in problems_of_effects(configure(words))), words
+
+
 def test_every_name_in_the_table_is_a_key() -> None:
     rows = [*_TABLE["refused"], *_TABLE["noted"]]
     needs = [need for _, *others in rows for need in others if need is not None]

@@ -45,10 +45,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stages_come_in_pipeline_order_under_either_name() -> None:
-    assert read_stages(["evaluation", "conversion", "export"]) == (
-        ["convert", "export", "evaluate"],
-        [],
-    )
+    config = compose_config(["stages=[evaluation,conversion,export]"]).config
+    assert config is not None
+    assert read_stages(config.stages) == (["convert", "export", "evaluate"], [])
 
 
 def test_launcher_knows_every_stage() -> None:
@@ -187,6 +186,7 @@ def test_an_unreadable_time_limit_hides_no_other_problem(
             "convert, certify, export, deploy, evaluate.",
         ),
         ("stages=[deploy,evaluate] evaluate.server=host:8001", "stages starts another"),
+        ("stages=[evaluate] evaluate.server=http://host:8000", "is not an address; write host:"),
         ("stages=[deploy,certify] certify.endpoint=http://host:8003/v1", "certify.endpoint=http"),
         ("evaluate.lambada.data_path=/nowhere.jsonl", "/nowhere.jsonl is not a file"),
         ("export.model.checkpoint_path=/none.nemo", "export.model.checkpoint_path=/none.nemo does"),

@@ -25,11 +25,11 @@ from launcher_scripts.actions import problem_of_live_job, read_job
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.console import Console
-from launcher_scripts.invocation import execute
 from launcher_scripts.job_folder import prepare_submission
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.rows import execute
 from launcher_scripts.run import Run
 from stages import record
 from stages.base import Stage
@@ -380,7 +380,7 @@ def test_command_that_nohup_starts_outlives_its_terminal(
     kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, before)
     try:
-        assert execute([run], lambda: 0) == 0
+        assert execute([run], run.console, lambda *_: 0) == 0
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         for each, handler in kept.items():

@@ -19,10 +19,9 @@ from tests.unit.launcher_scripts.test_slurm_checks import (
 
 SINFO = "\n".join(
     (
-        "short*|4:00:00|1-2|8",
-        "long|7-00:00:00|1-infinite|2",
-        "long|7-00:00:00|1-infinite|6",
-        "open|infinite|1-infinite|4",
+        "short*|4:00:00",
+        "long|7-00:00:00",
+        "open|infinite",
     )
 )
 DAY = 24 * 60
@@ -43,9 +42,6 @@ def cluster(slurm: Path) -> Path:
     [
         (Resources(time_limit_min=DAY), (), "ranks.time_limit=1-00:00:00: short takes"),
         (Resources(time_limit_min=8 * DAY), ("cluster.partition=long",), "ranks.time_limit="),
-        (Resources(nodes=3), (), "ranks needs 3 nodes"),
-        (Resources(nodes=9), ("cluster.partition=long",), "ranks needs 9 nodes"),
-        (Resources(nodes=8), ("cluster.partition=long",), ""),
         (Resources(time_limit_min=DAY), ("cluster.partition='short,long'",), ""),  # one is enough
         (Resources(time_limit_min=30 * DAY), ("cluster.partition=open",), ""),
     ],
@@ -73,11 +69,18 @@ def test_what_sbatch_refuses_is_refused_beforehand_in_its_words(
 ) -> None:
     programs(
         cluster, sbatch=f"echo 'allocation failure: {error}' >&2; exit 1",
-        sinfo=f'case "$*" in *-t*) echo {away};; *) echo "short*|4:00:00|1-2|8";; esac',
+        sinfo=f'case "$*" in *-t*) echo {away};; *) echo "short*|4:00:00";; esac',
     )  # fmt: skip
     found = problems(tmp_path, Resources(nodes=2, gpus_per_node=3))
     assert len(found) == is_refused
     assert all(error in each and "--gpus-per-node=3 " in each for each in found)
+
+
+def test_the_option_that_sbatch_refuses_is_named_once(tmp_path: Path, cluster: Path) -> None:
+    programs(cluster, sbatch='case "$*" in *--mem=9G*) echo "too much" >&2; exit 1;; esac')
+    stages = [stage(tmp_path, asked) for asked in (Resources(), Resources(nodes=2))]
+    (problem,) = launcher("cluster.mpi=null", "cluster.mem=9G").check(stages)
+    assert problem.startswith("ranks, ranks: sbatch refuses --mem=9G: too much; correct the keys")
 
 
 def test_partition_of_a_profile_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

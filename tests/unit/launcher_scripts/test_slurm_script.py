@@ -53,9 +53,19 @@ def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script() 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0, "0"), (4, "4GB"), (1.5, "1536MB"), ("12G", "12G"), (None, None)],
+    [
+        (0, "0"),
+        (4, "4GB"),
+        (1.5, "1536MB"),
+        (1e-4, "1MB"),
+        ("12G", "12G"),
+        ("12", "12GB"),
+        (None, None),
+    ],
 )
-def test_memory_is_in_gigabytes_and_zero_is_all(value: object, expected: str | None) -> None:
+def test_memory_is_in_gigabytes_and_zero_is_all(
+    value: float | str | None, expected: str | None
+) -> None:
     assert memory(value) == expected
 
 
