@@ -38,15 +38,17 @@ def read_torch_file(region: Region | Path) -> Any:
     """
     region = region if isinstance(region, Region) else Region(region)
     with region.open() as stream:
-        start = stream.read(4)
+        start = stream.read(9)
         stream.seek(0)
-        if start == _LOCAL_HEADER:
+        if start.startswith(_LOCAL_HEADER):
             return _read_zip(region, stream)
         if start[:1] == b"\x80":
             return _read_legacy(region, stream)
+    remedy = "if it is a Git LFS pointer or an unfinished download, fetch it again"
+    if start.endswith(b"{"):  # torch's FileSystemWriter with SerializationFormat.SAFETENSORS
+        remedy = "it holds safetensors that its index does not find: save it in torch's own format"
     raise CheckpointMismatchError(
-        f"{region} is not a torch.save file (it starts with {start!r}); if it is a Git LFS "
-        "pointer or an unfinished download, fetch it again"
+        f"{region} is not a torch.save file (it starts with {start!r}); {remedy}"
     )
 
 

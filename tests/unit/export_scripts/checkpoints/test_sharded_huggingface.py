@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -415,11 +415,14 @@ def test_names_of_olmo_core_become_the_model_s(
 def test_values_in_another_form_are_named(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     extension = SimpleNamespace(transform_to=lambda out: out, get_descriptor=lambda: "mine/1")
-    writer = FileSystemWriter(folder, _extensions=cast(Any, [extension]))
-    save({"model": read_tensors(model)}, storage_writer=writer, no_dist=True)
-    copy_settings(model, folder)
-    text = refusal(folder, tmp_path)
-    assert "(['mine/1']), which is not undone here: load it with torch" in text
+    for reason, more in (
+        ("(['mine/1']), which is not undone here", {"_extensions": cast(Any, [extension])}),
+        ("it holds safetensors", {"serialization_format": SerializationFormat.SAFETENSORS}),
+    ):
+        writer = FileSystemWriter(folder, **more)
+        save({"model": read_tensors(model)}, storage_writer=writer, no_dist=True)
+        copy_settings(model, folder)
+        assert reason in refusal(folder, tmp_path)
 
 
 def test_several_models_are_named(model: Path, tmp_path: Path) -> None:
