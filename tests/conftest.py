@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import hypothesis
+import omegaconf.base
 import pytest
 
 from inference.server.installation import find_triton
@@ -28,10 +30,13 @@ _KEPT = ROOT / "tests" / "reference"
 SHARED = Path(os.environ.get("SLIPWAY_SHARED", _LARGER if _LARGER.is_dir() else _KEPT))
 SAMPLE_MODEL = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
+UNFREEZE = gc.unfreeze
 # megatron-core compiles what it fuses, for longer than all that tiny models compute.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Composed configurations hold the same few references, each of which takes a millisecond to parse.
+vars(omegaconf.base)["parse"] = functools.cache(omegaconf.base.parse)
 # The same examples in every run, on a machine of any speed.
 hypothesis.settings.register_profile(
     "same",
@@ -52,6 +57,8 @@ def pytest_collection() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        # An engine that stops would search all of it for garbage, for a second.
+        vars(gc)["unfreeze"] = lambda: None
         gc.enable()
 
 

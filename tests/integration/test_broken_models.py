@@ -215,11 +215,11 @@ def gate_of(folder: Path, output_dir: Path, kind: type[EngineModel] = EngineMode
     "broken",
     [
         forget_merges_of_the_tokenizer,
+        permute_one_matrix,
         *(
             pytest.param(each, marks=pytest.mark.long)
             for each in (
                 swap_heads,
-                permute_one_matrix,
                 drop_the_last_norm,
                 exchange_the_halves_of_two_ranks,
                 zero_a_layer,

@@ -142,6 +142,7 @@ def test_a_model_that_is_not_served_is_reported_with_those_that_are(options) -> 
         evaluate(replace(options, ensemble_name="text_model"), FACTS)
 
 
+@pytest.mark.long  # without a server: test_broken_models.py
 def test_a_damaged_shard_trips_the_gate(
     options, sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:

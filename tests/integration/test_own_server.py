@@ -49,14 +49,6 @@ def repository(sample_repository: Callable[..., Path]) -> Path:
     return sample_repository(tp_size=1, decoupled=True, parameters={"device": "cpu"})
 
 
-@pytest.fixture
-def server(repository: Path, tmp_path: Path) -> Iterator[ModelServer]:
-    """Yields a server that the test may end."""
-    with hosted(SLIPWAY, repository, tmp_path) as running:
-        running.start(timeout_s=START_S)
-        yield running
-
-
 @pytest.fixture(scope="module")
 def lasting(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """Yields a server that each test leaves as it was."""
@@ -105,11 +97,6 @@ def end_of(server: ModelServer, number: int) -> str:
     server.stop(drain_s=0)
     assert not [pid for pid in everything if lives(pid)]
     return said
-
-
-def test_a_stopped_process_is_noticed(server: ModelServer) -> None:
-    assert server.failure() is None
-    assert "stopped for 1 s" in end_of(server, signal.SIGSTOP)
 
 
 def error_over_http(server: ModelServer, each: Callable[[], object]) -> str:
@@ -184,12 +171,14 @@ def test_streams_that_lose_their_engine_end_with_an_error(
     ],
 )
 def test_a_standby_is_the_next_server_unless_it_has_ended_or_is_stopped(
-    server: ModelServer, part: str, number: int
+    repository: Path, tmp_path: Path, part: str, number: int
 ) -> None:
-    expected = texts(server.ports["http"])
-    standby = server.prepared({})
-    assert not server.failure()  # it is not one of the server's processes
-    assert "status -9" in end_of(server, signal.SIGKILL)
+    with hosted(SLIPWAY, repository, tmp_path) as server:
+        server.start(timeout_s=START_S)
+        expected = texts(server.ports["http"])
+        standby = server.prepared({})
+        assert not server.failure()  # it is not one of the server's processes
+        assert "stopped for 1 s" in end_of(server, signal.SIGSTOP)
     with replace(server, standby=standby) as following:
         following.start(timeout_s=START_S)
         assert following.pid == standby.pid
@@ -198,7 +187,7 @@ def test_a_standby_is_the_next_server_unless_it_has_ended_or_is_stopped(
         other = following.prepared({})
         until(lambda: bool(descendants(other.pid)), "the engine of the standby")
         os.kill(other.pid if part == "server" else descendants(other.pid)[0], number)
-        following.stop(drain_s=0)
+        assert "status -9" in end_of(following, signal.SIGKILL)
         try:
             with replace(following, standby=other) as last:
                 last.start(timeout_s=START_S)
@@ -258,22 +247,6 @@ def test_weights_are_exchanged_in_the_engine_that_is_there(
     assert lasting.failure() is None
 
 
-def test_an_exchange_that_fails_ends_the_server_and_one_that_cannot_begin_does_not(
-    server: ModelServer, repository: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no model"):
-        server.reload(timeout_s=START_S, repository=tmp_path / "empty", exchanges=True)
-    assert texts(server.ports["http"])
-    other = other_weights(repository, tmp_path / "other")
-    path = other / MODEL / "1" / "1-gpu" / "model.final_layernorm.weight.bin"
-    path.write_bytes(np.full(path.stat().st_size // 4, np.nan, np.float32).tobytes())
-    with pytest.raises(ValueError, match="did not load"):
-        server.reload(timeout_s=START_S, repository=other, exchanges=True)
-    until(lambda: server.failure() is not None, "the end of the server")
-    assert "not finite" in str(server.failure())
-
-
 def test_a_large_text_keeps_no_other_request_waiting(lasting: ModelServer) -> None:
     port = lasting.ports["http"]
 
@@ -294,6 +267,23 @@ def test_a_large_text_keeps_no_other_request_waiting(lasting: ModelServer) -> No
         large = pool.submit(ids, "It was the best of times. " * 8 * 2000)  # 416 kB
         assert ids("It was the best of times. " * 8) == small
         assert large.result() in range(2000 * (small - 2), 2000 * (small + 2))
+
+
+def test_an_exchange_that_fails_ends_the_server_and_one_that_cannot_begin_does_not(
+    lasting: ModelServer, repository: Path, tmp_path: Path
+) -> None:
+    """The last test of this server."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no model"):
+        lasting.reload(timeout_s=START_S, repository=tmp_path / "empty", exchanges=True)
+    assert texts(lasting.ports["http"])
+    other = other_weights(repository, tmp_path / "other")
+    path = other / MODEL / "1" / "1-gpu" / "model.final_layernorm.weight.bin"
+    path.write_bytes(np.full(path.stat().st_size // 4, np.nan, np.float32).tobytes())
+    with pytest.raises(ValueError, match="did not load"):
+        lasting.reload(timeout_s=START_S, repository=other, exchanges=True)
+    until(lambda: lasting.failure() is not None, "the end of the server")
+    assert "not finite" in str(lasting.failure())
 
 
 def test_programs_of_others_are_refused_before_anything_loads(

@@ -366,7 +366,7 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @needs_mpirun
-@pytest.mark.parametrize("has_triton", [False, True])
+@pytest.mark.parametrize("has_triton", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
     tmp_path: Path, expected: Any, has_triton: bool
 ) -> None:

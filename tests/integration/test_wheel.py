@@ -33,7 +33,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = environment.glob("lib/python*/site-packages")
     (wheel,) = folder.glob("*.whl")
     python = environment / "bin" / "python"
-    subprocess.run([*_PIP, f"--python={python}", "install", "--no-deps", wheel], check=True)
+    subprocess.run(
+        [*_PIP, f"--python={python}", "install", "--no-deps", "--no-compile", wheel], check=True
+    )
     # Not its path files: one of them leads to this checkout.
     (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return environment / "bin"

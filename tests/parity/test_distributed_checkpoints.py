@@ -29,12 +29,16 @@ SAVES: dict[str, dict[str, Any]] = {
     "gpt_whole": {},
     "gpt_tp2_pp2": {"tp_size": 2, "pp_size": 2, "prefix": "module.", "with_optimizer": True},
     "llama_whole": {"with_optimizer": True},
-    "llama_tp2_pp2": {"tp_size": 2, "pp_size": 2, "prefix": "model."},
-    "llama_singleton": {"tp_size": 4, "metadata": {"singleton_local_shards": True}},
+    "llama_singleton": {
+        "tp_size": 2,
+        "pp_size": 2,
+        "prefix": "model.",
+        "metadata": {"singleton_local_shards": True},
+    },
 }
 
 
-# Those of each mixture of experts; Mixtral has the first three.
+# Those of each mixture of experts; Mixtral, which is cut as Qwen3 is, has the first.
 MIXTURE_SAVES: dict[str, dict[str, Any]] = {
     "whole": {},
     "tp2_ep2": {"tp_size": 2, "ep_size": 2, "prefix": "model."},
@@ -48,7 +52,7 @@ MIXTURE_SAVES: dict[str, dict[str, Any]] = {
 
 
 def forms_of(name: str) -> list[str]:
-    return [*MIXTURE_SAVES][: 3 if name == "mixtral" else None]
+    return [*MIXTURE_SAVES][: 1 if name == "mixtral" else None]
 
 
 def write_archive(name: str, folder: Path) -> Path:
@@ -120,7 +124,7 @@ def test_folders_are_those_of_the_classic_archive(
         assert contents(converted(saved / name, tmp_path / "out", tp_size)) == expected
 
 
-@pytest.mark.parametrize("name", ["gpt_tp2_pp2", "llama_tp2_pp2"])
+@pytest.mark.parametrize("name", ["gpt_tp2_pp2", "llama_singleton"])
 def test_folders_give_the_recorded_logits(
     shared: Path, saved: Path, tmp_path: Path, name: str
 ) -> None:

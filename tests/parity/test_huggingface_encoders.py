@@ -76,8 +76,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("variant", "tp_size", "pp_size"),
+    [
+        *((variant, 4, 2) for variant in VARIANTS),
+        *(pytest.param(variant, 1, 1, marks=pytest.mark.long) for variant in VARIANTS),
+    ],
+)
 def test_t5_gives_the_logits_of_transformers(
     variant: str, tp_size: int, pp_size: int, tmp_path: Path
 ) -> None:

@@ -55,22 +55,12 @@ def check(
     assert error < tolerance
 
 
-TODAYS = (
-    "qwen2",
-    "granite",
-    "olmo2",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "starcoder2",
-    "nemotron",
-    "falcon",
-    "gpt_neo",
-    "phi",
-    "stablelm",
-)
+LONG = pytest.mark.long
+# Those with products of their own: with biases, tied, fused, shared, with another norm.
+ROUNDED_MODELS = ("qwen2", "gemma3", "phi3", "falcon", "gpt_neo")
+OTHERS = ("granite", "olmo2", "gemma2", "starcoder2", "nemotron", "phi", "stablelm")
 DECODERS = [name for name in MODELS if name not in ("t5", "mt5", "t5-encoder", "bert")]
-# One of each form of block; the others have one rank, and are cut by eight, in `make soak`.
+# One of each form of block is cut by eight; the others are in `make soak`, as are single ranks.
 EVERY_LAYOUT = (
     "gpt2",
     "gptj",
@@ -81,17 +71,30 @@ EVERY_LAYOUT = (
     "cohere2",
     "apertus",
 )
+# Rotary settings that Llama has as well; one reader takes those of every family.
+SAME_ROTARY = (
+    "qwen3-longrope",
+    "qwen2-yarn",
+    "granite-linear",
+    "gemma2-yarn",
+    "olmo2-linear",
+    "olmo2-dynamic",
+    "olmo2-yarn",
+    "smollm3-longrope",
+    "starcoder2-base",
+)
 
 
 def layouts_of(name: str) -> Iterator[Any]:
     for grid in LAYOUTS:
-        is_long = grid != (2, 1) and name not in EVERY_LAYOUT
-        yield pytest.param(name, *grid, marks=[pytest.mark.long] * is_long)
+        names = {(1, 1): ("gpt2", "llama"), (2, 1): DECODERS, (4, 2): EVERY_LAYOUT}[grid]
+        yield pytest.param(name, *grid, marks=[LONG] * (name not in names))
 
 
 @pytest.mark.parametrize(
     ("name", "tp_size", "pp_size"),
-    [each for name in DECODERS for each in layouts_of(name)] + [(name, 2, 1) for name in VARIANTS],
+    [each for name in DECODERS for each in layouts_of(name)]
+    + [pytest.param(name, 2, 1, marks=[LONG] * (name in SAME_ROTARY)) for name in VARIANTS],
 )
 def test_folder_gives_the_logits_of_transformers(
     name: str, tp_size: int, pp_size: int, tmp_path: Path
@@ -114,7 +117,9 @@ ROUNDED: Mapping[str, tuple[Mapping[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
-@pytest.mark.parametrize("name", TODAYS)
+@pytest.mark.parametrize(
+    "name", [*ROUNDED_MODELS, *(pytest.param(each, marks=LONG) for each in OTHERS)]
+)
 def test_rounded_weights_give_nearly_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
     model = build(name)
     model.save_pretrained(tmp_path / "source")

@@ -24,12 +24,16 @@ from tests.tiny_t5_tuning import (
     write_prompts,
 )
 
+LONG = pytest.mark.long
 # Relative to the largest value. fp32: another order of summation. fp16: weights rounded to 11 bits.
 FP32_TOLERANCE = 1e-4
 FP16_TOLERANCE = 1e-2
 
-# (tensor-parallel, pipeline-parallel) sizes.
-GRIDS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+# (tensor-parallel, pipeline-parallel) sizes; the widest has every exchange of the others.
+GRIDS = (
+    (4, 2),
+    *(pytest.param(*grid, marks=LONG) for grid in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))),
+)
 PROMPT = (5, 9, 2, 38, 17, 11, 23)
 ANSWER = (2, 30, 8, 19, 4, 27)
 
@@ -88,7 +92,10 @@ def test_the_encoder_gives_the_recorded_output(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "tp_size"),
-    [(name, tp_size) for name, widest in CASES.items() for tp_size in (1, 4) if tp_size <= widest],
+    [
+        *((name, widest) for name, widest in CASES.items()),
+        *(pytest.param(name, 1, marks=LONG) for name, widest in CASES.items() if widest > 1),
+    ],
 )
 def test_reference_folders_give_the_recorded_logits(
     name: str, tp_size: int, tmp_path: Path
@@ -184,9 +191,9 @@ def test_training_ranks_and_stages_are_joined(
     ("training", "tp_size", "later_names"),
     [
         ((1, 1, 0), 2, False),
-        ((1, 1, 0), 1, True),
-        ((2, 1, 0), 4, True),
-        ((2, 3, 1), 1, False),
+        pytest.param((1, 1, 0), 1, True, marks=LONG),
+        pytest.param((2, 1, 0), 4, True, marks=LONG),
+        pytest.param((2, 3, 1), 1, False, marks=LONG),
         ((2, 3, 1), 2, True),
     ],
 )
@@ -209,7 +216,7 @@ def test_each_ia3_task_acts_as_trained(
 
 
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["biases", "bare"])
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=LONG), 2])
 def test_ia3_multiplied_into_the_weights_acts_as_trained(
     model: TinyT5, tp_size: int, tmp_path: Path
 ) -> None:
@@ -226,7 +233,13 @@ def test_ia3_multiplied_into_the_weights_acts_as_trained(
 
 
 @pytest.mark.parametrize(
-    ("training", "tp_size"), [((1, 1, 0), 4), ((2, 1, 0), 1), ((2, 1, 0), 2), ((2, 3, 1), 2)]
+    ("training", "tp_size"),
+    [
+        ((1, 1, 0), 4),
+        ((2, 3, 1), 2),
+        pytest.param((2, 1, 0), 1, marks=LONG),
+        pytest.param((2, 1, 0), 2, marks=LONG),
+    ],
 )
 def test_linear_adapters_act_as_trained(
     training: tuple[int, int, int], tp_size: int, tmp_path: Path
@@ -244,7 +257,7 @@ def test_linear_adapters_act_as_trained(
     check(folder, Reference(tensors, model, adapters=adapters), tp_size=tp_size)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=LONG), 2])
 def test_virtual_tokens_take_the_place_of_words(tp_size: int, tmp_path: Path) -> None:
     model = TinyT5()
     tensors = t5_tensors(model)

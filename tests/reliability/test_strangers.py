@@ -360,23 +360,24 @@ def _peak_mb(server: ModelServer) -> float:
     return int(found[1]) / 1024
 
 
-@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(
-    server: ModelServer, compression: grpc.Compression
-) -> None:
-    """gRPC itself would expand 96 KiB to 96 MiB before it looks at the size."""
+def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(server: ModelServer) -> None:
+    """gRPC itself would expand 48 KiB to 48 MiB before it looks at the size."""
     _peak_mb(server)
     usual = _peak_mb(server)
     plain = _double_request().SerializeToString()
     with grpc.insecure_channel(
         server.address("grpc"), options=[("grpc.max_send_message_length", -1)]
     ) as channel:
-        for name in ("ModelInfer", "ModelStreamInfer", "ModelConfig"):
+        for name, compression in (
+            ("ModelInfer", grpc.Compression.Gzip),
+            ("ModelStreamInfer", grpc.Compression.Deflate),
+            ("ModelConfig", grpc.Compression.Gzip),
+        ):
             call = channel.stream_stream(CALLS + name)
             if name != "ModelConfig":
                 assert list(call(iter([plain]), timeout=30, compression=compression))
             with pytest.raises(grpc.RpcError) as caught:
-                list(call(iter([bytes(96 << 20)]), timeout=30, compression=compression))
+                list(call(iter([bytes(48 << 20)]), timeout=30, compression=compression))
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert _peak_mb(server) - usual < 8 * LIMIT_MB
     assert _still_answers(server)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.main import main
 from tests.conftest import ROOT
 from tests.documents import commands, run
 
@@ -38,9 +39,10 @@ def test_the_support_tables_are_those_of_the_families(page: str, option: tuple[s
     assert table[2] == printed
 
 
-def test_the_refusal_shown_is_the_one_printed(tmp_path: Path) -> None:
-    shown = re.search(r"```\n\$ python (main\.py .*?)\n(.*?)```", README, re.DOTALL)
+def test_the_refusal_shown_is_the_one_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = re.search(r"```\n\$ python main\.py (.*?)\n(.*?)```", README, re.DOTALL)
     assert shown is not None
-    result = run([*shlex.split(shown[1]), f"base_results_dir={tmp_path}"])
-    assert result.returncode == 2
-    assert " ".join(shown[2].split()) in " ".join(result.stderr.split())
+    assert main([*shlex.split(shown[1]), f"base_results_dir={tmp_path}"]) == 2
+    assert " ".join(shown[2].split()) in " ".join(capsys.readouterr().err.split())

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from export_scripts.conversion import sharding, write
 from export_scripts.conversion.convert import (
@@ -119,25 +117,23 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     return changes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
-@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    heads=st.sampled_from([4, 8]),
-    half=st.integers(1, 5),
-    inter=st.integers(1, 9),
-    layers=st.integers(1, 3),
-    vocab=st.integers(20, 70),
-    tp_size=st.sampled_from([1, 2, 4]),
-    kind=st.sampled_from(["fp32", "fp16", "bf16"]),
-    shard=st.sampled_from([1000, 20_000, 10**9]),
-)
 def test_a_model_comes_back_from_shards_equal_to_the_byte(
-    name: str, heads: int, half: int, inter: int, layers: int, vocab: int, tp_size: int, kind: str,
-    shard: int,
-) -> None:  # fmt: skip
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        sizes = sized(name, heads, 2 * half, 4 * inter, layers, vocab)
+    name: str, tmp_path: Path, soak: int
+) -> None:
+    chance = random.Random(name)
+    for number in range(soak):
+        folder = tmp_path / str(number)
+        heads, size = chance.choice((4, 8)), 2 * chance.randint(1, 5)
+        inter, layers, vocab = (
+            4 * chance.randint(1, 9),
+            chance.randint(1, 3),
+            chance.randint(20, 70),
+        )
+        tp_size, kind = chance.choice((1, 2, 4)), chance.choice(("fp32", "fp16", "bf16"))
+        shard = chance.choice((1000, 20_000, 10**9))
+        sizes = sized(name, heads, size, inter, layers, vocab)
         original = write_model(name, folder / "original", **sizes)
         first = {"weight_data_type": kind, "model_type": KIND.get(name)}
         shards = written(original, folder / "shards", tp_size=tp_size, **first)

@@ -17,6 +17,8 @@ from tests.tiny_transformers import MODELS, write_model
 
 # Settings that the new folder has of its own.
 OWN = ("architectures", "dtype", "torch_dtype", "transformers_version")
+# One of each form of block; what leads to shards reads the settings of the others as well.
+EVERY_WAY = ("gpt2", "gptj", "gptneox-parallel", "llama", "gemma3", "falcon-new", "t5")
 # Settings without effect on logits, and tokens in forms that config.ini does not hold.
 CHANGES: Mapping[str, Any] = {
     "initializer_range": 0.5, "pad_token_id": 7, "eos_token_id": [2, 9], "bos_token_id": None,
@@ -49,7 +51,7 @@ def test_every_setting_of_a_folder_comes_back(name: str, tmp_path: Path) -> None
     source = changed(write_model(name, tmp_path / "source"), **changes)
     expected = settings(source)
     model_type = "t5_encoder" if name == "t5-encoder" else None
-    for way in (written, through_shards):
+    for way in (written, through_shards) if name in EVERY_WAY else (through_shards,):
         back = way(source, tmp_path / way.__name__, model_type=model_type)
         found = settings(back)
         assert {key: found.get(key, "absent") for key in expected} == expected

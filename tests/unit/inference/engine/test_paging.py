@@ -169,7 +169,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     requests=REQUESTS,
     overlap=st.booleans(),

@@ -21,6 +21,7 @@ from inference.engine.errors import EngineFailedError
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from inference.system.process_memory import keep_loaded, memory_variables
+from tests.conftest import UNFREEZE
 from tests.contract import request_of
 from tests.ft_folders import write_gpt
 from tests.waiting import until
@@ -50,6 +51,7 @@ import atexit, contextlib, sys, threading, time
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.ranks.settings import Placement
+from tests.conftest import UNFREEZE
 from tests.contract import request_of
 
 engine = Engine(sys.argv[1], Placement(device="cpu", tp_size=int(sys.argv[2])))
@@ -116,6 +118,7 @@ def test_no_tensor_outlives_the_stop(
             future = engine.submit(request_of(engine, PROMPTS, LONG, end_id=0))
             with pytest.raises(RuntimeError, match="broken"):
                 future.result()
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
     frames: list[Any] = []
 
     def note(step: Any) -> None:
@@ -127,6 +130,7 @@ def test_no_tensor_outlives_the_stop(
     engine.stop()
     with pytest.raises(EngineFailedError, match="stopped"):
         future.result()
+    gc.freeze()
     left = [tensor for ref in found if (tensor := ref()) is not None]
     assert not left, f"{len(left)} of {len(found)}: {[list(each.shape) for each in left[:5]]}"
 

@@ -71,12 +71,12 @@ def test_reasons_come_back_and_small_requests_need_no_process() -> None:
     [
         (end_the_process, "too much memory"),
         (take_all_memory, "too much memory"),
-        (run_for_ever, "more than 8 s"),
+        (run_for_ever, "more than 3 s"),
     ],
 )
 def test_work_without_an_end_is_ended_and_the_next_is_done(work: object, said: str) -> None:
     async def check() -> None:
-        workers = Workers(1, work_s=8.0)
+        workers = Workers(1, work_s=3.0)
         with pytest.raises(RejectedError, match=said):
             await workers.run(work, size_bytes=0)  # type: ignore[arg-type]
         assert await workers.run(process_id, size_bytes=0) != os.getpid()

@@ -194,11 +194,13 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
         with_engine(use, refuse="1")
 
 
-def test_a_closed_engine_leaves_no_process() -> None:
+def test_a_closed_engine_leaves_no_process(with_shared: Shared) -> None:
+    """The last test of the shared engine."""
+
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         await engine.close()
         with pytest.raises(ModelError):
             await answers(engine, asked("tokens"))
         assert not lost
 
-    with_engine(use)
+    with_shared(use)

@@ -475,7 +475,9 @@ class EndlessTexts(CodecFiles):
     [
         (f"{{% for a in range(99999) %}}{'{% for b in range(99999) %}{% endfor %}'}{{% endfor %}}",
          "more than 1 s"),
-        ("{{ ('a' * 99999999) * 99999999 }}", "more than 1 s|memory"),
+        pytest.param(
+            "{{ ('a' * 99999999) * 99999999 }}", "more than 1 s|memory", marks=pytest.mark.long
+        ),
     ],
 )  # fmt: skip
 def test_more_endless_chats_than_processes_put_nobody_to_sleep(source: str, said: str) -> None:
