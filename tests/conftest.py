@@ -71,7 +71,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("triton") and (missing := _missing_triton()):
         pytest.skip(missing)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        # Without a GPU, `torch.manual_seed` takes milliseconds to note who has called it.
+        generator = torch if torch.cuda.is_available() else torch.default_generator
+        generator.manual_seed(0)
 
 
 @cache

@@ -175,9 +175,8 @@ def _model(save: Mixture, settings: Mapping[str, Any]) -> Any:
     ).eval()
 
 
-def args_of(model: str, changes: Mapping[str, Any]) -> argparse.Namespace:
-    """Return what Megatron-LM would have called the settings of a model."""
-    settings = {**SIZES, **MODELS[model], **changes}
+def _args(settings: Mapping[str, Any]) -> argparse.Namespace:
+    """Return what Megatron-LM would have called the settings."""
     renamed = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
     args = {renamed.get(key, key): value for key, value in settings.items()}
     args.pop("gated_linear_unit")
@@ -217,11 +216,9 @@ def _save(save: Mixture) -> None:
             logits = model(tokens, places, mask)
         torch.save(logits, Path(save.folder).with_suffix(".pt"))
     state = {
-        "model": model.sharded_state_dict(),
-        "args": args_of(save.model, save.changes),
-        "checkpoint_version": 3.0,
+        "model": model.sharded_state_dict(), "args": _args(settings), "checkpoint_version": 3.0,
         "iteration": 1,
-    }
+    }  # fmt: skip
     dist_checkpointing.save(state, save.folder)
     parallel_state.destroy_model_parallel()
 
