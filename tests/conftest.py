@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -36,7 +35,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Composed configurations hold the same few references, each of which takes a millisecond to parse.
-vars(omegaconf.base)["parse"] = functools.cache(omegaconf.base.parse)
+vars(omegaconf.base)["parse"] = cache(vars(omegaconf.base)["parse"])
 # The same examples in every run, on a machine of any speed.
 hypothesis.settings.register_profile(
     "same",
