@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+from functools import cache
 from pathlib import Path
 
 from launcher_scripts.configuration.compose import compose_config
@@ -26,8 +28,16 @@ CLUSTER = (
 )
 
 
+@cache
+def mpi() -> str:
+    """Return an MPI that this Slurm has: Debian builds new releases without PMIx."""
+    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, check=True)
+    return "pmix" if "pmix" in f"{done.stdout} {done.stderr}".split() else "pmi2"
+
+
 def configure(*words: str) -> Config:
-    config = compose_config(["export=gpt3/sample", *CLUSTER, *words]).config
+    given = ["export=gpt3/sample", *CLUSTER, f"cluster.mpi={mpi()}", *words]
+    config = compose_config(given).config
     assert config is not None
     return config
 
