@@ -205,7 +205,11 @@ class LatencyPoint:
 
 @dataclass(frozen=True)
 class Report:
-    """One evaluation, whole."""
+    """One evaluation, whole.
+
+    Attributes:
+        predictions: of a baseline's file; those of a report.json lie next to it.
+    """
 
     run_id: str
     run: RunFacts
@@ -219,6 +223,7 @@ class Report:
     baseline_source: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    predictions: tuple[Prediction, ...] = ()
 
     @property
     def metrics(self) -> Metrics:

@@ -83,11 +83,11 @@ class Prediction:
 
     task: str
     index: int
-    text: str
-    target: str
-    answer: str
-    values: Values
-    seconds: float
+    text: str = ""
+    target: str = ""
+    answer: str = ""
+    values: Values = field(default_factory=dict)
+    seconds: float = 0.0
     baseline: Values = field(default_factory=dict)
     id: str = ""
     group: str = ""

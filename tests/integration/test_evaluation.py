@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,17 @@ from inference.evaluation.options import (
     LambadaOptions,
     LatencyOptions,
 )
-from inference.evaluation.record import Report, RunFacts, read_predictions
-from inference.evaluation.run.baseline import Baseline, TaskScores
+from inference.evaluation.record import (
+    Report,
+    RequestStatistics,
+    RunFacts,
+    TaskReport,
+    read_predictions,
+)
+from inference.evaluation.run.baseline import write_baseline
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.task import EvaluationError, sample_ids
+from inference.evaluation.run.timing import distribution
+from inference.evaluation.task import EvaluationError, Prediction, sample_ids
 from inference.evaluation.tasks.lambada import Lambada
 from inference.server.kinds import SLIPWAY
 from inference.server.server import ModelServer
@@ -98,20 +105,15 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     names = ["lambada_last_token", "lambada_last_word"]
     lambada = LambadaOptions(data_path=str(data_path), metrics=names)
     dataset, samples = Lambada(replace(options, lambada=lambada)).prepare()
-    scores = {
-        each: tuple(map(float, recorded[index][: len(names)]))
-        for each, index in zip(sample_ids(samples), chosen, strict=True)
-    }
-    reference = Baseline(
-        1,
-        "recorded figures",
-        started_at="",
-        samples={"lambada": (dataset.sha256, None, None)},
-        metrics={},
-        scores={"lambada": TaskScores(Lambada.version, tuple(names), scores)},
-    )
+    predictions = []
+    for each, index in zip(sample_ids(samples), chosen, strict=True):
+        values = dict(zip(names, map(float, recorded[index]), strict=False))
+        predictions.append(Prediction("lambada", index, id=each, values=values))
+    requests = RequestStatistics(0, 0, 0.0, 0.0, distribution([]))
+    own = TaskReport("lambada", Lambada.version, dataset, (), 0.0, requests)
     path = tmp_path / "reference.json"
-    path.write_text(json.dumps(asdict(reference)))
+    reference = Report("recorded figures", RunFacts("recorded"), "", 0.0, (own,))
+    write_baseline(path, reference, predictions)
     assert_equals_recorded(replace(options, lambada=lambada), path)
 
 

@@ -132,15 +132,19 @@ def verdict_of(report: Report) -> tuple[str, str]:
 
 
 def read_run(path: Path) -> tuple[Report, list[Prediction]]:
-    """Read a report.json, and the predictions next to it where there are any.
+    """Read a report.json, and the predictions in it or next to it, where there are any.
 
     Raises:
         ValueError: one of the files is damaged, or of a schema that this version does not read.
     """
     report, samples_path = read_report(path), path.with_name(PREDICTIONS)
-    if not samples_path.is_file():
+    predictions = [*report.predictions]
+    if predictions:
+        samples_path = path
+    elif not samples_path.is_file():
         return report, []
-    predictions = read_predictions(samples_path)
+    else:
+        predictions = read_predictions(samples_path)
     for task in report.tasks:
         own = [each for each in predictions if each.task == task.name]
         for metric in task.metrics:

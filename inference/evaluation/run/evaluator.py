@@ -189,7 +189,7 @@ def _gated(
     gate = apply_gate(chain(*(_measured(options, baseline, run) for run in runs)), bounds)
     source = baseline.source
     if updated is not None and gate.passed:
-        baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
+        baseline = write_baseline(updated, report, [*chain(*(run.predictions for run in runs))])
         source = f"this run, recorded in {updated}"
     return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=source)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import Bounds, EvaluationOptions
-from inference.evaluation.run.baseline import NO_BASELINE, Baseline, read_baseline
+from inference.evaluation.run.baseline import Baseline, read_baseline
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
 from inference.evaluation.tasks import known_tasks
 
@@ -74,7 +74,7 @@ def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list
 def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline:
     """Return the baseline to compare with, if any. Raises ValueError if it is of other samples."""
     if options.baseline != "compare" or options.baseline_path is None:
-        return NO_BASELINE
+        return Baseline()
     baseline = read_baseline(Path(options.baseline_path))
     for each in prepared:
         baseline.check(each.task.name, each.task.version, each.dataset, each.samples)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions
-from inference.evaluation.run.baseline import Baseline, TaskScores, read_baseline, write_baseline
+from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
 from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.tasks.lambada import Lambada
@@ -31,16 +31,10 @@ def test_invalid_baselines_are_refused(tmp_path, content):
         read_baseline(path)
 
 
-def test_scores_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="finite"):
-        TaskScores(1, ("correct",), {"a": (1.0,), "b": (float("nan"),)})
-
-
 def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
     path = tmp_path / "kept" / "baseline.json"
     if found is None:
-        write_baseline(path, report, ())
-        return read_baseline(path)
+        return write_baseline(path, report, ())
     (task,) = report.tasks
     own = replace(task, metrics=found.report.metrics, dataset=found.report.dataset)
     write_baseline(path, replace(report, tasks=(own,)), found.predictions)
@@ -57,10 +51,19 @@ def test_a_baseline_reads_back(report, passages, model, tmp_path):
         assert baseline.values(each) == each.values
 
 
-def test_a_baseline_without_scores_of_other_samples_is_refused(report, tmp_path):
+def test_figures_of_other_data_that_no_sample_makes_are_refused(report, tmp_path):
     limited = replace(report.tasks[0].dataset, limit=10, seed=1)
     with pytest.raises(ValueError, match="was measured on other samples of lambada"):
         stored(report, None, tmp_path).check("lambada", 1, limited, ())
+
+
+@pytest.mark.parametrize("value", [float("nan"), 2.0])
+def test_a_changed_score_is_refused(report, passages, model, tmp_path, value):
+    found = run(passages, model)
+    first, *others = found.predictions
+    changed = replace(first, values={**first.values, "lambada_last_word": value})
+    with pytest.raises(ValueError, match=r"baseline\.json: lambada_last_word of 4 samples is not"):
+        stored(report, replace(found, predictions=(changed, *others)), tmp_path)
 
 
 def test_samples_are_known_by_their_content_not_by_their_place(report, passages, model, tmp_path):
