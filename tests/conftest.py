@@ -15,6 +15,7 @@ import hypothesis
 import omegaconf.base
 import pytest
 
+from foundations.files import disk
 from inference.server.installation import find_triton
 from inference.server.kinds import SERVER_VARIABLE
 
@@ -34,6 +35,8 @@ UNFREEZE = gc.unfreeze
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# No test cuts the power, and each would wait for what all others write to the same disk.
+vars(disk)["_libc"].syncfs = lambda _: 0
 # Composed configurations hold the same few references, each of which takes a millisecond to parse.
 vars(omegaconf.base)["parse"] = cache(vars(omegaconf.base)["parse"])
 # The same examples in every run, on a machine of any speed.

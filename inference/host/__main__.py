@@ -5,7 +5,6 @@ import is imported before the settings come: an owner may keep such a process fo
 """
 
 import contextlib
-import importlib
 import resource
 import sys
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 from inference.front.link import WITH_ENGINE
 from inference.host.engine_start import start_early
 from inference.system.parent_process import end_with_parent
+from inference.system.process_memory import import_modules
 
 _MODULES = ("inference.host.process", "tokenizers")
 
@@ -26,8 +26,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     if WITH_ENGINE in sys.argv[3:]:
         start_early(sys.argv[2])
-    for name in _MODULES:
-        importlib.import_module(name)
+    import_modules(_MODULES)
     from inference.host.process import serve_host
 
     with contextlib.suppress(EOFError):  # the owner may end before it needs this process

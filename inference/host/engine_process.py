@@ -8,7 +8,6 @@ FOLDER, the model's, is for the list of processes alone.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import signal
@@ -26,6 +25,7 @@ from inference.backend.engine_model import EngineModel, fork_ranks
 from inference.backend.metrics import ModelMetrics
 from inference.backend.requests import InferRequest, ModelError, Outputs
 from inference.system.parent_process import end_with_parent
+from inference.system.process_memory import import_modules
 
 LOST = 0  # the number of an answer that no order asked for: why the engine has failed
 READ_METRICS = "read metrics"
@@ -145,8 +145,7 @@ def main() -> None:
     end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):  # the server's process ends this one
         signal.signal(number, signal.SIG_IGN)
-    for name in _MODULES:
-        importlib.import_module(name)
+    import_modules(_MODULES)
     connection = Connection(int(sys.argv[1]))
     try:
         number, order = pickle.loads(connection.recv_bytes())
