@@ -34,7 +34,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
     script = HERE / "fake_fastertransformer.py"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    command = shlex.join([sys.executable, str(script)])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     program.chmod(0o755)
     # A launcher that says what it was asked to start, and starts it.
     mpirun = tmp_path / "bin" / "mpirun"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -249,7 +250,8 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
     script = Path(__file__).with_name("fake_fastertransformer.py")
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    command = shlex.join([sys.executable, str(script)])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     program.chmod(0o755)
     return {
         "PATH": f"{program.parent}:{os.environ['PATH']}:/usr/sbin",

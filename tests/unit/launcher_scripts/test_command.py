@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -374,7 +375,7 @@ def test_elapsed_time_is_shown_as_a_clock(seconds: float, text: str) -> None:
 
 
 def test_a_closed_output_is_not_an_error(tmp_path: Path) -> None:
-    line = f"{sys.executable} main.py --help | head -1; exit ${{PIPESTATUS[0]}}"
+    line = f"{shlex.quote(sys.executable)} main.py --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
