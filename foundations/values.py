@@ -77,27 +77,10 @@ class Within:
 
 
 def option(
-    text: str,
-    default: Any = MISSING,
-    *,
-    choices: tuple[Any, ...] = (),
-    within: tuple[float, float] | None = None,
-    path: bool = False,
-    name: bool = False,
-    lines: bool = False,
-    form: tuple[str, str] | None = None,
-    check: Callable[[Any], object] | None = None,
+    text: str, default: Any = MISSING, *, within: tuple[float, float] | None = None, **facts: Any
 ) -> Any:
-    """Return a dataclass field with the facts of `Key` about it; pydantic reads `ge` and `le`."""
-    metadata = {
-        "text": text,
-        "choices": choices,
-        "is_path": path,
-        "is_name": name,
-        "has_lines": lines,
-        "form": form,
-        "check": check,
-    }
+    """Return a dataclass field with facts of `Key` about it; pydantic reads `ge` and `le`."""
+    metadata: dict[str, Any] = {"text": text, **facts}
     if within is not None:
         metadata |= dict(zip(("ge", "le"), within, strict=True))
     if isinstance(default, (list, dict)):

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inference.certify.options import JOB_OPTIONS, CertifySection, endpoint_problems
+from foundations.job_options import JOB_KEYS
+from inference.certify.options import CertifySection, endpoint_problems
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.options import OPENAI
 from stages.base import Stage, StageError, Summary, as_json
@@ -86,7 +87,7 @@ class CertifyStage(Stage):
         return {
             f"certify.{name}": as_json(value)
             for name, value in {**values, "given": dict(self.given)}.items()
-            if name not in JOB_OPTIONS
+            if name not in JOB_KEYS
         }
 
     def inputs(self) -> list[Path]:

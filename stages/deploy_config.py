@@ -13,11 +13,10 @@ from typing import Any
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
+from foundations.job_options import JobOptions
 from foundations.time_limit import minutes
 from foundations.values import (
     INT32,
-    NODE_CPUS,
-    NODE_MEMORY_GB,
     PORT,
     SECONDS,
     option,
@@ -50,10 +49,9 @@ NEMO = "nemo"  # an interface of PyTriton
 
 
 @dataclass(frozen=True)
-class DeploySection(Access):
+class DeploySection(JobOptions, Access):
     """`deploy`: the server. Defaults that refer to other keys are in conf/deploy/default.yaml."""
 
-    name: str = option("name of the job", "deploy", name=True)
     time_limit: Any = option("the server is stopped after this time", "1-00:00:00", check=minutes)
     uptime: Any = option(
         "serve for so long, in a chain of jobs (cluster=bcm) of time_limit each; null: in one",
@@ -95,7 +93,7 @@ class DeploySection(Access):
         "s3://bucket/prefix, or s3://http://host:port/bucket/prefix of another store: export "
         "publishes there, and the server loads from there",
         None,
-        path=True,
+        is_path=True,
     )
     container: str | None = option("image of the server; null: the one of `container`", None)
     host: str = option("address to listen on; 0.0.0.0 for every interface", "127.0.0.1")
@@ -126,8 +124,6 @@ class DeploySection(Access):
         within=(0, SECONDS),
     )
     keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit", False)
-    cpus_per_task: int | None = option("CPU cores for the server", None, within=(1, NODE_CPUS))
-    mem_gb: float | None = option("memory for the server, in GB", None, within=(0, NODE_MEMORY_GB))
 
     @property
     def store(self) -> StoreLocation | None:

@@ -16,6 +16,7 @@ from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from foundations.files.lock import folder_lock
 from foundations.files.replace import replace_file
+from foundations.job_options import JOB_KEYS
 from inference.certify.findings import dotted
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
@@ -33,10 +34,7 @@ from stages.serving import serving
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
 # Options that do not change the report.
-_NOT_IDENTITY = (
-    *("url", "openai_url", "name", "time_limit", "cpus_per_task", "mem_gb"),
-    "shared_server",
-)
+_NOT_IDENTITY = (*JOB_KEYS, "url", "openai_url", "shared_server")
 _EARLIER_STAGES = ("convert", "export", "deploy")
 _POLL_S = 0.5
 _NEEDS_OPENAI = (

@@ -50,17 +50,23 @@ class ConversionOptions:
         "gpt",
         choices=("gpt", HYBRID),
     )
-    prompt_checkpoints: tuple[Path, ...] = option("prompt-learning archives to add", (), path=True)
-    ia3_checkpoints: tuple[Path, ...] = option("IA3 archives to add, one task each", (), path=True)
+    prompt_checkpoints: tuple[Path, ...] = option(
+        "prompt-learning archives to add", (), is_path=True
+    )
+    ia3_checkpoints: tuple[Path, ...] = option(
+        "IA3 archives to add, one task each", (), is_path=True
+    )
     ia3_in_place: bool = option(
         "multiply the IA3 scalers into the weights instead of storing them", False
     )
-    adapter_checkpoints: tuple[Path, ...] = option("linear adapter archives to add", (), path=True)
+    adapter_checkpoints: tuple[Path, ...] = option(
+        "linear adapter archives to add", (), is_path=True
+    )
     lora_checkpoints: tuple[Path, ...] = option(
         "LoRA adapters (PEFT, NeMo, Megatron Bridge) to merge into the weights, in order; with the "
         "output format peft, the one to write",
         (),
-        path=True,
+        is_path=True,
     )
     keep_fp8: bool = option(
         "keep the matrices of an FP8 folder and their scales as they are, for the parameter fp8=1; "
@@ -68,18 +74,18 @@ class ConversionOptions:
         False,
     )
     activation_ranges: Path | None = option(
-        "activation ranges (.json or .pt), for static int8 weights", None, path=True
+        "activation ranges (.json or .pt), for static int8 weights", None, is_path=True
     )
     model_config: Path | None = option(
         "config.json of the Hugging Face model that was trained, or its folder, where a trainer's "
         "checkpoint lies without one",
         None,
-        path=True,
+        is_path=True,
     )
     vocab_path: Path | None = option(
-        "vocabulary or sentencepiece model in place of the checkpoint's", None, path=True
+        "vocabulary or sentencepiece model in place of the checkpoint's", None, is_path=True
     )
-    merges_path: Path | None = option("merges in place of the checkpoint's", None, path=True)
+    merges_path: Path | None = option("merges in place of the checkpoint's", None, is_path=True)
     vocabulary: str | None = option(
         "rows of the vocabulary to keep where training padded it: a number, or `tokenizer` for as "
         "many as the tokenizer has ids",

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from foundations.commands import ProgressLine, command_parser, parse_pair, run_command, say
+from foundations.job_options import JOB_KEYS
 from foundations.values import built, keys_of
-from inference.certify.options import JOB_OPTIONS, CertifySection
+from inference.certify.options import CertifySection
 
-_NO_OPTIONS = (*JOB_OPTIONS, "source", "folder", "output_dir", "serve")
+_NO_OPTIONS = (*JOB_KEYS, "source", "folder", "output_dir", "serve")
 
 
 def _parser() -> argparse.ArgumentParser:

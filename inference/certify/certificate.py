@@ -14,6 +14,7 @@ import jinja2
 
 from foundations import __version__
 from foundations.files.replace import replace_file
+from foundations.job_options import JOB_KEYS
 from inference.certify.findings import (
     DIFFERS,
     EQUAL,
@@ -23,7 +24,7 @@ from inference.certify.findings import (
     Status,
     worst,
 )
-from inference.certify.options import JOB_OPTIONS, CertifySection
+from inference.certify.options import CertifySection
 
 JSON_NAME, PAGE_NAME = "certificate.json", "certificate.html"
 _SIGNATURE_NAME = f"{JSON_NAME}.sig"
@@ -96,7 +97,7 @@ class Certificate:
             **self.sides,
             "parts": parts,
             "left_out": self.left_out,
-            "options": {name: options[name] for name in options if name not in JOB_OPTIONS},
+            "options": {name: options[name] for name in options if name not in JOB_KEYS},
             "given": dict(self.given),
         }
         # JSON has no words for infinities and NaN.

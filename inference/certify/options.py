@@ -8,38 +8,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from export_scripts.conversion.request import ConversionRequest
-from foundations.time_limit import minutes
-from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, TOKENS, Within, option
-from inference.evaluation.options import OPENAI
-from inference.front.access import Credentials
-
-JOB_OPTIONS = ("name", "time_limit", "cpus_per_task", "mem_gb")
+from foundations.values import INT32, TOKENS, Within, option
+from inference.evaluation.options import OPENAI, AskingOptions
 
 
-@dataclass
-class CertifySection:
+@dataclass(frozen=True)
+class CertifySection(AskingOptions):
     """`certify`: the comparison of a folder with its source (conf/certify/<name>.yaml)."""
 
-    name: str = option("name of the job", name=True)
-    time_limit: Any = option("longest time of the job", check=minutes)
-    cpus_per_task: int | None = option("CPU cores of the job", None, within=(1, NODE_CPUS))
-    mem_gb: float | None = option("memory of the job, in GB", None, within=(0, NODE_MEMORY_GB))
     source: str | None = option(
-        "the checkpoint; null: export.model.checkpoint_path", None, path=True
+        "the checkpoint; null: export.model.checkpoint_path", None, is_path=True
     )
     folder: str | None = option(
-        "the folder to certify, whoever made it; null: what convert makes", None, path=True
+        "the folder to certify, whoever made it; null: what convert makes", None, is_path=True
     )
     lora: list[str] = option(
         "LoRA adapters (PEFT, NeMo, Megatron Bridge) that the folder has merged, in order",
         [],
-        path=True,
+        is_path=True,
     )
     checkpoint_name: str | None = option("one of several checkpoints in the source", None)
-    model_config: str | None = option("config.json of a source without one", None, path=True)
-    vocab_path: str | None = option("vocabulary in place of the source's", None, path=True)
-    merges_path: str | None = option("merges in place of the source's", None, path=True)
-    output_dir: str = option("where the certificate goes", path=True)
+    model_config: str | None = option("config.json of a source without one", None, is_path=True)
+    vocab_path: str | None = option("vocabulary in place of the source's", None, is_path=True)
+    merges_path: str | None = option("merges in place of the source's", None, is_path=True)
+    output_dir: str = option("where the certificate goes", is_path=True)
     layers: bool = option("compute both sides and compare every layer", True)
     tolerance: float | None = option(
         "largest error of a layer, and of an answer by Triton's protocols, of its largest value; "
@@ -68,17 +60,10 @@ class CertifySection:
     log_prob_tolerance: float = option(
         "largest difference of a token's log probability, in nats", 0.1, within=(1e-9, 1e9)
     )
-    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
-    token_file: str | None = option("token for it, in a file of mode 600", None, path=True)
     training: str | None = option(
-        "log probabilities of a training step, to be compared with the server's", None, path=True
+        "log probabilities of a training step, to be compared with the server's", None, is_path=True
     )
-    key: str | None = option("key of OpenSSH to sign with", None, path=True)
-
-    @property
-    def credentials(self) -> Credentials:
-        """TLS and the token of requests."""
-        return Credentials.of(self.ca, self.token_file)
+    key: str | None = option("key of OpenSSH to sign with", None, is_path=True)
 
 
 def source_request(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from foundations.time_limit import minutes
-from foundations.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, Within, option
+from foundations.job_options import JobOptions
+from foundations.values import INT32, SECONDS, TOKENS, Within, option
 from inference.front.access import Credentials
 
 OPENAI = "openai"  # the protocol
@@ -33,7 +33,7 @@ class LambadaOptions:
     """`evaluate.lambada`: last-word prediction."""
 
     data_path: str | None = option(
-        "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", None, path=True
+        "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", None, is_path=True
     )
     metrics: list[str] = option("what to measure", [*LAMBADA_METRICS])
 
@@ -53,9 +53,9 @@ class PromptOptions:
 class TextTaskOptions:
     """`evaluate.<task>` of the tasks whose answer is text."""
 
-    data_path: str | None = option("the data", None, path=True)
-    target_path: str | None = option("translation: the right lines", None, path=True)
-    template: str | None = option("prompt with the data's fields in braces", None, lines=True)
+    data_path: str | None = option("the data", None, is_path=True)
+    target_path: str | None = option("translation: the right lines", None, is_path=True)
+    template: str | None = option("prompt with the data's fields in braces", None, has_lines=True)
     output_len: int | None = option("tokens to generate", None, within=(1, TOKENS))
     method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
     prompt: PromptOptions = field(default_factory=PromptOptions)
@@ -75,7 +75,7 @@ class HarnessOptions:
     url: str | None = option(
         "base URL of the endpoint, such as http://node1:8003/v1; null: the pipeline's", None
     )
-    include_path: str | None = option("folder with tasks of your own", None, path=True)
+    include_path: str | None = option("folder with tasks of your own", None, is_path=True)
     num_fewshot: int | None = option(
         "examples before each question; null: the task's own", None, within=(0, 1000)
     )
@@ -169,12 +169,25 @@ class Bound:
 Bounds = Mapping[str, Bound]  # by metric
 
 
-@dataclass
-class EvaluateSection:
+@dataclass(frozen=True)
+class AskingOptions(JobOptions):
+    """Keys of a stage that asks a server."""
+
+    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, is_path=True)
+    token_file: str | None = option(
+        "send the first token in this file, of mode 600", None, is_path=True
+    )
+
+    @property
+    def credentials(self) -> Credentials:
+        """TLS and the token of requests."""
+        return Credentials.of(self.ca, self.token_file)
+
+
+@dataclass(frozen=True)
+class EvaluateSection(AskingOptions):
     """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
 
-    name: str = option("name of the job", name=True)
-    time_limit: Any = option("longest time of the job", check=minutes)
     tasks: list[str] = option("what to measure, such as [lambada]", ["lambada"])
     server: str | None = option(
         "host:port of a running server, or its URL for protocol=openai; null: the pipeline's, or "
@@ -185,7 +198,7 @@ class EvaluateSection:
         "folder of another run's deploy stage, whose server gets this run's weights in the place "
         "of those it serves",
         None,
-        path=True,
+        is_path=True,
     )
     protocol: str = option(
         "how to ask: grpc or http (Triton's), or openai", "grpc", choices=("grpc", "http", OPENAI)
@@ -196,11 +209,9 @@ class EvaluateSection:
     tokenizer: str | None = option(
         "folder of the tokenizer of a model asked by protocol=openai; null: the served one's",
         None,
-        path=True,
+        is_path=True,
     )
-    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
-    token_file: str | None = option("send the first token in this file", None, path=True)
-    output_dir: str = option("where the report goes", path=True)
+    output_dir: str = option("where the report goes", is_path=True)
     concurrency: int = option("requests kept in flight", 32, within=(1, _IN_FLIGHT))
     limit: int | None = option("ask only this many samples", None, within=(1, INT32))
     seed: int = option("seed of whatever is drawn", 1234, within=(0, (1 << 63) - 1))
@@ -224,11 +235,7 @@ class EvaluateSection:
         "none",
         choices=("none", "compare", "update"),
     )
-    baseline_path: str | None = option("the baseline's file", None, path=True)
-    cpus_per_task: int | None = option("CPU cores for the evaluation", None, within=(1, NODE_CPUS))
-    mem_gb: float | None = option(
-        "memory for the evaluation, in GB", None, within=(0, NODE_MEMORY_GB)
-    )
+    baseline_path: str | None = option("the baseline's file", None, is_path=True)
     lambada: LambadaOptions = field(default_factory=LambadaOptions)
     boolq: TextTaskOptions = field(default_factory=TextTaskOptions)
     mnli: TextTaskOptions = field(default_factory=TextTaskOptions)
@@ -240,13 +247,8 @@ class EvaluateSection:
     harness: HarnessOptions = field(default_factory=HarnessOptions)
     latency: LatencyOptions = field(default_factory=LatencyOptions)
 
-    @property
-    def credentials(self) -> Credentials:
-        """TLS and the token of requests."""
-        return Credentials.of(self.ca, self.token_file)
 
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(EvaluateSection):
     """The section `evaluate`, and what the rest of the configuration says of the model asked.
 

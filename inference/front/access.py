@@ -36,10 +36,12 @@ class Access:
     max_request_mb: int = option(
         "largest request, uncompressed, in MiB", 128, within=(1, MOST_REQUEST_MB)
     )
-    tls_cert: Path | None = option("certificate chain of the server, PEM", None, path=True)
-    tls_key: Path | None = option("its key, PEM, of mode 600", None, path=True)
+    tls_cert: Path | None = option("certificate chain of the server, PEM", None, is_path=True)
+    tls_key: Path | None = option("its key, PEM, of mode 600", None, is_path=True)
     token_file: Path | None = option(
-        "accepted tokens, one on each line, of mode 600; a request must carry one", None, path=True
+        "accepted tokens, one on each line, of mode 600; a request must carry one",
+        None,
+        is_path=True,
     )
     otlp_collector: str | None = option(
         "collector of OpenTelemetry that gets a span for each request, http://host:4318", None
@@ -246,7 +248,7 @@ class OpenAIOptions:
 
     port: int = option("its port; 0 takes a free one", DEFAULT_PORTS["openai"], within=(0, PORT))
     tokenizer: Path | None = option(
-        "folder of the tokenizer's files; null: the repository's own", None, path=True
+        "folder of the tokenizer's files; null: the repository's own", None, is_path=True
     )
     enabled: bool = option("serve it", False)
     origins: list[str] = option(
@@ -262,7 +264,7 @@ class OpenAIOptions:
     )
 
     chat_template: Path | None = option(
-        "file of a chat template in place of the tokenizer's own", None, path=True
+        "file of a chat template in place of the tokenizer's own", None, is_path=True
     )
     chat_template_kwargs: dict[str, Any] = option(
         "variables of the chat template, such as enable_thinking; those of a request count", {}

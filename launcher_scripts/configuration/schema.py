@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from export_scripts.conversion.request import OUTPUT_FORMATS, PEFT, ConversionOptions
-from foundations.time_limit import minutes
+from foundations.job_options import JobOptions
 from foundations.values import (
     INT32,
     NODE_CPUS,
     NODE_GPUS,
-    NODE_MEMORY_GB,
     SECONDS,
     TOKENS,
     Key,
@@ -119,28 +118,20 @@ class ClusterSection:
     kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
 
 
-@dataclass
-class RunSection:
+@dataclass(frozen=True)
+class RunSection(JobOptions):
     """`export.run`: names, folders and resources of the exported model."""
 
-    name: str = option("name of the convert and export jobs", name=True)
-    time_limit: Any = option("longest time of each of these jobs", check=minutes)
-    model_train_name: str = option("name of the trained model", name=True)
+    model_train_name: str = option("name of the trained model", is_name=True)
     dependency: str | None = option(
         "dependency of the first job, such as singleton", None, form=_DEPENDENCY
     )
-    training_dir: str | None = option("folder of the training run", None, path=True)
-    config_summary: str = option("distinguishes exports of one model in folder names", name=True)
-    results_dir: str = option("folder of this export: logs, repository and report", path=True)
+    training_dir: str | None = option("folder of the training run", None, is_path=True)
+    config_summary: str = option("distinguishes exports of one model in folder names", is_name=True)
+    results_dir: str = option("folder of this export: logs, repository and report", is_path=True)
     model_type: str = option("kind of checkpoint: gpt3, t5, mt5, ...")
     gpus_per_node: int | None = option(
         "GPUs for convert and export, which need none", None, within=(1, NODE_GPUS)
-    )
-    cpus_per_task: int | None = option(
-        "CPU cores for convert and export", None, within=(1, NODE_CPUS)
-    )
-    mem_gb: float | None = option(
-        "memory for convert and export, in GB", None, within=(0, NODE_MEMORY_GB)
     )
 
 
@@ -151,7 +142,7 @@ class ModelSection:
     checkpoint_path: str = option(
         "a .nemo file, an unpacked one, a folder of checkpoints, or the id of a cached model of "
         "the Hugging Face hub",
-        path=True,
+        is_path=True,
     )
     checkpoint_name: str | None = option(
         "of several checkpoints in that folder, the one of this name or pattern; null: the last",
@@ -170,7 +161,7 @@ class TritonDeploymentSection:
     """`export.triton_deployment`: contents of the Triton repository."""
 
     triton_model_dir: str = option(
-        "folder of the served model; its parent is the Triton repository", path=True
+        "folder of the served model; its parent is the Triton repository", is_path=True
     )
     max_batch_size: int = option("largest batch that the server accepts", within=(1, INT32))
     pipeline_model_parallel_size: int = option(
@@ -218,7 +209,7 @@ class AccuracySection:
     """`export.accuracy`: measure the exported model as part of the export."""
 
     enabled: bool = option("run evaluate after export", False)
-    test_data: str | None = option("passages to evaluate with, JSON Lines", None, path=True)
+    test_data: str | None = option("passages to evaluate with, JSON Lines", None, is_path=True)
 
 
 @dataclass
@@ -254,7 +245,7 @@ class ConvertSection(ConversionOptions):
 class WatchSection:
     """`watch`: how action=watch follows the training run in export.run.training_dir."""
 
-    output_dir: str = option("folder of its state, its page and the results by step", path=True)
+    output_dir: str = option("folder of its state, its page and the results by step", is_path=True)
     metric: str | None = option(
         "figure that names the best; null: the first in which two differ, of those that "
         "evaluate.gate bounds, then of perplexities, then of the rest",
@@ -306,7 +297,7 @@ class UpgradeSection:
         "1 point of each share, and 1 % of each perplexity, at 95 %",
         {},
     )
-    output_dir: str = option("folder of the rows' results, and of the page", path=True)
+    output_dir: str = option("folder of the rows' results, and of the page", is_path=True)
 
 
 @dataclass
@@ -322,10 +313,10 @@ class Config:
     stages: list[str] = option("what to run: convert, certify, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
     launcher_scripts_path: str = option(
-        "the folder launcher_scripts of a checkout", path=True, form=_SCRIPTS
+        "the folder launcher_scripts of a checkout", is_path=True, form=_SCRIPTS
     )
-    data_dir: str = option("folder of data sets", path=True)
-    base_results_dir: str = option("folder of all results", path=True)
+    data_dir: str = option("folder of data sets", is_path=True)
+    base_results_dir: str = option("folder of all results", is_path=True)
     dry_run: bool = option("write and print every job's script and configuration; start nothing")
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs to their end", False)
@@ -337,7 +328,7 @@ class Config:
         choices=("run", "status", "logs", "cancel", "upgrade", "watch"),
     )
     run_dir: str | None = option(
-        "results folder that action works on; null: that of the last run", None, path=True
+        "results folder that action works on; null: that of the last run", None, is_path=True
     )
     container: str | None = option("image of every job: registry path or .sqsh file")
     container_mounts: list[str | None] = option("further mounts", form=_MOUNT)

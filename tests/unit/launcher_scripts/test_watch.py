@@ -332,7 +332,8 @@ def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
         chosen = dict(word.split("=", 1) for word in words)
         one = copy.deepcopy(config)
         one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"].strip("'\"")
-        one.export.run.results_dir = chosen["export.run.results_dir"].strip("'\"")
+        results = chosen["export.run.results_dir"].strip("'\"")
+        one.export.run = replace(one.export.run, results_dir=results)
         return Composition(one, ())
 
     def prepare(composition: Composition, *_: Any, name: str) -> FakeRun:
@@ -409,8 +410,10 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
         chosen = dict(word.split("=", 1) for word in words)
         one = copy.deepcopy(config)
         one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"].strip("'\"")
-        one.export.run.results_dir = chosen["export.run.results_dir"].strip("'\"")
-        one.evaluate.shared_server = chosen.get("evaluate.shared_server", "").strip("'\"") or None
+        results = chosen["export.run.results_dir"].strip("'\"")
+        one.export.run = replace(one.export.run, results_dir=results)
+        shared = chosen.get("evaluate.shared_server", "").strip("'\"") or None
+        one.evaluate = replace(one.evaluate, shared_server=shared)
         assert (chosen.get("deploy.keep") == "true") == (one.evaluate.shared_server is None)
         assert ("deploy" in chosen["stages"]) == (one.evaluate.shared_server is None)
         return Composition(one, ())

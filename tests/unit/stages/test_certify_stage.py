@@ -74,7 +74,7 @@ def test_server_of_what_is_exported_is_asked_and_ended(
     monkeypatch.setattr("inference.certify.certify.certify", certify)
     deploy = DeployConfig(folder=tmp_path, model_name="fastertransformer")
     own = replace(stage(tmp_path, tmp_path, tmp_path / "out"), deploy=deploy)
-    own.options.protocol = "grpc"
+    own.options = replace(own.options, protocol="grpc")
     (tmp_path / "out" / "job").mkdir(parents=True)
     assert own()["verdict"] == "equal"
     assert (running, asked[0].endpoint, asked[0].model) == ([], "node:8001", "fastertransformer")
