@@ -180,9 +180,9 @@ def _is_abandoned(found: record.JobRecord) -> bool:
     has_ended = _is_here(found) and not Path(f"/proc/{found.process}").exists()
     if has_ended or not found.submitted_at:
         return True
-    # On another machine, or where another process has got its id since.
+    # On another machine, or where another process has got its id since; a clock may have been set.
     age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)
-    return age.total_seconds() > SUBMISSION_S
+    return abs(age.total_seconds()) > SUBMISSION_S
 
 
 def problem_of_live_job(found: record.JobRecord, folder: Path) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launcher_scripts.configuration.schema import Config
 from stages.job import LOG_LEVEL_VARIABLE
+from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, OWNER_VARIABLE
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -43,6 +44,8 @@ def _variables(config: Config) -> Iterator[str]:
         key = f"env_vars.{name}"
         if not _VARIABLE.fullmatch(str(name)):
             yield f"{key}: {name} is not a valid name of a variable; use letters, digits and _."
+        if name in (JOB_ID_VARIABLE, MARK_VARIABLE, OWNER_VARIABLE):
+            yield f"{key} is set for each job, which would not be found by it; leave it out."
         if isinstance(value, (dict, list)):
             yield f"{key}={value}: expected a single value, not a list or a mapping."
         if value is not None and any(word in str(name).upper() for word in _SECRET_WORDS):

@@ -40,7 +40,11 @@ def _idle(config: Config, table: str) -> Iterator[tuple[str, str | None]]:
 
 def _in_words(needs: str) -> str:
     """Return needs without the notation of patterns: `a|b|c` becomes "a, b or c"."""
-    text = re.sub(r"\.[*+]", "...", needs)
+    words: list[str] = []
+    for word in re.split("( and | or )", needs):
+        key, _, values = word.partition("=")
+        words.append(f"{values} in {key}" if values and KEYS[key].is_list else word)
+    text = re.sub(r"\.[*+]", "...", "".join(words))
     if "|" in text:
         text = text.replace(" and ", ", and ").replace(" or ", ", or ")
     return re.sub(r"\|(?=[^|,]*(,|$))", " or ", text).replace("|", ", ")

@@ -120,6 +120,7 @@ def test_keys_without_effect_are_reported_when_they_are_set(
         ("cluster.job_name_prefix=a/", "cluster.job_name_prefix=a/: is part of file names"),
         ("env_vars.A-B=1", "env_vars.A-B: A-B is not a valid name of a variable"),
         ("env_vars.A={b: 1}", "env_vars.A={'b': 1}: expected a single value"),
+        ("env_vars.SLIPWAY_JOB_ID=1", "env_vars.SLIPWAY_JOB_ID is set for each job"),
         ("env_vars.HF_TOKEN=hf_abcdef", "env_vars.HF_TOKEN holds a secret"),
         ("launcher_scripts_path=/tmp", "does not end in /launcher_scripts"),
         ("export=gpt3/samplo", "one problem found"),

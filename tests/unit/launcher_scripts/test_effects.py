@@ -111,7 +111,7 @@ def test_what_another_cluster_uses_is_noted() -> None:
 def test_needs_are_said_without_patterns() -> None:
     for words, need in (
         ("run_dir=/x", " needs action=status, logs or cancel; set that"),
-        ("evaluate.harness.batch_size=3", " needs evaluate.tasks=harness:...; set that"),
+        ("evaluate.harness.batch_size=3", " needs harness:... in evaluate.tasks; set that"),
         (
             "stages=[deploy] deploy.engine=vllm convert.format=peft",
             "deploy.engine=vllm, and cluster_type=local, bcm or bcp, and deploy.repository;",

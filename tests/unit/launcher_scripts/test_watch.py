@@ -486,7 +486,7 @@ def test_servers_are_kept_only_where_others_may_ask_them(
 ) -> None:
     assert main(words(tmp_path, "watch.exchange=true", "deploy.server=tritonserver")) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "watch.exchange=true needs stages=deploy and stages=evaluate|evaluation;" in said
+    assert "watch.exchange=true needs deploy in stages and evaluate in stages;" in said
     assert "deploy.server=tritonserver: weights are exchanged in this project's own server" in said
 
 

@@ -186,9 +186,7 @@ def options(server: Server, tmp_path: Path, **changes: Any) -> EvaluationOptions
         latency=LatencyOptions(enabled=False),
     )
     found.lambada.data_path = str(data)
-    for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+    return replace(found, **changes)
 
 
 FULL = frozenset({"ids", "echo"})
