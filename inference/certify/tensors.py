@@ -28,9 +28,9 @@ from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remar
 from inference.certify.pair import UNREAD, Pair, stored_type
 
 # Calibration moves errors from one value to another: how far from 1 the factor of a group of values
-# may be, and how large the mean of its errors next to their deviation. Rounding to 4 bits alone
-# leaves a factor within 0.03, and GPTQ a mean of 0.4; zero points off by one make it 3.
-_MOST_FACTOR, _MOST_BIAS, _GROUP = 0.2, 0.75, 128
+# may be, and that of a whole block, and how large the mean of a group's errors next to their
+# deviation. GPTQ of 4 bits leaves 0.05, 0.007 and 0.4; zero points off by one have a mean of 3.
+_MOST_FACTOR, _MOST_SCALE, _MOST_BIAS, _GROUP = 0.2, 0.04, 0.75, 128
 _ORDER = "the order of experts"
 _WORKERS = 2
 _MOST_MOVED_VALUES = 1 << 26  # columns are looked for in tensors up to this size
@@ -127,10 +127,12 @@ def _off_groups(source: Array, value: Array) -> Array:
     """
     count = len(source) // _GROUP * _GROUP
     mine, theirs = (each[:count].reshape(-1, _GROUP) for each in (source, value))
-    factors = (mine * theirs).sum(1) / (mine * mine).sum(1)
+    products, squares = (mine * theirs).sum(1), (mine * mine).sum(1)
+    is_scaled = abs(products.sum() / squares.sum() - 1) > _MOST_SCALE
+    factors = products / squares
     errors = theirs - mine
     is_moved = np.abs(errors.mean(1)) > _MOST_BIAS * errors.std(1)
-    off = np.repeat(is_moved | (np.abs(factors - 1) > _MOST_FACTOR), _GROUP)
+    off = np.repeat(is_scaled | is_moved | (np.abs(factors - 1) > _MOST_FACTOR), _GROUP)
     return np.append(off, np.zeros(len(source) - count, bool))
 
 

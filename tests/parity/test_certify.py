@@ -302,10 +302,13 @@ def packed(values: torch.Tensor, axis: int, order: Sequence[int] = range(8)) -> 
     return torch.where(found >= 1 << 31, found - (1 << 32), found).int().movedim(-1, axis)
 
 
-def in_4_bits(copy: Copy, method: str, *, factor: float = 1.0, offset: int = 0) -> None:
+def in_4_bits(
+    copy: Copy, method: str, *, factor: float = 1.0, whole: float = 1.0, offset: int = 0
+) -> None:
     """Round every matrix of the layers to 4 bits in groups of 64 inputs, in a method's layout.
 
-    The scales of row 5 of one matrix are off by a factor, and all its zero points by an offset.
+    The scales of row 5 of one matrix are off by a factor, all of it by another, and its zero
+    points by an offset.
     """
     for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
         groups = copy.tensors.pop(key).unflatten(1, (-1, 64))  # (out, groups, 64)
@@ -315,6 +318,7 @@ def in_4_bits(copy: Copy, method: str, *, factor: float = 1.0, offset: int = 0) 
         numbers = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 15).flatten(1)
         if key == "model.layers.1.mlp.up_proj.weight":
             scales[5] *= factor
+            scales *= whole
             zeros += offset
         name = key.removesuffix("weight")
         copy.tensors[f"{name}scales"] = scales.T.half()
@@ -670,11 +674,13 @@ def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Pat
     (found,) = part(made(source, copy.path), "tensors").of("differs")
     assert found.where == "model.layers.1.mlp.up_proj.weight"
     assert "rows 5-5, " in found.detail
-    copy = Copy(shutil.copytree(source, tmp_path / "moved"))
-    in_4_bits(copy, method, offset=1)
-    copy.save()
-    (found,) = part(made(source, copy.path), "tensors").of("differs")
-    assert (found.where, "rows 0-" in found.detail) == (UP, True)
+    faults: Mapping[str, Any] = {"moved": {"offset": 1}, "scaled": {"whole": 16 / 15}}
+    for name, fault in faults.items():
+        copy = Copy(shutil.copytree(source, tmp_path / name))
+        in_4_bits(copy, method, **fault)
+        copy.save()
+        (found,) = part(made(source, copy.path), "tensors").of("differs")
+        assert (found.where, "rows 0-" in found.detail) == (UP, True)
 
 
 def test_a_quantisation_that_is_not_read_is_no_difference(copy: Copy, sources: Sources) -> None:
