@@ -342,14 +342,18 @@ def _shapes(pieces: Sequence[Piece]) -> str:
 def _tied_problems(
     adapter: _Adapter, changed: Iterable[tuple[str, type, object]], reader: CheckpointReader
 ) -> list[str]:
-    """Return a reason if an adapter changes one of a shared embedding and head alone."""
+    """Return a reason if an adapter changes one of a shared embedding and head alone.
+
+    PEFT trains it so, and merges it into both.
+    """
     has_head = any(key.endswith(_HEADS) for key in reader.tensors)
     if reader.format != "huggingface" or not reader.config.get("tie_word_embeddings", not has_head):
         return []
     return [
-        f"{adapter.path} changes {key}, which the model uses as embedding and as head: load it "
-        "with peft, merge_and_unload, and convert what save_pretrained leaves"
-        for key in sorted({key for key, kind, _ in changed if has_head or kind is tuple})
+        f"{adapter.path} changes {key}, which the model uses as embedding and as head, and of "
+        "which training changed one: save the model with a head of its own (tie_word_embeddings = "
+        "false, lm_head.weight a copy of the embedding), and merge into that"
+        for key in sorted({key for key, *_ in changed})
         if key.endswith(TIED_TABLES)
     ]
 

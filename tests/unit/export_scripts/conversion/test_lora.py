@@ -30,6 +30,7 @@ from tests.tiny import (
     write_tar,
 )
 from tests.tiny_distributed import write_distributed
+from tests.tiny_huggingface import copy_of, read_tensors
 from tests.tiny_megatron_core import CORE, core_state, write_core
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, run_config, write_bridge
@@ -160,15 +161,16 @@ PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     ),
     "trained biases": ("gpt2", {"r": 2, "target_modules": ["c_attn"], "bias": "all"}),
-    "an embedding": ("gpt2", {"r": 4, "target_modules": ["wte", "c_attn"]}),
+    "an embedding": ("llama", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
     "a head saved whole": (
         "llama", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     ),
     "magnitudes": (
-        "llama", {"r": 4, "lora_alpha": 7, "target_modules": ALL_LLAMA, "use_dora": True},
+        "llama",
+        {"r": 4, "lora_alpha": 7, "target_modules": [*ALL_LLAMA, "embed_tokens"], "use_dora": True},
     ),
     "magnitudes of (in, out)": (
-        "gpt2", {"r": 4, "target_modules": ["wte", "c_attn", "c_proj"], "use_dora": True},
+        "gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj"], "use_dora": True},
     ),
     "fused heads": (
         "gptneox-parallel", {"r": 4, "target_modules": ["query_key_value", "dense_4h_to_h"]},
@@ -336,12 +338,29 @@ def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path: 
     assert f"{again} and {name}" in text or f"{name} and {again}" in text
 
 
-def test_half_of_a_shared_table_is_not_changed_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": ["c_attn"], "modules_to_save": ["wte"]}, {"target_modules": ["wte"]}],
+)
+def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     base = write_model("gpt2", tmp_path / "base")
-    adapter = write_peft(
-        tmp_path / "adapter", base, r=4, target_modules=["c_attn"], modules_to_save=["wte"]
+    adapter = write_peft(tmp_path / "adapter", base, r=4, **settings)
+    assert "save the model with a head of its own" in refusal(base, tmp_path / "out", adapter)
+    head = read_tensors(base)["transformer.wte.weight"]
+    config, tensors = {"tie_word_embeddings": False}, {"lm_head.weight": head}
+    apart = copy_of(base, tmp_path / "apart", config=config, tensors=tensors)
+    request = ConversionRequest(
+        apart, tmp_path, 1, "fp32", output_format="huggingface", lora_checkpoints=(adapter,)
     )
-    assert "uses as embedding and as head" in refusal(base, tmp_path / "out", adapter)
+    logits = []
+    for folder, own in ((convert(request).ft_dir, None), (base, adapter)):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(model, own) if own else model
+        with torch.no_grad():
+            logits.append(model.eval()(torch.arange(3, 20)[None]).logits)
+    torch.testing.assert_close(*logits)
 
 
 # NeMo's layers by the ends of their names -> the adapter, the axis on which ranks cut its first
