@@ -38,15 +38,16 @@ def _check(request: dict[str, Any]) -> None:
     """Check levels, numbers and keys, which some parsers end at a null character."""
     containers: list[Any] = [request]
     for _ in range(_MOST_LEVELS):
-        inner = []
+        inner: list[Any] = []
         for each in containers:
             if isinstance(each, dict) and "\0" in "".join(each):
                 raise ValueError("a key has a null character")
-            for item in each.values() if isinstance(each, dict) else each:
-                if isinstance(item, dict | list):
-                    inner.append(item)
-                elif isinstance(item, float) and math.isinf(item):
-                    raise ValueError("a number is out of range")
+            items = each.values() if isinstance(each, dict) else each
+            kinds = set(map(type, items))
+            if float in kinds and (math.inf in items or -math.inf in items):
+                raise ValueError("a number is out of range")
+            if not kinds.isdisjoint((dict, list)):
+                inner += [item for item in items if isinstance(item, dict | list)]
         containers = inner
     if containers:
         raise ValueError("it has more")

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.http_server import event_stream
@@ -49,7 +50,6 @@ _CHAT = (ChatRequest, "chatcmpl", "chat.completion", "chat.completion.chunk")
 # In a small body that has none of them, no form of an answer is to be compiled: it is read at once.
 _SLOW_WORDS = (b"\\u", *(name.encode() for name in SPELLINGS["structured_outputs"]))
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 logger = logging.getLogger(__name__)
 Answer = Awaitable[web.StreamResponse]
 
@@ -307,7 +307,7 @@ async def _streamed(
                 await response.prepare(request)
             if options.include_usage and options.continuous_usage_stats:
                 end = b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
-            event = opening + _encode(chunk).encode() + end
+            event = opening + to_json(chunk) + end
             if all(run.ends):
                 last += event
             else:
