@@ -65,9 +65,10 @@ class _Port(web.TCPSite):
     async def stop(self) -> None:
         """Close the port, and take in what waits there, with its requests."""
         loop = asyncio.get_running_loop()
-        server, copies = self._runner.server, []
-        listening: Any = self._server  # of asyncio, or of uvloop
+        server, listening = self._runner.server, self._server
         assert isinstance(server, BoundServer)
+        assert isinstance(listening, asyncio.Server)
+        copies = []
         for each in listening.sockets:
             copies.append(socket.socket(fileno=os.dup(each.fileno())))
             loop.remove_reader(each.fileno())

@@ -7,7 +7,6 @@ after which to try again, and ends.
 import asyncio
 import contextlib
 import faulthandler
-import importlib
 import os
 import sys
 import time
@@ -53,10 +52,7 @@ _NOT_EXCHANGED = (
 
 def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
     """Serve until a signal or the owner's end; the process then ends, with 1 after a failure."""
-    make_loop = asyncio.new_event_loop
-    with contextlib.suppress(ImportError):  # Python's own takes a quarter longer for a request
-        make_loop = importlib.import_module("uvloop").new_event_loop
-    make_loop().run_until_complete(_serve_and_exit(_Host(settings, connection)))
+    asyncio.run(_serve_and_exit(_Host(settings, connection)))
     raise AssertionError("the process has ended")
 
 
@@ -276,11 +272,8 @@ class _Host:
             await asyncio.sleep(_POLL_S)
 
     async def _listen(self, handler: Handler, port: str, *, logs: bool = False) -> None:
-        access, host, number = (
-            self._settings.access,
-            self._settings.host,
-            self._settings.ports[port],
-        )
+        settings = self._settings
+        access, host, number = settings.access, settings.host, settings.ports[port]
         runner = await http_server(access, handler, host=host, port=number, logs=logs)
         self._runners.append(runner)
 

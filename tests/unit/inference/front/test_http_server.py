@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
-import uvloop
 from aiohttp import web
 
 from inference.front.access import OPEN_ACCESS
 from inference.front.http_server import http_server
 from inference.system.ports import pick_free_ports
-
-Loop = Callable[[Coroutine[Any, Any, bytes]], bytes]
-LOOPS = (asyncio.run, uvloop.run)
 
 
 async def _answers(_: web.BaseRequest) -> web.StreamResponse:
@@ -41,9 +35,8 @@ def test_a_request_that_is_none_of_http_leaves_no_trace_in_the_log(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool, loop: Loop) -> None:
+def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool) -> None:
     async def end() -> bytes:
         (port,) = pick_free_ports("127.0.0.1", 1)
         runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
@@ -58,15 +51,12 @@ def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool, loo
         return answer
 
     began = time.monotonic()
-    assert (b" 200 " in loop(end())) is asks
+    assert (b" 200 " in asyncio.run(end())) is asks
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("is_sent_late", [False, True])
-def test_a_connection_that_waits_at_the_port_when_it_closes_is_answered(
-    is_sent_late: bool, loop: Loop
-) -> None:
+def test_a_connection_that_waits_at_the_port_when_it_closes_is_answered(is_sent_late: bool) -> None:
     async def send() -> bytes:
         (port,) = pick_free_ports("127.0.0.1", 1)
         runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
@@ -79,4 +69,4 @@ def test_a_connection_that_waits_at_the_port_when_it_closes_is_answered(
             await runner.cleanup()
             return client.recv(1 << 16)
 
-    assert loop(send()).startswith(b"HTTP/1.1 200 ")
+    assert asyncio.run(send()).startswith(b"HTTP/1.1 200 ")
