@@ -102,9 +102,10 @@ def planned() -> list[str]:
 def words_of(line: str, folder: Path, shared: Path) -> list[str]:
     """Return the overrides of a command, with a model of ours where the reader's own is meant."""
     named = [path for path in STAND_INS if path in line]
-    for path in named:
-        line = line.replace(path, str(STAND_INS[path](folder, shared)))
     words = shlex.split(line.replace("$PWD", str(folder)).replace(" ... ", " "), comments=True)
+    for path in named:
+        stand_in = str(STAND_INS[path](folder, shared))
+        words = [word.replace(path, stand_in) for word in words]
     words = words[next(i for i, word in enumerate(words) if word.endswith("main.py")) + 1 :]
     words = [re.sub(r"^(base_results_dir|data_dir)=.*", rf"\1={folder}/r", word) for word in words]
     words = [word for word in words if not word.startswith("launcher_scripts_path=")]
