@@ -1,4 +1,4 @@
-"""The evaluation through a real server: recorded figures, failures, and a damaged shard."""
+"""The evaluation through a real server: recorded figures and failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from inference.evaluation.options import (
@@ -142,26 +141,3 @@ def test_an_address_without_a_server_is_reported(options) -> None:
 def test_a_model_that_is_not_served_is_reported_with_those_that_are(options) -> None:
     with pytest.raises(EvaluationError, match=r"no ready model text_model; it serves .*ensemble"):
         evaluate(replace(options, ensemble_name="text_model"), FACTS)
-
-
-@pytest.mark.long  # without a server: test_broken_models.py
-def test_a_damaged_shard_trips_the_gate(
-    options, sample_repository: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Right in name and size, so that it loads, but with other weights."""
-    baseline_path = tmp_path / "baseline.json"
-    gate = {"lambada_last_token": "no change of more than 1 point"}
-    gated = replace(options, gate=gate, baseline="update", baseline_path=baseline_path)
-    assert evaluate(gated, FACTS).gate.exit_code == 0
-    repository = sample_repository(tp_size=1)
-    name = "model.layers.1.mlp.dense_4h_to_h.weight.0.bin"
-    shard = repository / "fastertransformer" / "1" / "1-gpu" / name
-    weights = np.fromfile(shard, np.float32)
-    np.random.default_rng(0).permutation(weights).tofile(shard)
-    with hosted(SLIPWAY, repository, tmp_path) as damaged:
-        damaged.start(timeout_s=START_LIMIT_S)
-        found = evaluate(replace(gated, baseline="compare", url=damaged.address("grpc")), FACTS)
-    assert found.gate.exit_code == 3
-    (breach,) = found.gate.of("breached")
-    assert breach.metric == "lambada_last_token"
-    assert breach.baseline == pytest.approx(7 / 64)
