@@ -283,7 +283,7 @@ _JSON = st.recursive(
 _KEYS = st.sampled_from(["inputs", "outputs", "parameters", "shape", "name", "data", "id"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(value=st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KEYS, _JSON), max_size=3)))
 def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str, Any]) -> None:
     body = json.dumps(value).encode()
