@@ -181,7 +181,7 @@ class ForgettingModel(EngineModel):
     ("kind", "status"),
     [
         (SamplingModel, EXIT_INSUFFICIENT),  # which no perplexity shows
-        (TruncatingModel, EXIT_GATE_BREACHED),
+        pytest.param(TruncatingModel, EXIT_GATE_BREACHED, marks=pytest.mark.long),
         pytest.param(  # the figure is better
             ForgettingModel, EXIT_GATE_BREACHED, marks=pytest.mark.long
         ),

@@ -58,10 +58,8 @@ def sure_tokens(recorded: Any) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["t5/v1_1_gated_gelu_untied", pytest.param("gptj_hf/tiny", marks=pytest.mark.long)],
-)
+@pytest.mark.long  # BERT goes the same way
+@pytest.mark.parametrize("case", GENERATORS)
 def test_generating_checkpoint_is_converted_and_served(
     shared: Path, tmp_path: Path, case: str
 ) -> None:

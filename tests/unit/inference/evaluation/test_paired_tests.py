@@ -265,9 +265,7 @@ def test_power_is_that_of_the_test_itself(margin, alpha):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("count", "margin"), [(64, 0.0), (64, 0.05), (500, 0.01), (500, 0.0), (1319, 0.01)]
-)
+@pytest.mark.parametrize(("count", "margin"), [(64, 0.0), (64, 0.05), (1319, 0.01)])
 def test_false_alarms_and_power_are_as_stated(count, margin, soak):
     number = 150 * soak
     noise = 3 * math.sqrt(0.05 * 0.95 / number)  # three standard errors of the simulation
