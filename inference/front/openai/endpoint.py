@@ -200,7 +200,7 @@ class OpenAIEndpoint:
         whole = await run.whole()
 
         def write() -> list[bytes]:
-            return [json.dumps(each).encode() for each in whole]
+            return [to_json(each) for each in whole]
 
         choices = write() if run.is_short else await asyncio.to_thread(write)
         rest = json.dumps({"usage": _usage(run), **run.about_prompt}).encode()
@@ -226,7 +226,7 @@ class OpenAIEndpoint:
             ]
             usage = {"prompt_tokens": count, "total_tokens": count}
             answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
-            return json.dumps(answer).encode()
+            return to_json(answer)
 
         return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
 
