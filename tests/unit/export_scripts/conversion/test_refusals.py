@@ -238,7 +238,7 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (tarfile.REGTYPE, "member 'odd' has a size of -512 bytes"),
+        (tarfile.REGTYPE, "member 'odd' has a size of -512 bytes|is not a readable tar archive"),
         (tarfile.DIRTYPE, "member 'odd' has a size of -512 bytes"),
         (tarfile.GNUTYPE_LONGNAME, "is not a readable tar archive"),
         (tarfile.XHDTYPE, "is not a readable tar archive"),

@@ -35,6 +35,7 @@ def test_models_find_this_project_beside_the_python_backend(tmp_path: Path) -> N
     assert not library.is_symlink()  # which the server refuses for Python-based backends
 
 
+@pytest.mark.triton
 def test_models_for_nvidias_backend_find_ours_unless_theirs_is_asked_for(tmp_path: Path) -> None:
     ours = backends_of(tmp_path / "ours")
     theirs = backends_of(tmp_path / "theirs", own_backends=False)
