@@ -25,6 +25,7 @@ def backends_of(folder: Path, *, own_backends: bool = True) -> Path | None:
     return Path(found[0]) if found else None
 
 
+@pytest.mark.triton
 def test_models_find_this_project_beside_the_python_backend(tmp_path: Path) -> None:
     backends = backends_of(tmp_path)
     assert backends is not None
