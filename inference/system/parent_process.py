@@ -86,9 +86,11 @@ def checkout_program(module: str, *options: str) -> tuple[str, ...]:
 
     `options` are the interpreter's.
     """
-    code = f"import sys; sys.path.insert(0, {str(_CHECKOUT)!r}); from {module} import main; "
-    code += "sys.exit(main())"
-    return (sys.executable, "-P", *options, "-c", code)
+    code = f"import sys; sys.path[:] = [{str(_CHECKOUT)!r}, *filter(None, sys.path)]; "
+    code += f"from {module} import main; sys.exit(main())"
+    # The image of NVIDIA's backend has Python 3.10, which does not know -P.
+    safe = ("-P",) if sys.version_info >= (3, 11) else ()
+    return (sys.executable, *safe, *options, "-c", code)
 
 
 class LinkedProcess(subprocess.Popen[bytes]):
