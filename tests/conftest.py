@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -64,8 +65,8 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Let what a test and its fixtures draw not depend on the tests before them.
 
     The generator of `random` is left alone: by it, processes choose different ports.
@@ -76,13 +77,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         # Without a GPU, `torch.manual_seed` takes milliseconds to note who has called it.
         generator = torch if torch.cuda.is_available() else torch.default_generator
         generator.manual_seed(0)
+    with _skipped_without_megatron():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip what imports megatron-core under a Python for which it has no wheel."""
-    try:
+    with _skipped_without_megatron():
         return (yield)
+
+
+@contextlib.contextmanager
+def _skipped_without_megatron() -> Iterator[None]:
+    """Skip what needs megatron-core under a Python for which it has no wheel."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name in ("megatron", "megatron-core") and sys.version_info >= (3, 14):
             pytest.skip("megatron-core has no wheel for this Python")

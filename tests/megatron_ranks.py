@@ -7,6 +7,7 @@ megatron-core: it imports megatron-core once, and forks the ranks.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -33,6 +34,8 @@ def run_ranks(
 
     The `ranks` of a record are the number of processes that work on it, the first ones.
     """
+    if python in (None, sys.executable):
+        importlib.metadata.version("megatron-core")  # raises if it is not installed
     plan, log = (work_dir / f"{module}.{kind}" for kind in ("json", "log"))
     plan.write_text(json.dumps([(item.ranks, dataclasses.asdict(item)) for item in items]))
     with log.open("w") as out:

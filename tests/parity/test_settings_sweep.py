@@ -6,6 +6,7 @@ MEGATRON_PYTHON names a Python with another megatron-core than the installed one
 from __future__ import annotations
 
 import collections
+import importlib.metadata
 import json
 import os
 import random
@@ -41,6 +42,8 @@ def built(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> None:
         json.dumps([(str(folder / str(n)), BASE | each) for n, (_, each) in enumerate(cases)])
     )
     python = os.environ.get("MEGATRON_PYTHON", sys.executable)
+    if python == sys.executable:
+        importlib.metadata.version("megatron-core")  # raises if it is not installed
     command = [python, "-m", "tests.settings_sweep", str(plan)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
