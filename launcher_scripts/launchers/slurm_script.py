@@ -63,7 +63,10 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     resources = job.stage.job.resources
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
     own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
-    dependency = ",".join(filter(None, [after, own, cluster.dependency]))
+    # A later job of a chain has one of two conditions, next to which Slurm takes no others: those
+    # were met when the first began.
+    given = [] if "?" in after else [own, cluster.dependency]
+    dependency = ",".join(filter(None, [after, *given]))
     options |= {
         "job-name": job.full_name,
         "nodes": resources.nodes,
@@ -84,8 +87,8 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         # Slurm refuses --gpus-per-task without a number of tasks.
         options["gpus-per-task"] = cluster.gpus_per_task
         options["ntasks"] = resources.nodes * resources.tasks_per_node
-    given = cluster.additional_parameters.items()
-    return options | {name.replace("_", "-"): value for name, value in given}
+    more = cluster.additional_parameters.items()
+    return options | {name.replace("_", "-"): value for name, value in more}
 
 
 def environment_of_sbatch(job: Job) -> dict[str, str]:

@@ -129,6 +129,8 @@ def test_only_the_id_in_the_path_of_a_log_stands_for_something() -> None:
 def test_dependencies_are_combined() -> None:
     found = options("export", "cluster.dependency=after:9", after="afterok:12")["dependency"]
     assert found == "afterok:12,singleton,after:9"
+    either = "afterany:12?after:12+5"  # Slurm refuses a comma next to it
+    assert options("deploy", "cluster.dependency=after:9", after=either)["dependency"] == either
 
 
 def test_evaluation_follows_the_start_of_the_server() -> None:
