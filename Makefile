@@ -3,7 +3,7 @@
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
 # make triton       the tritonserver of NVIDIA's PyTriton, into .triton, with Python 3.11 or 3.12
 # make test         set up, add the tools of developers, run every test this machine can run,
-#                   WORKERS (4) files at a time
+#                   WORKERS (3) files at a time
 # make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
 # make lint         ruff, mypy --strict, codespell, words and links; `make format` mends what ruff can
 # make docs         the documentation as a site, into site/; fails on a warning or a broken link
@@ -19,7 +19,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
-WORKERS ?= 4
+WORKERS ?= 3
 TORCH_BACKEND ?= auto
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -94,8 +94,8 @@ demo: $(STAMP)
 
 test: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
-	# Threads of OpenMP that wait for work spin, on the other worker's core. Files that take minutes
-	# come first, so that no worker is left alone with one at the end.
+	# Threads of OpenMP that wait for work spin, on the other worker's core. tests/conftest.py chooses
+	# the order of files.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder tests/integration tests/reliability tests/parity tests/golden tests/unit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from functools import cache
@@ -29,14 +30,20 @@ CLUSTER = (
 
 
 @cache
-def mpi() -> str:
-    """Return an MPI that this Slurm has: Debian builds new releases without PMIx."""
-    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, check=True)
+def mpi(configuration: str | None) -> str:
+    """Return an MPI that the Slurm of SLURM_CONF has: Debian builds new releases without PMIx."""
+    del configuration
+    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, check=False)
     return "pmix" if "pmix" in f"{done.stdout} {done.stderr}".split() else "pmi2"
 
 
 def configure(*words: str) -> Config:
-    given = ["export=gpt3/sample", *CLUSTER, f"cluster.mpi={mpi()}", *words]
+    given = [
+        "export=gpt3/sample",
+        *CLUSTER,
+        f"cluster.mpi={mpi(os.environ.get('SLURM_CONF'))}",
+        *words,
+    ]
     config = compose_config(given).config
     assert config is not None
     return config
