@@ -94,8 +94,8 @@ demo: $(STAMP)
 
 test: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
-	# Threads of OpenMP that wait for work spin, on the other worker's core. tests/conftest.py chooses
-	# the order of files.
+	# Threads of OpenMP that wait for work spin, on the other worker's core. Files that take minutes
+	# come first, so that no worker is left alone with one at the end.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder tests/integration tests/reliability tests/parity tests/golden tests/unit
 

@@ -65,20 +65,6 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files that wait for servers and those that compute, so that no core is idle.
-
-    The former end first: a worker may take minutes for the last of them.
-    """
-    files = {item.path: "integration" in item.path.parts or "reliability" in item.path.parts
-             for item in items}  # fmt: skip
-    places: dict[Path, float] = {}
-    for waits, share in ((True, 0.8), (False, 1.0)):
-        group = [path for path, each in files.items() if each == waits]
-        places |= {path: share * number / len(group) for number, path in enumerate(group)}
-    items.sort(key=lambda item: places[item.path])
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Let what a test and its fixtures draw not depend on the tests before them.
