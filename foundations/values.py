@@ -146,11 +146,11 @@ class Key:
             raise ValueError("expected a number")
         if isinstance(entry, float) and int in self.kinds and float not in self.kinds:
             raise ValueError("expected a whole number")  # references would have its text, 2.0
-        if isinstance(entry, str):
-            if problem := self._text_problem(entry):
-                raise ValueError(problem)
-            entry = _absolute(entry) if self.is_path else entry
-        return entry
+        if not isinstance(entry, str):
+            return entry
+        if problem := self._text_problem(entry):
+            raise ValueError(problem)
+        return _absolute(entry) if self.is_path else entry
 
     def _text_problem(self, text: str) -> str | None:
         if self.is_path and not text:

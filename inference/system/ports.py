@@ -16,7 +16,7 @@ _HIGHEST = 65535
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
 _LISTEN = "0A"  # state column of /proc/net/tcp
 # The code with which `checkout_program` starts a module.
-_CHECKOUT_PROGRAM = re.compile(r"-P .*; from (\S+) import main; sys.exit\(main\(\)\)")
+_CHECKOUT_PROGRAM = re.compile(r"-c .*; from (\S+) import main; sys.exit\(main\(\)\)")
 
 
 class TakenPort(str):

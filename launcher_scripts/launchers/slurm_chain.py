@@ -126,10 +126,7 @@ class _Keeper:
         """Wait for the successor to serve; return why it never will, empty at the end."""
         runs_since = 0.0
         ready_s = self._stage.config.ready_timeout_s + _LATE_S
-        while self._waits(
-            lambda: self._serves(self._successor),
-            until=time.time() + _ASK_S,
-        ):
+        while self._waits(lambda: self._serves(self._successor), until=time.time() + _ASK_S):
             if self._serves(self._successor):
                 log_line(f"chain: job {self._successor} serves from now on")
                 return ""

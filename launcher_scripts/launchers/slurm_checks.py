@@ -127,14 +127,15 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
 
 def _problems_of_steps(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield what srun would refuse on the command lines of the stages, such as options of pyxis."""
-    for step in filter(None, (step_of(Job(stage, config)) for stage in stages)):
-        answer = ask_slurm([*step.prefix, "--version"])  # it reads the options before it ends
+    steps = filter(None, (step_of(Job(stage, config)) for stage in stages))
+    for prefix in dict.fromkeys(step.prefix for step in steps):  # stages may share one
+        answer = ask_slurm([*prefix, "--version"])  # it reads the options before it ends
         if answer.status not in (None, 0, UNAVAILABLE) and answer.error:
             reason = answer.error.splitlines()[0]
             remedy = "correct cluster.srun_args"
             if "--container" in reason:
                 remedy = "containers need pyxis: install it on the cluster, or use none"
-            yield f"{reason}, says {shlex.join(step.prefix)}; {remedy}."
+            yield f"{reason}, says {shlex.join(prefix)}; {remedy}."
 
 
 def own_file_system(path: Path) -> str | None:

@@ -99,8 +99,7 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
         assert last.usage is not None
         assert last.usage.prompt_tokens == len(prompt)
         # A token to a piece, but for those that end within a character.
-        # Tokens that a busy machine keeps waiting come together.
-        assert len(parts) == most_parts or (most_parts is None and len(parts) > NEW_TOKENS / 4)
+        assert len(parts) == most_parts or (most_parts is None and len(parts) > NEW_TOKENS / 2)
         scored = client.completions.create(prompt=prompt, logprobs=1, **asked).choices[0]
         assert scored.text == choice.text
         assert scored.logprobs is not None

@@ -163,7 +163,8 @@ def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path) -> None:
 
 
 def test_option_that_srun_does_not_know_is_refused(tmp_path: Path) -> None:
-    (problem,) = launcher("cluster.srun_args=[--label,--nope]").check([stage(tmp_path)])
+    stages = [stage(tmp_path), stage(tmp_path)]
+    (problem,) = launcher("cluster.srun_args=[--label,--nope]").check(stages)
     assert problem.startswith("srun: unrecognized option '--nope', says srun --nodes=1")
     assert problem.endswith("correct cluster.srun_args.")
 
