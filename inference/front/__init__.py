@@ -1,4 +1,4 @@
-"""The edge of a server: who may ask, in which form, how much, and over which connections.
+"""The edge of a server: authentication, request validation, size limits and connections.
 
-The protocols' adaptors are in `inference.host`.
+The adapters of the protocols are in `inference.host`.
 """

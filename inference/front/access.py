@@ -21,14 +21,14 @@ from foundations.values import PORT, option
 from inference.system.ports import DEFAULT_PORTS
 
 MOST_REQUEST_MB = 1024
-# 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.
+# 24 hexadecimal digits are 96 bits, too many to guess.
 _LEAST_TOKEN_CHARACTERS = 24
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-f:]+\](:[0-9]+)?")
 
 
 @dataclass(frozen=True)
 class Access:
-    """Limits of a server's clients; keys of the section `deploy` of the configuration.
+    """Limits and credentials for a server's clients; keys of the configuration's section `deploy`.
 
     A request carries a token as `Authorization: Bearer <token>`.
     """
@@ -53,7 +53,7 @@ class Access:
         return self.max_request_mb << 20
 
     def problems(self, *, prefix: str = "deploy.", joiner: str = "_") -> list[str]:
-        """Return the problems of the settings, by key or option; files are read."""
+        """Read the files and return every problem, each under its key or option."""
         size, cert, key, tokens = (
             prefix + name.replace("_", joiner)
             for name in ("max_request_mb", "tls_cert", "tls_key", "token_file")
@@ -83,7 +83,7 @@ class Access:
         return found + _token_problems(tokens, self.token_file)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the context of a TLS server, None without TLS. Raises OSError."""
+        """Return the server's TLS context, None without TLS. Raises OSError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -92,7 +92,7 @@ class Access:
         return context
 
     def tokens(self) -> tuple[str, ...] | None:
-        """Return the accepted tokens, None if none is required. Raises ValueError."""
+        """Return the accepted tokens, None if the server requires none. Raises ValueError."""
         return None if self.token_file is None else _read_tokens(self.token_file)
 
 
@@ -100,28 +100,31 @@ OPEN_ACCESS = Access()
 
 
 def _is_origin(text: str) -> bool:
-    with suppress(ValueError):  # a port that there cannot be
+    with suppress(ValueError):  # the port is out of range
         return bool(_ORIGIN.fullmatch(text)) and urlsplit(text).port != 0
     return False
 
 
 def access_of(values: Mapping[str, object]) -> Access:
-    """Return the access that a mapping with at least its fields describes."""
+    """Return the Access in `values`, which has at least its fields."""
     return Access(**{field.name: values[field.name] for field in fields(Access)})  # type: ignore[arg-type]
 
 
 def add_access_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of Access; `access_of` reads the parsed ones."""
+    """Add an option for each field of Access; `access_of` turns the parsed options into one."""
     kinds = {"max_request_mb": int, "otlp_collector": str}
-    for each in fields(Access):
-        kind = kinds.get(each.name, Path)
-        text = each.metadata["text"]
-        name = f"--{each.name.replace('_', '-')}"
-        parser.add_argument(name, type=kind, default=each.default, help=f"{text} (%(default)s)")
+    for field in fields(Access):
+        kind = kinds.get(field.name, Path)
+        text = field.metadata["text"]
+        name = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(name, type=kind, default=field.default, help=f"{text} (%(default)s)")
 
 
 def _read_tokens(path: Path) -> tuple[str, ...]:
-    """Return the tokens in a file, one on each line. Raises ValueError, also if others see it."""
+    """Return the tokens in a file, one per line.
+
+    Raises ValueError for a bad token, and for a file that other users can read.
+    """
     if problem := _secret_problem(path):
         raise ValueError(problem)
     tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())
@@ -146,7 +149,7 @@ def _token_problems(name: str, path: Path | None) -> list[str]:
 
 
 def _secret_problem(path: Path) -> str | None:
-    """Return why a file cannot hold a secret: unreadable, or open to others."""
+    """Return why a file cannot hold a secret: it is unreadable, or other users can read it."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):  # opening a pipe would wait for its writer
@@ -162,20 +165,20 @@ def _secret_problem(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """TLS, by which a client trusts a server, and a token, for the server."""
+    """A client's TLS settings and its token."""
 
     uses_tls: bool = False
-    ca: Path | None = None  # authorities to trust, PEM; None for those of this machine
-    token_file: Path | None = None  # of mode 600; its first line is sent
+    ca: Path | None = None  # trusted certificate authorities, PEM; None: this machine's
+    token_file: Path | None = None  # mode 600; the client sends its first line
 
     @classmethod
     def of(cls, ca: str | None, token_file: str | None) -> "Credentials":
-        """Return those of two paths; TLS is used where there are authorities."""
-        paths = (None if each is None else Path(each) for each in (ca, token_file))
+        """Return the credentials in two files; `ca` switches TLS on."""
+        paths = (None if path is None else Path(path) for path in (ca, token_file))
         return cls(ca is not None, *paths)
 
     def problems(self, *, prefix: str = "--", joiner: str = "-") -> list[str]:
-        """Return the problems of the files, by option; they are read."""
+        """Read the files and return every problem, each under its option."""
         found = _token_problems(f"{prefix}token{joiner}file", self.token_file)
         if self.ca is not None and not self.ca.is_file():
             found.append(f"{prefix}ca={self.ca} is not a file.")
@@ -188,7 +191,7 @@ class Credentials:
         return {"authorization": f"Bearer {_read_tokens(self.token_file)[0]}"}
 
     def client_arguments(self, protocol: str) -> dict[str, Any]:
-        """Return what tritonclient's client of a protocol takes for TLS, or raise ValueError."""
+        """Return the TLS arguments of tritonclient's client for `protocol`."""
         if not self.uses_tls:
             return {}
         ca = None if self.ca is None else str(self.ca)
@@ -203,9 +206,9 @@ PLAIN = Credentials()
 
 
 def published_endpoint(path: Path, port: str) -> dict[str, Any]:
-    """Return the address that a deploy job has published, with the port of this name.
+    """Return the endpoint.json of a deploy job, checked to have a `port` key.
 
-    Raises OSError, or ValueError if the file is another.
+    Raises OSError, or ValueError if the file is not an endpoint.json.
     """
     endpoint = json_object(read_file(path), path)
     problem = f"{path} is not the endpoint.json of a deploy job: "
@@ -230,7 +233,7 @@ def _object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-# Fields of OpenAIOptions to how a command line takes them.
+# Command-line flag and argparse keywords of each field of OpenAIOptions.
 _OPENAI_ARGUMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "port": ("--openai-port", {"type": int}),
     "tokenizer": ("--openai-tokenizer", {"type": Path}),
@@ -244,7 +247,7 @@ _OPENAI_ARGUMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class OpenAIOptions:
-    """`deploy.openai`: an endpoint of OpenAI's protocol next to Triton's."""
+    """`deploy.openai`: an endpoint for OpenAI's protocol next to Triton's."""
 
     port: int = option("its port; 0 takes a free one", DEFAULT_PORTS["openai"], within=(0, PORT))
     tokenizer: Path | None = option(
@@ -273,13 +276,13 @@ class OpenAIOptions:
     access_log: bool = option("a line of JSON in the server's log for each request", False)
 
     def problems(self, *, prefix: str = "deploy.openai.") -> list[str]:
-        """Return the origins that no browser would send, and files that are not there."""
+        """Return a problem for each malformed origin and each missing file."""
         is_option = prefix.startswith("--")
         name = "origin" if is_option else "origins"
         found = [
-            f"{prefix}{name}: {each!r} is not an origin; write https://host[:port], or *."
-            for each in self.origins
-            if each != "*" and not _ORIGIN.fullmatch(each)
+            f"{prefix}{name}: {origin!r} is not an origin; write https://host[:port], or *."
+            for origin in self.origins
+            if origin != "*" and not _ORIGIN.fullmatch(origin)
         ]
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             found.append(f"{prefix}tokenizer={self.tokenizer} is not a folder.")
@@ -289,29 +292,27 @@ class OpenAIOptions:
         return found
 
     def arguments(self) -> list[str]:
-        """Return them as a command line, without the port and what is as by default."""
-        plain, found = OpenAIOptions(), []
+        """Return the options as command-line arguments, without the port and without defaults."""
+        defaults, found = OpenAIOptions(), []
         for name, (argument, _) in _OPENAI_ARGUMENTS.items():
             value = getattr(self, name)
-            if name != "port" and value != getattr(plain, name):
+            if name != "port" and value != getattr(defaults, name):
                 values = value if isinstance(value, list) else [value]
-                texts = (
-                    json.dumps(each) if isinstance(each, dict | bool) else each for each in values
-                )
+                texts = (json.dumps(v) if isinstance(v, dict | bool) else v for v in values)
                 found += [f"{argument}={text}" for text in texts]
         return found
 
 
 def add_openai_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of OpenAIOptions; `openai_of` reads the parsed ones."""
-    texts = {each.name: each.metadata["text"] for each in fields(OpenAIOptions)}
-    texts["port"] = "serve OpenAI's protocol there, too; 0 takes a free port"
-    for name, (argument, how) in _OPENAI_ARGUMENTS.items():
-        parser.add_argument(argument, dest=f"openai_{name}", help=texts[name], **how)
+    """Add an option for each field of OpenAIOptions; `openai_of` reads the parsed options."""
+    texts = {field.name: field.metadata["text"] for field in fields(OpenAIOptions)}
+    texts["port"] = "also serve OpenAI's protocol, on this port; 0 takes a free one"
+    for name, (argument, keywords) in _OPENAI_ARGUMENTS.items():
+        parser.add_argument(argument, dest=f"openai_{name}", help=texts[name], **keywords)
 
 
 def openai_of(arguments: argparse.Namespace) -> OpenAIOptions | None:
-    """Return the options that a command line states, None without a port."""
+    """Return the options of a parsed command line, None without a port."""
     stated = {name: getattr(arguments, f"openai_{name}") for name in _OPENAI_ARGUMENTS}
     if stated["port"] is None:
         return None

@@ -1,4 +1,4 @@
-"""The models behind the ports, and what the protocols in front of them share."""
+"""The served models, and the state that the protocols in front of them share."""
 
 import asyncio
 from collections import Counter
@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 
 
 class FrontContext(Generic[_T]):
-    """The models behind the ports of one server, and the parts that its protocols share.
+    """The served models of one server, and the state that its protocols share.
 
-    `current` are those for new requests; each request keeps the ones that it began with.
-    `is_ready` returns whether it would answer. `guard_of` makes a guard that lets in web pages of
-    `origins`, and calls `note_use` for each request for a model.
+    `current` are the models for new requests; a request keeps the models that it began with.
+    `is_ready` returns whether the server would answer. `guard_of(origins=...)` returns a guard that
+    admits web pages of these origins and calls `note_use` for each request to a model.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class FrontContext(Generic[_T]):
 
     @contextmanager
     def use(self) -> Iterator[_T]:
-        """Yield the models, which stay in use for the duration of the block."""
+        """Yield the current models and count them as in use until the block ends."""
         served, users = self.current, self._users
         users[served] += 1
         try:
@@ -53,11 +53,11 @@ class FrontContext(Generic[_T]):
             users[served] -= 1
 
     def users(self) -> int:
-        """Return the number of blocks that use models, current or former."""
+        """Return the number of open `use` blocks, of current and former models."""
         return self._users.total()
 
     async def exchange(self, served: _T) -> _T:
-        """Use other models from now on; return the former ones once their use has ended."""
+        """Switch new requests to `served`; return the former models once no request uses them."""
         former, self.current = self.current, served
         while self._users[former]:
             await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""A server of gRPC with the limits of this project."""
+"""A gRPC server with this project's limits."""
 
 import grpc
 
@@ -7,27 +7,27 @@ from inference.front.guard import IDLE_S
 from inference.front.http_server import most_connections
 from inference.system.ports import host_and_port
 
-# Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.
+# Applies before the token is read. gRPC 1.67 by default refuses at random between 8 and 16 KiB.
 MOST_METADATA_BYTES = 8 << 10
 SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),  # refuse a port that another process has
+    ("grpc.so_reuseport", 0),  # fail if another process has the port
     ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
     ("grpc.server_handshake_timeout_ms", 10_000),  # for the first bytes of a connection
     ("grpc.max_metadata_size", MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
-    # By itself gRPC (1.67) expands a message whole, however large, before it looks at its size.
+    # gRPC 1.67 by default decompresses a whole message, however large, before it checks its size.
     ("grpc.per_message_decompression", 0),
 ]
 
-# A message has up to 8 MiB outside of tensors; a byte may take three.
+# A request has up to 8 MiB outside of tensors, and percent-encoding turns a byte into three.
 _MOST_METADATA_BYTES = 64 << 20
-# A server that does not listen yet is tried again soon: after a refused connection gRPC would wait
-# for a second, and longer each time.
+# Reconnect soon to a server that does not listen yet: gRPC's default backoff begins at a second and
+# grows.
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # An error quotes what a request has named.
+    # An error quotes names from the request.
     ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
     ("grpc.enable_retries", 0),
@@ -39,7 +39,7 @@ CHANNEL_OPTIONS = [
 def grpc_server(
     access: Access, handler: grpc.GenericRpcHandler, *, host: str, port: int
 ) -> grpc.aio.Server:
-    """Return a gRPC server that has opened a port but does not answer yet. Raises OSError."""
+    """Return a gRPC server that is bound to its port but not started yet. Raises OSError."""
     address = host_and_port(host, port)
     limits = [
         ("grpc.max_receive_message_length", access.max_request_bytes),

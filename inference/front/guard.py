@@ -1,4 +1,4 @@
-"""The guard of every protocol: it admits a client and its body before anything is parsed."""
+"""The guard of every protocol: it checks a client and its request's size before any parsing."""
 
 import asyncio
 import functools
@@ -15,16 +15,16 @@ from aiohttp import HttpVersion11, web
 
 from inference.front.access import Access
 
-# A connection that has no call, or does not send the whole head of a request, is closed after this.
+# A connection without a call, or with an incomplete request head, is closed after this time.
 IDLE_S = 600.0
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
-# Decompressed, a body has at most so many bytes for each of its own, and the first.
+# A decompressed body may have this many bytes for each compressed one, and 1 MiB more.
 MOST_EXPANSION = 256
 _FREE_EXPANSION_BYTES = 1 << 20
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-# First bytes of what is so compressed, with which no message that is passed on begins.
+# First byte of each compression; no gRPC message that a handler takes begins with it.
 _BEGINNINGS = {b"\x1f": "gzip", b"\x78": "deflate"}
-# Statuses before which the body may not have been read.
+# Refusals that may be sent before the body has been read.
 _UNREAD = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
@@ -34,10 +34,10 @@ _NO_TOKEN = "this server requires `authorization: Bearer <token>`"
 
 
 class RejectedError(Exception):
-    """A request that is not answered: why, and the status for HTTP.
+    """A refused request: the reason, and the status for HTTP.
 
-    `param` and `code` are OpenAI's: the field that is wrong, and the word for what is wrong. Its
-    connection may be of no more use: it `closes`.
+    `param` and `code` are OpenAI's: the field at fault and the kind of error. `closes` is set if
+    the connection cannot be reused.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class RejectedError(Exception):
 
 
 class Guard:
-    """The checks of one server's clients, who reach it at the address `listens_at`.
+    """The checks on one server's clients; the server listens on the address `listens_at`.
 
-    Web pages of `origins` may ask; "*" stands for all. `note_use` is called for each request for a
-    model.
+    Web pages from `origins` are admitted; "*" stands for all. `note_use` is called for each request
+    to a model.
     """
 
     def __init__(
@@ -77,7 +77,10 @@ class Guard:
         self._limit = access.max_request_bytes
 
     def token_owner(self, authorization: str | None) -> str | None:
-        """Return a name for the holder of a token, None if no token is required; or refuse."""
+        """Return a name for the token's owner, None if the server requires no token.
+
+        Raises RejectedError without a valid token.
+        """
         if self._tokens is None:
             return None
         scheme, _, given = (authorization or "").partition(" ")
@@ -88,10 +91,10 @@ class Guard:
         return f"token {hashlib.sha256(token).hexdigest()}"
 
     def check_page(self, headers: Mapping[str, str]) -> None:
-        """Refuse a request that a web page sends, unless its origin is one of those let in.
+        """Refuse a request from a web page, unless its origin is admitted.
 
         A page in a browser on this machine can send requests to loopback. They carry the page's
-        origin or, if its own name was made to resolve to loopback, that name as their host.
+        origin or, after DNS rebinding, the page's own name as the host.
         """
         origin = headers.get("Origin")
         if origin is not None or headers.get("Sec-Fetch-Site", "none") != "none":
@@ -106,14 +109,14 @@ class Guard:
             raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
     def lets_in(self, origin: str) -> bool:
-        """Return whether web pages of an origin may ask."""
+        """Return whether web pages of an origin are admitted."""
         return "*" in self._origins or origin in self._origins
 
     async def body(self, request: web.BaseRequest, *, limit: int | None = None) -> bytes:
-        """Return the body of a request to a server that does not decompress by itself.
+        """Return the decompressed body of a request; aiohttp's own decompression must be off.
 
-        It is refused if it has more bytes than `limit` or `Access` allow, is too slow, or is not
-        compressed as it says.
+        Raises RejectedError if it is larger than `limit` or `Access` allow, arrives too slowly, or
+        is not compressed as its headers say.
         """
         self.note_use()
         limit = min(limit or self._limit, self._limit)
@@ -128,7 +131,7 @@ class Guard:
         if "Expect" in headers:
             await ask_for_body(request)
         try:
-            if request.content.is_eof():  # a small one has come with its head
+            if request.content.is_eof():  # a small body has arrived with the head
                 body = request.content.read_nowait()
             else:
                 body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
@@ -142,14 +145,14 @@ class Guard:
         return body
 
     async def message(self, data: bytes) -> bytes:
-        """Return a message of gRPC, decompressed as a body is. Raises RejectedError."""
+        """Return a gRPC message, decompressed within the limits of a body. Raises RejectedError."""
         if (coding := _BEGINNINGS.get(data[:1])) is None:
             return data
         return await asyncio.to_thread(decompressed, data, coding, self._limit)
 
 
 async def ask_for_body(request: web.BaseRequest) -> None:
-    """Have a client send its body if it waits to be asked for it (RFC 9110, 10.1.1)."""
+    """Send `100 Continue` to a client that waits for it (RFC 9110, 10.1.1)."""
     waits = request.headers.get("Expect", "").lower() == "100-continue"
     if waits and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -171,9 +174,10 @@ def too_large(limit: int) -> RejectedError:
 
 
 def decompressed(body: bytes, coding: str, limit: int) -> bytes:
-    """Return a body without its compression: gzip, or deflate with or without zlib's header.
+    """Return a decompressed body: gzip, or deflate with or without zlib's header.
 
-    It is refused if it is not so compressed, or expands to more than `limit` or its size allows.
+    Raises RejectedError if it is not valid, or expands beyond `limit` or beyond what its compressed
+    size allows.
     """
     most = min(limit, _FREE_EXPANSION_BYTES + MOST_EXPANSION * len(body))
     for bits in (_WINDOW_BITS[coding], *((-15,) if coding == "deflate" else ())):
@@ -195,7 +199,7 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
 
 
 def headers_of(error: RejectedError) -> dict[str, str]:
-    """Return the headers that belong to the status of a refusal."""
+    """Return the headers that the status of a refusal requires."""
     if error.status == HTTPStatus.UNAUTHORIZED:
         return {"WWW-Authenticate": "Bearer"}
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -204,18 +208,18 @@ def headers_of(error: RejectedError) -> dict[str, str]:
 
 
 def refusal(error: RejectedError, body: object) -> web.Response:
-    """Return the answer to a request that is refused."""
+    """Return the response to a refused request."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     response = web.Response(
         body=text.encode(errors="replace"), content_type="application/json", status=error.status
     )
     response.headers.update(headers_of(error))
     if error.closes:
-        response.force_close()  # what is left of the body is not read
+        response.force_close()  # the rest of the body stays unread
     return response
 
 
-@functools.lru_cache(maxsize=64)  # a tenth of the time of a small request without
+@functools.lru_cache(maxsize=64)  # uncached it takes a tenth of a small request's time
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,4 +1,4 @@
-"""A server of HTTP that keeps a bound on its connections."""
+"""An HTTP server with a limit on its connections."""
 
 import asyncio
 import contextlib
@@ -19,29 +19,29 @@ from inference.front.link import LONGEST_REQUEST_S
 from inference.front.request_log import REQUEST_ID, request_id, with_ids
 from inference.front.tracing import traced
 
-# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
+# The request is not HTTP or cannot be decoded, or the client has disconnected.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # by which nginx passes each event on at once
+    "X-Accel-Buffering": "no",  # nginx then forwards each event at once
 }
-_COMES_S, _POLL_S = 0.3, 0.01  # for the request of a client that has just connected
-# Descriptors for files, ranks, workers and servers behind the ports; the others are for clients.
+_COMES_S, _POLL_S = 0.3, 0.01  # to wait for the request of a client that has just connected
+# File descriptors kept for files, ranks, workers and the servers behind the ports.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
 
 
 async def http_server(
     access: Access, handler: Handler, *, host: str, port: int, logs: bool = False
 ) -> web.ServerRunner:
-    """Return a server of HTTP that listens, and perhaps `logs` each request.
+    """Return a listening HTTP server; with `logs` it writes an access log.
 
     Raises OSError if the port is unavailable.
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     handler = traced(with_ids(handler, logs=logs), access.otlp_collector)
-    server = BoundServer(handler, most=most_connections())
+    server = BoundServer(handler, limit=most_connections())
     runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
     await runner.setup()
     await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
@@ -49,9 +49,9 @@ async def http_server(
 
 
 def event_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """Return a stream of events; in HTTP/1.0, which has no chunks, its connection's end is its own.
+    """Return an event stream; HTTP/1.0 has no chunks, so there the connection's end marks its end.
 
-    Proxies speak that by default.
+    Proxies use HTTP/1.0 by default.
     """
     response = web.StreamResponse(headers=_EVENTS | {REQUEST_ID: request_id(request)})
     if request.version < HttpVersion11:
@@ -60,19 +60,19 @@ def event_stream(request: web.BaseRequest) -> web.StreamResponse:
 
 
 class _Port(web.TCPSite):
-    """A port that is closed without resetting connections that the kernel has accepted."""
+    """A port that closes without resetting connections that the kernel has already accepted."""
 
     async def stop(self) -> None:
-        """Close the port, and take in what waits there, with its requests."""
+        """Close the port; connections in its backlog are accepted and their requests answered."""
         loop = asyncio.get_running_loop()
         server, listening = self._runner.server, self._server
         assert isinstance(server, BoundServer)
         assert isinstance(listening, asyncio.Server)
         copies = []
-        for each in listening.sockets:
-            copies.append(socket.socket(fileno=os.dup(each.fileno())))
-            loop.remove_reader(each.fileno())
-        for _ in range(2):  # the loop makes connections of what it has taken
+        for listener in listening.sockets:
+            copies.append(socket.socket(fileno=os.dup(listener.fileno())))
+            loop.remove_reader(listener.fileno())
+        for _ in range(2):  # lets the loop set up the connections that it has accepted
             await asyncio.sleep(0)
         waiting = [connection for copy in copies for connection in _accepted(copy)]
         await super().stop()
@@ -88,7 +88,7 @@ class _Port(web.TCPSite):
 
 
 def _accepted(port: socket.socket) -> Iterator[socket.socket]:
-    with contextlib.suppress(OSError):  # until none is left
+    with contextlib.suppress(OSError):  # the backlog is empty
         while True:
             connection, _ = port.accept()
             connection.setblocking(False)
@@ -96,15 +96,15 @@ def _accepted(port: socket.socket) -> Iterator[socket.socket]:
 
 
 class BoundServer(web.Server):
-    """A server of HTTP with at most so many connections.
+    """An HTTP server with at most `limit` connections.
 
-    A further one takes the place of another: of those that have never sent a whole request the one
-    that came first, or else of those between two requests the one that waits longest. Strangers
-    who send nothing, or half a request, therefore displace each other.
+    A connection beyond the limit closes another: the oldest one that has never sent a whole
+    request, or else the one that has been idle longest. Clients that send nothing, or half a
+    request, therefore displace each other.
     """
 
-    def __init__(self, handler: Handler, *, most: int) -> None:
-        # Bodies are decompressed by the guard, once the client may ask.
+    def __init__(self, handler: Handler, *, limit: int) -> None:
+        # The guard decompresses bodies, after it has admitted the client.
         super().__init__(
             partial(self._answered, handler),
             access_log=None,
@@ -112,7 +112,7 @@ class BoundServer(web.Server):
             keepalive_timeout=IDLE_S,
             auto_decompress=False,
         )
-        self._most = most
+        self._limit = limit
         self._open: set[Any] = set()
         self._new: dict[Any, asyncio.Transport] = {}
         self._idle: dict[Any, asyncio.Transport] = {}
@@ -123,18 +123,18 @@ class BoundServer(web.Server):
         return bool(self._new)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        """Take a connection in (called by aiohttp)."""
+        """Register a connection (called by aiohttp)."""
         super().connection_made(handler, transport)
         self._new[handler] = transport
         self._open.add(handler)
-        if len(self._open) > self._most:
+        if len(self._open) > self._limit:
             waiting = self._new if len(self._new) > 1 else self._idle or self._new
             displaced = next(iter(waiting))
             waiting.pop(displaced).abort()
             self._open.remove(displaced)
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-        """Forget a connection (called by aiohttp)."""
+        """Remove a connection (called by aiohttp)."""
         self._forget(handler)
         self._open.discard(handler)
         super().connection_lost(handler, exc)
@@ -158,9 +158,9 @@ class BoundServer(web.Server):
 
 
 def most_connections() -> int:
-    """Return the most connections of one of this process's ports.
+    """Return how many connections each of this process's ports may have.
 
-    All of them together leave a part of the descriptors that the process may have to its own work.
+    Together they leave part of the process's file descriptors for its own work.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     own = min(limit // 3, _OWN_DESCRIPTORS)
@@ -168,5 +168,5 @@ def most_connections() -> int:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for a client's error, of which aiohttp would log a traceback each time."""
+    """Return False for an error of a client, for which aiohttp would log a traceback."""
     return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))

@@ -1,4 +1,4 @@
-"""ModelInferRequests of gRPC, in the form that requests have in JSON."""
+"""gRPC's ModelInferRequest, brought into the form of a JSON request."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ _ID, _RAW_INPUT_CONTENTS = 3, 7  # of service_pb2.ModelInferRequest
 
 
 def parsed(kind: Any, data: bytes) -> Any:
-    """Return a message of gRPC. Raises RejectedError if the bytes are not one of this kind."""
+    """Return a gRPC message. Raises RejectedError if the bytes are not a message of this kind."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -24,10 +24,10 @@ def parsed(kind: Any, data: bytes) -> Any:
 
 
 def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
-    """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
+    """Return a ModelInferRequest without its raw tensors, and the positions of these in `data`.
 
-    No field is parsed: two bytes of a message can take a hundred bytes of memory. One with more
-    fields, or more bytes outside of raw tensors, than a request needs is refused.
+    Parses no field: two bytes of a message can take a hundred bytes of memory. Raises RejectedError
+    for more fields, or more bytes outside of raw tensors, than a request needs.
     """
     kept, raw = bytearray(), list[slice]()
     try:
@@ -49,7 +49,7 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
 
 
 def message_id(data: bytes) -> str:
-    """Return the id in a ModelInferRequest that is refused, "" if it has none."""
+    """Return the id of a refused ModelInferRequest, "" if it has none."""
     try:
         found = [content for number, _, content in wire_fields(data) if number == _ID]
     except ValueError:
@@ -58,26 +58,26 @@ def message_id(data: bytes) -> str:
 
 
 def read_message(data: bytes, size_bytes: int) -> SentRequest:
-    """Return what a ModelInferRequest `without_raw_tensors` says. Raises RejectedError.
+    """Return the request in a ModelInferRequest `without_raw_tensors`. Raises RejectedError.
 
-    The whole message has `size_bytes`.
+    `size_bytes` is the size of the whole message.
     """
     message = parsed(service_pb2.ModelInferRequest, data)
     fields = {key: getattr(message, key) for key in ("model_name", "model_version", "id")}
     fields["parameters"] = _parameters(message)
     fields["inputs"] = [
         {
-            "name": each.name,
-            "datatype": each.datatype,
-            "shape": list(each.shape),
-            "parameters": _parameters(each),
-            "data": _contents(each),
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+            "parameters": _parameters(tensor),
+            "data": _contents(tensor),
         }
-        for each in message.inputs
+        for tensor in message.inputs
     ]
     fields["outputs"] = [
-        {"name": each.name, "parameters": {"binary_data": True, **_parameters(each)}}
-        for each in message.outputs
+        {"name": output.name, "parameters": {"binary_data": True, **_parameters(output)}}
+        for output in message.outputs
     ]
     return checked_form(SentRequest, fields, size_bytes)
 
@@ -86,7 +86,7 @@ read_message_head = functools.lru_cache(maxsize=256)(read_message)  # see valida
 
 
 def _contents(tensor: Any) -> list[Any] | None:
-    """Return the values that a tensor has in its message, None if they are raw ones."""
+    """Return the typed contents of a tensor, None if its values are raw."""
     fields = tensor.contents.ListFields()
     if len(fields) > 1:
         names = " and ".join(field.name for field, _ in fields)
@@ -101,7 +101,7 @@ def _parameters(message: Any) -> dict[str, Any]:
     for name, parameter in message.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
         value = getattr(parameter, kind) if kind else None
-        # A negative number is the one of 64 bits with the same digits.
+        # gRPC's parameters are signed: a negative id stands for the unsigned one of the same bits.
         if type(value) is int and name == "sequence_id":
             value %= 1 << 64
         found[name] = value

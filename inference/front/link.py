@@ -1,10 +1,10 @@
 """The link between a server and its owner; without an owner the server ends.
 
-The owner sends the settings as a record, and later an order: to serve a repository as it is now in
-the place of what was loaded. The server sends objects of JSON, so that nothing can run in
-its owner: `says`, a line on the progress of the start; `models`, their names once they are ready;
-`failures`, why it cannot serve; `lost`, why it is about to end; `kept`, why the repository that was
-served is served on; `used`, the Unix time of the latest request of a client.
+The owner sends the settings as a record, and later `Reload` orders. The server sends JSON objects,
+so that it cannot run code in its owner: `says`, a line on the progress of the start; `models`,
+their names once they are ready; `failures`, why it cannot serve; `lost`, why it is about to end;
+`kept`, why a reload has failed and the former repository is still served; `used`, the Unix time of
+the latest request of a client.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from typing import Any
 
 from inference.front.access import Access, OpenAIOptions
 
-LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
-WITH_ENGINE = "engine"  # a word of the server's command: it starts an engine's process at once
+LONGEST_REQUEST_S = 86400.0  # aiohttp needs a limit; this is in effect none
+WITH_ENGINE = "engine"  # argument of the server's command: start an engine's process at once
 _GRACE_S = 1.0
 
 
@@ -29,9 +29,9 @@ class TritonOptions:
     """A tritonserver that runs the models.
 
     Attributes:
-        log_path: to which it appends.
-        prefix: starts it, such as mpirun.
-        is_nvidias: it has NVIDIA's C++ backend, and may be of an old release.
+        log_path: its log, appended to.
+        prefix: command that starts it, such as mpirun.
+        is_nvidias: it runs NVIDIA's C++ backend, and may be an old release.
     """
 
     log_path: Path
@@ -43,8 +43,8 @@ class TritonOptions:
 class CanaryTimes:
     """The time between two canaries of a model, and how long an answer may take.
 
-    One that has answered the last time has less: 50 times its slowest answer so far, and at least
-    5 s.
+    A model that answered the last canary has less time: 50 times its slowest answer so far, at
+    least 5 s.
     """
 
     interval_s: float = 5.0
@@ -53,11 +53,11 @@ class CanaryTimes:
 
 @dataclass(frozen=True)
 class HostSettings:
-    """The first record of the owner: what to serve, and where."""
+    """The owner's first record: what to serve, and where."""
 
-    repository: str  # a folder, or the address of one in an object store
+    repository: str  # a folder, or the URL of an object store
     triton: TritonOptions | None  # None for this project's own engines
-    host: str  # to listen at
+    host: str  # address to listen on
     ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
     access: Access
     openai: OpenAIOptions | None
@@ -66,12 +66,12 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class Reload:
-    """An order of the owner: to serve a repository as it is now.
+    """An order of the owner: serve a repository as it is now, in place of what is loaded.
 
     Attributes:
         repository: as in `HostSettings`.
-        exchanges: its weights go into the engines that are there, after their last answers;
-            otherwise new ones are loaded next to them.
+        exchanges: load the weights into the running engines, after their last answers, instead of
+            loading new engines next to them.
     """
 
     repository: str
@@ -79,11 +79,11 @@ class Reload:
 
 
 class OwnerLink:
-    """The server's end of the connection; without its owner the process ends after a moment.
+    """The server's end of the connection; the process ends soon after its owner.
 
     `reload` is set when the owner has sent an `order`, and cleared by the server.
-    SIGTERM and Ctrl-C set `stopped`: running requests may finish, however long they take; the
-    sender of the signal sets the limit.
+    SIGTERM and Ctrl-C set `stopped`: running requests then finish, however long they take; the
+    sender of the signal enforces a limit.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -96,7 +96,7 @@ class OwnerLink:
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
     async def finish(self, *ends: Coroutine[Any, Any, None]) -> None:
-        """Wait until the servers that this process runs have ended, after their last answers."""
+        """Wait until this process's servers have ended, or until 1 s after the owner's end."""
         ending = asyncio.gather(*ends)
         lost = asyncio.ensure_future(self._lost.wait())
         await asyncio.wait((ending, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +115,7 @@ class OwnerLink:
         self.reload.set()
 
     def tell(self, **news: object) -> None:
-        """Send news to the owner, if there still is one."""
+        """Send news to the owner, if it still runs."""
         with contextlib.suppress(OSError):
             text = json.dumps(news, ensure_ascii=False)
             self._connection.send_bytes(text.encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Descriptions of protocols in OpenAPI's form, made of the records of their requests."""
+"""OpenAPI descriptions of protocols, from the pydantic models of their requests."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ _ANSWERS = {"200": "the answer", "400": "an error that names the fields"}
 
 
 def schemas_of(kinds: Collection[type[BaseModel]]) -> dict[str, Any]:
-    """Return the schemas of records, and of those that they contain, by name."""
+    """Return the schemas of pydantic models and of the models nested in them, by name."""
     _, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_FORM)
     schemas: dict[str, Any] = found["$defs"]
     return schemas
@@ -23,7 +23,7 @@ def schemas_of(kinds: Collection[type[BaseModel]]) -> dict[str, Any]:
 def openapi(
     calls: Mapping[tuple[str, str], type[BaseModel] | None], schemas: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the description of calls, by method and path, whose bodies have these records."""
+    """Return the OpenAPI description of calls: (method, path) to the model of the body."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), kind in calls.items():
         paths.setdefault(path, {})[method] = _operation(path, kind)

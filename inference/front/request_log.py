@@ -1,4 +1,4 @@
-"""Ids of requests, which answers carry, and a line of the access log for each."""
+"""Request ids, which responses carry, and the access log, a line of JSON for each request."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ from inference.front.tracing import Tracer, note_status
 
 REQUEST_ID = "X-Request-Id"
 ABOUT = "slipway_about"
-_LEFT = 499  # as nginx has it: the client has left before the end
+_LEFT = 499  # nginx's status: the client has disconnected before the response
 _KEY = "slipway_request_id"
-_IDS = re.compile(r"[!-~]{1,128}")  # printed in logs and headers as they are
-# Statuses of gRPC that are failures of a server (OpenTelemetry's semantic conventions).
+_IDS = re.compile(r"[!-~]{1,128}")  # safe to print in logs and headers
+# gRPC statuses that are the server's failures (OpenTelemetry's semantic conventions).
 _FAILURES = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
@@ -29,12 +29,12 @@ _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def accepted_id(given: str) -> str:
-    """Return the id of a request: the client's own, or else a new one."""
+    """Return the id of a request: the client's own if it is printable, or else a new one."""
     return given if _IDS.fullmatch(given) else secrets.token_hex(16)
 
 
 def request_id(request: web.BaseRequest) -> str:
-    """Return the id of a request of HTTP."""
+    """Return the id of an HTTP request."""
     if (name := request.get(_KEY)) is None:
         name = request[_KEY] = accepted_id(request.headers.get(REQUEST_ID, ""))
     return str(name)
@@ -43,7 +43,7 @@ def request_id(request: web.BaseRequest) -> str:
 def log_call(
     name: str, method: str, path: str, status: int | str, began: float, **more: Any
 ) -> None:
-    """Write a line of the access log, of a request that `began` on the monotonic clock."""
+    """Write a line of the access log for a request that `began` on the monotonic clock."""
     line = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "request_id": name,
@@ -60,9 +60,9 @@ def log_call(
 def named_call(
     name: str, call: str, context: Any, *, logs: bool, tracer: Tracer | None
 ) -> Iterator[None]:
-    """Give the answer of a call of gRPC its id, and where wanted a line of the log and a span.
+    """Attach the request id to a gRPC call's response, and log and trace the call where asked to.
 
-    Calls that ask no model have no span; a stream has one.
+    Only inference calls get a span; a stream gets a single one.
     """
     began, path = time.monotonic(), call.strip("/")
     context.set_trailing_metadata(((REQUEST_ID.lower(), name),))
@@ -80,7 +80,7 @@ def named_call(
 
 
 def _status(context: Any) -> str:
-    """Return the status of a call of gRPC that ends."""
+    """Return the status of a gRPC call that ends."""
     code, error = context.code() or grpc.StatusCode.OK, sys.exc_info()[1]
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "CANCELLED"
@@ -89,9 +89,9 @@ def _status(context: Any) -> str:
 
 
 def with_ids(handler: _Handler, *, logs: bool) -> _Handler:
-    """Return a handler whose answers carry the ids of their requests, with a line of the log.
+    """Return a handler whose responses carry request ids; with `logs` it writes the access log.
 
-    What the handler puts under ABOUT in a request is in its line.
+    The entries that a handler puts under `request[ABOUT]` are added to the line.
     """
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The requests that clients may send, and the errors that they may see."""
+"""The requests that clients may send, and the errors that they get."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ _PATHS = {
 SERVICE = "/inference.GRPCInferenceService/"
 INFER_CALL = f"{SERVICE}ModelInfer"
 STREAM_CALL = f"{SERVICE}ModelStreamInfer"
-# Answers of a server that is not ready: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
+# Responses while the server is not ready: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
 UNREADY_ANSWERS = {f"{SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
 _HEALTH_CALLS = (f"{SERVICE}ServerLive", *UNREADY_ANSWERS)
 _MODEL_CALLS = (
@@ -35,10 +35,10 @@ _MODEL_CALLS = (
 _CALLS = (*_HEALTH_CALLS, *(SERVICE + n for n in _MODEL_CALLS), INFER_CALL, STREAM_CALL)
 CLOSED = "this endpoint is not exposed to clients"
 UNREACHABLE = "the server behind the front does not answer; it is starting, or it has ended"
-_SOCKETS = "slipway-sockets-"  # of the folder that they are in
-# Regions of the Python backend: its own prefix, or that of a server of this project.
+_SOCKETS = "slipway-sockets-"  # prefix of the folder of tritonserver's sockets
+# Shared memory of the Python backend, with its own prefix or this project's.
 _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
-# Ids of sessions as the server has them, see sessions.py.
+# Session ids inside the server, see sessions.py.
 _SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
 _STATUS = {
     "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
@@ -49,7 +49,7 @@ _STATUS = {
 
 
 class PathParts(NamedTuple):
-    """Model, version and action that a path of HTTP names, "" for none."""
+    """The model, version and action in an HTTP path, each "" if absent."""
 
     model: str = ""
     version: str = ""
@@ -58,27 +58,27 @@ class PathParts(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def parts_of_path(method: str, path: str) -> PathParts | None:
-    """Return the parts of a path; None means that clients may not send such a request."""
-    for each in _PATHS.get("GET" if method == "HEAD" else method, ()):
-        if found := re.fullmatch(each, path):
+    """Return the parts of a path, None if clients may not send such a request."""
+    for pattern in _PATHS.get("GET" if method == "HEAD" else method, ()):
+        if found := re.fullmatch(pattern, path):
             return PathParts(**found.groupdict(""))
     return None
 
 
 def passes_grpc(call: str) -> bool:
-    """Return whether a call of gRPC, `/service/method`, is one that clients may send."""
+    """Return whether clients may send a gRPC call, `/service/method`."""
     return call in _CALLS
 
 
 def is_health(target: str) -> bool:
-    """Return whether a path of HTTP or a call of gRPC asks for health, which needs no token."""
+    """Return whether an HTTP path or a gRPC call is a health check, which needs no token."""
     return target in (LIVE_PATH, READY_PATH, *_HEALTH_CALLS)
 
 
 def without_internal_names(text: str) -> str:
-    """Return an error of the server without names of its own: of memory, sockets and sessions.
+    """Return an error without the server's internal names of shared memory, sockets and sessions.
 
-    It may quote megabytes of a request: the time grows with its length alone.
+    The error may quote megabytes of a request: the time is linear in its length.
     """
     if _SOCKETS in text:
         return UNREACHABLE
@@ -86,7 +86,7 @@ def without_internal_names(text: str) -> str:
 
 
 class InferError(RejectedError):
-    """A model does not answer a request. `grpc_code` is the name of gRPC's status."""
+    """The error with which a model answers a request. `grpc_code` is the name of gRPC's status."""
 
     def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
         text = without_internal_names(message) or "the model does not answer"

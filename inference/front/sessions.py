@@ -1,7 +1,7 @@
-"""Sessions belong to whoever opened them: each client's ids have a namespace of their own.
+"""Sessions belong to the client that opened them: each client has a namespace for its ids.
 
-An id reaches a model as a keyed hash of it and its owner. Whoever guesses another's id names a
-session of his own, which does not exist.
+A model gets a keyed hash of the id and its owner. A client that guesses another's id therefore
+names a session in its own namespace, which does not exist.
 """
 
 import contextlib
@@ -15,27 +15,27 @@ from dataclasses import dataclass, field
 
 _SOCK_DIAG = 4  # linux/netlink.h
 _BY_FAMILY = 20  # linux/sock_diag.h
-_UID_AT = 16 + 4 + 48 + 12  # nlmsghdr, then idiag_uid in inet_diag_msg
+_UID_AT = 16 + 4 + 48 + 12  # bytes: nlmsghdr, then the offset of idiag_uid in inet_diag_msg
 _DONE_OR_ERROR = (2, 3)
 _ANY = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """The sessions of one client. `owner` names him, `key` is the server's secret."""
+    """The sessions of one client. `owner` names the client, `key` is the server's secret."""
 
     owner: str
     key: bytes = field(repr=False)
 
     def inside(self, session_id: int | str) -> int | str:
-        """Return the id that a model gets, of the same type; 0 and "" name none."""
+        """Return the id that a model gets, of the same type; 0 and "" mean no session."""
         if not session_id:
             return session_id
         named = f"{type(session_id).__name__} {session_id} {self.owner}".encode()
         digest = hmac.digest(self.key, named, hashlib.sha256)
         if isinstance(session_id, str):
             return digest.hex()
-        # 63 bits: a number among the parameters of gRPC has a sign.
+        # 63 bits: gRPC's integer parameters are signed.
         return int.from_bytes(digest[:8], "little") >> 1 or 1
 
 
@@ -51,8 +51,8 @@ class ClientSessions:
     ) -> Namespace:
         """Return the namespace of a client.
 
-        With tokens it is the token's; else that of the client's address and, on this machine, of
-        its user, as the kernel knows it.
+        It belongs to the token or, without tokens, to the client's address and, on this machine,
+        to the user that owns the client's socket, according to the kernel.
         """
         if token_owner is not None:
             return Namespace(token_owner, self._key)
@@ -62,15 +62,15 @@ class ClientSessions:
             client = getattr(client, "ipv4_mapped", None) or client
             own = ipaddress.ip_address(self._listens_at)
             if own.is_unspecified or own.version != client.version:
-                own = client  # whoever reaches his own machine does so from the address he asks
+                own = client  # a client on this machine connects from the address it connects to
             uid = _socket_user((client.packed, port), (own.packed, own_port))
         return Namespace(address if uid is None else f"{address} user {uid}", self._key)
 
 
 def _socket_user(own: tuple[bytes, int], other: tuple[bytes, int]) -> int | None:
-    """Return the user of this machine's TCP socket between two ends, None if there is none.
+    """Return the user of this machine's TCP socket between two endpoints, None without one.
 
-    Asks the kernel for one socket (man 7 sock_diag, inet_diag_req_v2), however many there are.
+    Asks the kernel for this socket alone (man 7 sock_diag, inet_diag_req_v2).
     """
     family = socket.AF_INET if len(own[0]) == 4 else socket.AF_INET6
     ends = struct.pack("!HH16s16s", own[1], other[1], own[0], other[0])

@@ -1,4 +1,4 @@
-"""JSON of requests that every parser reads alike."""
+"""JSON of requests, restricted to what every parser reads alike."""
 
 import math
 from typing import Any
@@ -13,13 +13,16 @@ _MOST_LEVELS = 32
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Return an object of JSON that every parser reads alike, not too large and not too deep."""
+    """Return a JSON object that every parser reads alike.
+
+    Raises RejectedError for duplicate keys, and beyond the limits of size and nesting.
+    """
     if len(data) > MOST_JSON_BYTES:
         raise RejectedError(
             f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
         )
     try:
-        # Parsers differ in which of two equal keys counts.
+        # Parsers disagree on which of two equal keys counts.
         value = jiter.from_json(
             data, allow_inf_nan=False, cache_mode="keys", catch_duplicate_keys=True
         )
@@ -35,14 +38,14 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _check(request: dict[str, Any]) -> None:
-    """Check levels, numbers and keys, which some parsers end at a null character."""
+    """Check levels, numbers and keys; some parsers end a key at a null character."""
     containers: list[Any] = [request]
     for _ in range(_MOST_LEVELS):
         inner: list[Any] = []
-        for each in containers:
-            if isinstance(each, dict) and "\0" in "".join(each):
+        for container in containers:
+            if isinstance(container, dict) and "\0" in "".join(container):
                 raise ValueError("a key has a null character")
-            items = each.values() if isinstance(each, dict) else each
+            items = container.values() if isinstance(container, dict) else container
             kinds = set(map(type, items))
             if float in kinds and (math.inf in items or -math.inf in items):
                 raise ValueError("a number is out of range")

@@ -1,8 +1,8 @@
-"""Spans of OpenTelemetry: one for each request of a client, by the packages of the extra `otel`.
+"""OpenTelemetry spans, one for each client request; they need the packages of the extra `otel`.
 
-A collector gets them over OTLP. Whatever else there is to set is set by OpenTelemetry's own
-variables, such as OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
-Attributes have the names of its semantic conventions for HTTP, RPC and generative AI.
+A collector receives them over OTLP. OpenTelemetry's own variables, such as OTEL_SERVICE_NAME,
+OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS, configure the rest. Attributes have the names of
+its semantic conventions for HTTP, RPC and generative AI.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ class Tracer:
     def span(
         self, name: str, headers: Mapping[str, str], attributes: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Make a span of the block; its parent is the one that `traceparent` of the headers names.
+        """Trace the block as a span, whose parent is the `traceparent` of the headers.
 
-        `note_status` and the other functions of this module tell more about it.
+        `note_status`, `describe_model` and `describe_span` add attributes to it.
         """
         with self._tracer.start_as_current_span(
             name,
@@ -73,7 +73,7 @@ class Tracer:
                 _SPAN.set(None)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the spans that are still queued."""
         self._provider.shutdown()
 
 
@@ -84,7 +84,7 @@ def tracer_of(collector: str | None) -> Tracer | None:
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Return the headers that name the span of the request as a parent (W3C Trace Context)."""
+    """Return the headers that pass the current span on as the parent (W3C Trace Context)."""
     if _SPAN.get() is None:
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -95,16 +95,16 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 async def close_tracer(collector: str | None) -> None:
-    """Send what has not been sent, as far as a moment is enough."""
+    """Send the spans that are still queued, for 2 s at most."""
     with contextlib.suppress(TimeoutError, ValueError):
         if (tracer := tracer_of(collector)) is not None:
             await asyncio.wait_for(asyncio.to_thread(tracer.close), _LAST_S)
 
 
 def note_status(status: str | int, *, failed: bool) -> None:
-    """Say of the span of a request, if it has one, its status, and whether the server has failed.
+    """Record in the current span, if any, the request's status and whether the server has failed.
 
-    A number is a status of HTTP, a text one of gRPC.
+    `status` is a number for HTTP, a name for gRPC.
     """
     if (span := _SPAN.get()) is None:
         return
@@ -119,19 +119,18 @@ def note_status(status: str | int, *, failed: bool) -> None:
 
 
 def describe_model(name: str) -> None:
-    """Say of the span of a request, unless it is described, which model answers it."""
+    """Record in the current span the model that answers, unless `describe_span` has done so."""
     span = _SPAN.get()
-    if span is None or not span.is_recording():  # the sampler or the client has left it out
+    if span is None or not span.is_recording():  # the sampler or the client has dropped it
         return
     if "gen_ai.request.model" not in span.attributes:
         describe_span("generate_content", name, {})
 
 
 def describe_span(operation: str, model: str, attributes: Mapping[str, Any]) -> None:
-    """Describe the span of the request that is being answered, if it has one.
+    """Add the attributes of a generative AI request to the current span, if any.
 
-    Names are those of OpenTelemetry's conventions for generative AI. Attributes that are None are
-    left out.
+    Names follow OpenTelemetry's conventions for generative AI. None values are left out.
     """
     if (span := _SPAN.get()) is not None:
         span.update_name(f"{operation} {model}")
@@ -140,12 +139,12 @@ def describe_span(operation: str, model: str, attributes: Mapping[str, Any]) -> 
             "gen_ai.provider.name": "slipway",
             "gen_ai.request.model": model,
         }
-        given = {key: each for key, each in attributes.items() if each is not None}
-        span.set_attributes(own | given)
+        more = {key: value for key, value in attributes.items() if value is not None}
+        span.set_attributes(own | more)
 
 
 def traced(handler: _Handler, collector: str | None) -> _Handler:
-    """Return a handler of HTTP whose POST requests have a span. Raises ValueError."""
+    """Return an HTTP handler that traces POST requests. Raises ValueError."""
     if (tracer := tracer_of(collector)) is None:
         return handler
 

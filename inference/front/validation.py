@@ -1,8 +1,7 @@
-"""The form of KServe's requests, and how much of everything they may have.
+"""The schema of KServe's requests, with a limit on every count and size.
 
-Pydantic checks what HTTP sends in JSON and gRPC in messages alike. A body has one meaning, no shape
-is larger than what was sent, and what is wrong is refused with its place, its value and what was
-expected.
+Pydantic checks HTTP's JSON and gRPC's messages alike. No shape may be larger than the data that
+came with it. A refusal names the field, its value and what was expected.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from inference.system.supervision import OWN_PREFIX
 
 MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_DIMENSIONS = 16
-# One tensor's: a text without a character takes four bytes here and some hundred in a model.
+# Texts in one tensor: an empty text takes four bytes here and some hundred in a model.
 MOST_TEXTS = 1 << 16
-MOST_SEQUENCE_ID_BYTES = 128  # of one that is a text
+MOST_SEQUENCE_ID_BYTES = 128  # of a text; ids may also be numbers
 _MOST_DIGITS = 20
-_MOST_SHOWN = 40  # characters of a value in a reason
+_MOST_SHOWN = 40  # characters of a value in an error
 _MOST_REASONS = 4
-_PASSED = frozenset({"priority", "timeout"})  # parameters of the protocol that models get
+_FORWARDED = frozenset({"priority", "timeout"})  # protocol parameters that models also get
 _UINT64, _INT64 = (1 << 64) - 1, (1 << 63) - 1
-# KServe's types and numpy's.
+# numpy's type for each of KServe's.
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     **{f"{sign}INT{bits}": np.dtype(f"{sign}int{bits}".lower())
@@ -60,7 +59,7 @@ def _values(element: Any, **bounds: int) -> TypeAdapter[list[Any]]:
     return TypeAdapter(row, config=ConfigDict(strict=True))
 
 
-# The types that have values in JSON, or in the typed contents of a message.
+# Validators of the types that may be sent as JSON, or as typed contents of a gRPC message.
 _VALUES = {
     "BOOL": _values(bool),
     "BYTES": _values(str | bytes),
@@ -108,14 +107,14 @@ class _Record(BaseModel):
 
 
 class _Parameters(_Record):
-    """Parameters by name: those of the protocol, and others, which are one value each."""
+    """Parameters by name: the protocol's, and any others, each a single value."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
-        """Check names and values; null stands for none."""
+        """Check names and values; null means no parameters."""
         if not isinstance(given, dict):
             return {} if given is None else given
         if given.keys() <= cls.__pydantic_fields__.keys():
@@ -155,8 +154,8 @@ class RequestParameters(_Parameters):
     timeout: _Whole = 0
 
     def others(self) -> dict[str, Any]:
-        """Return those that are not read here, which a model gets."""
-        given = {name: getattr(self, name) for name in _PASSED & self.model_fields_set}
+        """Return the parameters to forward to the model."""
+        given = {name: getattr(self, name) for name in _FORWARDED & self.model_fields_set}
         return given | (self.model_extra or {})
 
 
@@ -171,15 +170,15 @@ class _OutputParameters(_Parameters):
     shared_memory_region: _Refused = None
 
 
-# One for all requests without any: most have none.
+# Shared by all requests without parameters, which most are.
 _PLAIN, _PLAIN_INPUT, _PLAIN_OUTPUT = RequestParameters(), _InputParameters(), _OutputParameters()
 
 
 class SentTensor(_Record):
-    """An input: its values, or what its bytes are, which follow.
+    """An input: its values, or the description of bytes that follow the JSON.
 
     Attributes:
-        data: values in nested lists; then an array of the shape.
+        data: values in nested lists; after validation an array of `shape`.
     """
 
     name: _Text
@@ -197,7 +196,7 @@ class SentTensor(_Record):
         shape = str(self.shape)[:100]
         if self.shape[:1] == [0]:
             raise ValueError(f"{about} has the shape {shape}; sizes are positive")
-        # An empty tensor has sizes too, by which a reader may multiply or loop.
+        # An empty tensor's other sizes count too: a reader may multiply or loop by them.
         if math.prod(size or 1 for size in self.shape) > (info.context or 0):
             raise ValueError(f"{about} has the shape {shape}, and fewer elements were sent")
         if self.datatype == "BYTES" and count > MOST_TEXTS:
@@ -212,7 +211,7 @@ class SentTensor(_Record):
                     "data"
                 )
             self.data = array_of_values(values, self.datatype, about).reshape(self.shape)
-            self.data.setflags(write=False)  # several requests may have it, see read_head
+            self.data.setflags(write=False)  # requests may share it, see read_head
         return self
 
 
@@ -222,32 +221,32 @@ class _Output(_Record):
 
 
 class SentRequest(_Record):
-    """A request to `infer` without the bytes that follow it. gRPC names the model in it."""
+    """A request to `infer` without the bytes that follow it. Only gRPC fills in the model."""
 
     model_name: _Text = ""
     model_version: _Text = ""
     id: _Text = ""
     parameters: RequestParameters = Field(default_factory=lambda: _PLAIN)
-    # A list that is made is cheaper than a copy of a default.
+    # default_factory is cheaper than pydantic's copy of a default.
     inputs: list[SentTensor] = Field(max_length=MOST_ENTRIES, default_factory=list)
     outputs: list[_Output] = Field(max_length=MOST_ENTRIES, default_factory=list)
-    # The model that has found names, types and shapes right; no field of a client's.
+    # The model whose signature this request matches; not a field that clients send.
     fitting: ClassVar[object] = None
 
     def fits(self, model: object) -> None:
-        """Note that they are a model's: a client repeats what it sends, see `read_head`."""
+        """Remember that the inputs match a model's signature, for repeats (see `read_head`)."""
         self.__dict__["fitting"] = model
 
     def wants_bytes(self, output: str) -> bool:
-        """Return whether the values of an output are wanted as bytes."""
-        for each in self.outputs:
-            if each.name == output and "binary_data" in each.parameters.model_fields_set:
-                return each.parameters.binary_data
+        """Return whether the client wants an output as bytes."""
+        for wanted in self.outputs:
+            if wanted.name == output and "binary_data" in wanted.parameters.model_fields_set:
+                return wanted.parameters.binary_data
         return self.parameters.binary_data_output
 
 
 class GenerateRequest(_Record):
-    """A request to `generate` with inputs by name, which may stand among the parameters."""
+    """A request to `generate`: inputs by name, also inside `parameters`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -262,7 +261,7 @@ class IndexRequest(_Record):
 
 
 def checked_form(kind: type[_Record_], fields: Mapping[str, Any], size_bytes: int = 0) -> _Record_:
-    """Return what a request says, which has `size_bytes` in all. Raises RejectedError."""
+    """Return a validated request of `size_bytes` in all. Raises RejectedError."""
     try:
         return kind.model_validate(fields, context=size_bytes)
     except ValidationError as error:
@@ -292,7 +291,7 @@ def _shown(value: Any) -> str:
 
 
 def array_of_values(values: Sequence[Any], datatype: str, about: str) -> np.ndarray[Any, Any]:
-    """Return values of JSON as an array of one dimension. Raises ValueError."""
+    """Return JSON values as an array of shape (N,). Raises ValueError."""
     if datatype not in _VALUES:
         raise ValueError(f"{about} has the type {datatype}, which is sent as binary data alone")
     try:
@@ -309,30 +308,30 @@ def array_of_values(values: Sequence[Any], datatype: str, about: str) -> np.ndar
 
 
 def _leaves(data: list[Any]) -> list[Any]:
-    """Return the values in nested lists of a few levels, in order."""
+    """Return the values of nested lists, in order."""
     while list in set(map(type, data)):
         data = [*chain.from_iterable(e if isinstance(e, list) else (e,) for e in data)]
     return data
 
 
 def read_infer(data: bytes, size_bytes: int) -> SentRequest:
-    """Return what the JSON of a request to `infer` says. Raises RejectedError.
+    """Return the request in the JSON of a request to `infer`. Raises RejectedError.
 
-    The whole body has `size_bytes`.
+    `size_bytes` is the size of the whole body.
     """
     return checked_form(SentRequest, parse_json(data), size_bytes)
 
 
-# The JSON before the bytes of tensors holds no values: it is small, and a client repeats it.
+# The JSON before binary tensors holds no values: it is small, and clients repeat it.
 MOST_HEAD_BYTES = 4 << 10
 read_head = functools.lru_cache(maxsize=256)(read_infer)
 
 
 def read_generate(data: bytes, inputs: Mapping[str, tuple[str, Sequence[int]]]) -> SentRequest:
-    """Return what the JSON of a request to `generate` says. Raises RejectedError.
+    """Return the request in the JSON of a request to `generate`. Raises RejectedError.
 
-    `inputs` are the types and shapes of a model's inputs by name. A row fills the last axis of any
-    size. What is not an input is a parameter.
+    `inputs` are the types and shapes of a model's inputs by name. A flat list fills the last axis
+    of variable size (-1). Every other key is a parameter.
     """
     given = parse_json(data)
     if len(given) > MOST_ENTRIES:
@@ -349,7 +348,7 @@ def read_generate(data: bytes, inputs: Mapping[str, tuple[str, Sequence[int]]]) 
 
 
 def _row(name: str, value: Any, datatype: str, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of a tensor with one value or a flat list."""
+    """Return the tensor for one value or a flat list, in the fields of `SentTensor`."""
     row = value if isinstance(value, list) else [value]
     if any(isinstance(each, list) for each in row):
         raise RejectedError(
@@ -369,14 +368,14 @@ def check_index(data: bytes) -> None:
 
 
 def length_of_json(header: str | None, size_bytes: int) -> int:
-    """Return how much of the body of a request to `infer` is JSON; tensors follow.
+    """Return the length of the JSON in the body of a request to `infer`; tensors follow it.
 
-    `header` is Inference-Header-Content-Length, without which all of it is. It is refused unless
-    it is a length within the body of `size_bytes`.
+    `header` is Inference-Header-Content-Length; without it the whole body is JSON. Raises
+    RejectedError unless it is a length within the body of `size_bytes`.
     """
     if header is None:
         return size_bytes
-    # Twenty digits are more than any size has; int() refuses some thousands.
+    # No size has more than 20 digits; int() itself refuses thousands.
     is_number = header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS
     if not is_number or int(header) > size_bytes:
         raise RejectedError(

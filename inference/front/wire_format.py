@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers, without the schema of a message."""
+"""The wire format of protocol buffers, read without a message's schema."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ _MOST_VARINT_BYTES = 10
 
 
 def wire_fields(data: bytes) -> Iterator[tuple[int, slice, slice | None]]:
-    """Yield the number and the place of each field of a message; nothing is copied.
+    """Yield each field of a message: its number, its position, and its content's position.
 
-    The third is the place of the bytes of a text, a list or an inner message, None for numbers.
-    Raises ValueError at the first field that shows that it is not a message.
+    The content is that of a string, packed list or nested message; it is None for numbers. Nothing
+    is copied. Raises ValueError at the first malformed field.
     """
     position = 0
     while position < len(data):
@@ -34,7 +34,7 @@ def wire_fields(data: bytes) -> Iterator[tuple[int, slice, slice | None]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number and the place after it."""
+    """Return a varint and the position after it."""
     value = 0
     for index, byte in enumerate(data[position : position + _MOST_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * index)

@@ -1,7 +1,7 @@
-"""Processes for work whose cost a client or a checkpoint chooses: JSON, templates, tokenizers.
+"""Worker processes for work of unbounded cost, set by a client or a checkpoint: JSON, templates.
 
-The event loop waits for none of it. A thread could not be stopped; a process that takes too long
-or too much memory is killed, and a new one takes its place.
+The event loop never blocks on it. Processes rather than threads, because a worker that takes too
+long or too much memory must be killed; a new one replaces it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from inference.system.parent_process import end_with_parent
 
 _T = TypeVar("_T")
 
-WORK_S = 5.0  # of one request, and more for its bytes
+WORK_S = 5.0  # limit for one request, plus WORK_S_PER_MIB for its size
 WORK_S_PER_MIB = 2.0
-MEMORY_BYTES = 2 << 30  # of one process, what it has loaded included
-QUICK_BYTES = 64 << 10  # larger requests leave one process to the others
-INLINE_BYTES = 16 << 10  # takes some milliseconds to check
+MEMORY_BYTES = 2 << 30  # limit of one process, with what it has loaded
+QUICK_BYTES = 64 << 10  # larger requests leave one worker free for small ones
+INLINE_BYTES = 16 << 10  # up to this size a check takes a few milliseconds
 _START_S = 120.0
 
 
 class Workers:
-    """A few processes, which start when they are first needed; large requests use all but one.
+    """A pool of processes, started on first use; large requests use all but one.
 
-    Work for an empty request is given up after `work_s` seconds.
+    `work_s` is the time limit in seconds for an empty request; larger ones get more.
     """
 
     def __init__(self, count: int = 2, *, work_s: float = WORK_S) -> None:
@@ -48,23 +48,23 @@ class Workers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")
 
     async def start(self, warm_up: Callable[[], None]) -> None:
-        """Start every process now, and each that takes its place, with such as loading files.
+        """Start every process now; each, and each replacement, runs `warm_up` first.
 
-        Raises what the warm-up raises.
+        Raises what `warm_up` raises.
         """
         self._warm_up = warm_up
         await asyncio.gather(*(self.run(_nothing, size_bytes=0) for _ in self._workers))
 
     async def check(self, work: Callable[..., _T], *args: Any, size_bytes: int) -> _T:
-        """Run work that takes time in proportion to the request, small ones in this process."""
+        """Run work whose time grows with the request; for small ones, in this process."""
         if size_bytes <= INLINE_BYTES:
             return work(*args)
         return await self.run(work, *args, size_bytes=size_bytes)
 
     async def run(self, work: Callable[..., _T], *args: Any, size_bytes: int) -> _T:
-        """Return what a function of a module returns, or raise what it raises.
+        """Run a module-level function in a worker; return or raise what it does.
 
-        A request is refused if that takes too long or too much memory.
+        Raises RejectedError if it takes too long or too much memory.
         """
         async with contextlib.AsyncExitStack() as stack:
             if size_bytes > QUICK_BYTES:
@@ -75,7 +75,7 @@ class Workers:
                 self._threads, worker.ask, (work, args), limit_s, self._warm_up
             )
             call.add_done_callback(lambda _: self._free.put_nowait(worker))
-            # Work goes on when its client has left, and counts as large until it ends.
+            # Work continues after its client has left, and holds its semaphore until it ends.
             succeeded, result = await asyncio.shield(call)
         if not succeeded:
             raise result
@@ -126,8 +126,8 @@ class _Worker:
             return False, RejectedError("the request takes too much memory to read")
 
     def end(self) -> None:
-        # At the server's end, also by the thread whose call that end breaks off: a descriptor that
-        # is closed twice may be another's by then.
+        # The server's shutdown and the thread of an interrupted call may both come here: a
+        # descriptor that is closed twice may belong to another file by then.
         with self._ending:
             if self._process is not None:
                 self._process.kill()
@@ -154,7 +154,7 @@ def _work(pipe: Connection) -> None:
         try:
             found = pickle.dumps((True, work(*args)), protocol=pickle.HIGHEST_PROTOCOL)
         except MemoryError:
-            return  # what it has taken is given back with the process
-        except Exception as error:  # every kind reaches whoever asked
+            return  # ending the process frees its memory
+        except Exception as error:  # the caller gets every kind
             found = pickle.dumps((False, error))
         pipe.send_bytes(found)

@@ -1,5 +1,5 @@
-"""The process that clients reach: a repository behind KServe's protocols and OpenAI's.
+"""The process that clients reach: it serves a repository over KServe's protocols and OpenAI's.
 
-The protocols are adaptors over one internal request, `inference.backend.requests.InferRequest`.
-Models answer it: this project's own, or those of a tritonserver.
+The protocols are adapters over one internal request, `inference.backend.requests.InferRequest`,
+which this project's own models or those of a tritonserver answer.
 """

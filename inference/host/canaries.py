@@ -1,7 +1,7 @@
-"""Whether the models of a ready server still answer: a small request to each, every few seconds.
+"""Canaries: a small request to each model of a ready server, every few seconds.
 
-Silence alone ends nothing. What is silent and advances is busy; what is silent and computes may be
-busy; what does neither hangs.
+A missing answer alone is not a failure: a model that finishes other work is busy, and one that uses
+the CPU may be. A model that does neither hangs.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from inference.host.hosted import Hosted
 from inference.host.models import HostedModel
 from inference.server.processes import descendants, process_state
 
-# A model answers in about the time that it took before, on a machine that has become this much
-# slower. What this short wait decides is readiness; a second request waits for the whole time.
+# The first timeout is this multiple of a model's slowest answer so far, for a machine that has
+# become slower. It only decides readiness; the next canary gets the full timeout.
 _SLOWER = 50.0
 _LEAST_TIMEOUT_S = 5.0
-# One error may be that request's own, such as memory that was short for a moment.
+# A single error may be transient, such as a shortage of memory.
 _FAILURES = 2
-# Share of one core from which on a process computes; idle ones have threads that look around.
+# Share of one core above which a process counts as computing; idle processes have polling threads.
 _COMPUTES = 0.05
-# The largest request that a text model takes keeps a core busy for some 20 s, and a step of a large
-# model on a CPU may take a minute. What computes for longer without an end never comes to one.
+# A text model's largest request keeps a core busy for some 20 s, and a step of a large model on a
+# CPU may take a minute. A model that computes for longer without finishing anything hangs.
 _LONGEST_S = 300.0
-# A model that computes but has not answered for so long would not answer a request now.
+# A model that computes but has not answered for this long is not ready.
 _LONGEST_READY_S = 30.0
-# Answers of a model that is busy, or whose own limits such a request exceeds.
+# Errors that count as answers: the model is busy, or the canary exceeds the model's limits.
 _ANSWERS = ("UNAVAILABLE", "INVALID_ARGUMENT")
 
 
 @dataclass
 class _Target:
     model: HostedModel
-    slowest_s: float | None = None  # answer so far
+    slowest_s: float | None = None  # its slowest answer so far
     faults: list[str] = field(default_factory=list)  # since its last answer
     silent_since: float | None = None
 
 
 class Computed(dict[tuple[int, int], float]):
-    """Processor time of processes so far, in seconds, by their ids and starts."""
+    """CPU time of processes so far, in seconds, by (process id, start time)."""
 
     def since(self, before: Computed) -> float:
-        """Return the time that processes of this list have taken since an earlier one."""
+        """Return the CPU time in seconds that these processes have used since `before`."""
         return sum(max(cpu_s - before.get(key, 0.0), 0.0) for key, cpu_s in self.items())
 
 
 def computed_by(root: int) -> Computed:
-    """Return the processor time of a process and of all below it."""
+    """Return the CPU time of a process and of all its descendants."""
     states = {pid: process_state(pid) for pid in (root, *descendants(root))}
     return Computed({(n, state.started): state.cpu_s for n, state in states.items() if state})
 
 
 class Canaries:
-    """Asks each model in a task of its own; calls `leave` with what does not answer and why."""
+    """Sends canaries to each model in a task of its own; reports a model that fails to `leave`."""
 
     def __init__(
         self,
@@ -68,20 +68,20 @@ class Canaries:
         leave: Callable[[str], None],
         computed: Callable[[], Computed] = lambda: computed_by(os.getpid()),
     ) -> None:
-        """Start to ask; `computed` returns the processor time so far of this server's processes."""
+        """Start the tasks; `computed` returns the CPU time of this server's processes so far."""
         self._hosted, self._times, self._leave = hosted, times, leave
         self._computed = computed
         self._targets = [_Target(model) for model in hosted.models.values()]
         self._tasks = [asyncio.create_task(self._run(each)) for each in self._targets]
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop sending canaries."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def is_ready(self) -> bool:
-        """Return whether a request would be answered."""
+        """Return whether every model answers, or has only been busy for a short time."""
         latest = time.monotonic() - _LONGEST_READY_S
         return not any(
             each.faults or (each.silent_since is not None and each.silent_since < latest)
@@ -106,7 +106,7 @@ class Canaries:
         since, before = 0.0, Computed()
         try:
             await asyncio.wait((asked,), timeout=patience_s / 2)
-            if not asked.done():  # only then: it reads all of /proc, next to the server's work
+            if not asked.done():  # reading all of /proc is too expensive for every canary
                 since, before = time.monotonic(), await asyncio.to_thread(self._computed)
             await asyncio.wait_for(asked, patience_s / 2)
         except TimeoutError:
@@ -124,7 +124,7 @@ class Canaries:
             if taken_s < _COMPUTES * (now - since):
                 target.faults.append(f"has not answered a canary for {now - began:.0f} s")
             return
-        except Exception as error:  # whatever it is, requests of clients would get it too
+        except Exception as error:  # of any kind: a client's request would get it too
             if not isinstance(error, InferError) or error.grpc_code not in _ANSWERS:
                 target.silent_since = None
                 target.faults.append(f"answers a canary with: {error}")

@@ -1,4 +1,4 @@
-"""Facts about a server and its models, in the form of JSON that KServe's protocol has for them."""
+"""Metadata, configuration and statistics of a server and its models, as KServe's JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXTENSIONS = (
     *("sequence", "model_repository", "model_configuration", "binary_tensor_data", "parameters"),
     *("statistics", "generate"),
 )
-# Protobuf 5.26 has renamed the option.
+# Protobuf 5.26 renamed the option that prints default values.
 _EVERY_FIELD = next(
     name
     for name in ("always_print_fields_with_no_presence", "including_default_value_fields")
@@ -28,7 +28,7 @@ _EVERY_FIELD = next(
 
 
 def api_description() -> dict[str, Any]:
-    """Return the description of KServe's protocol over HTTP, as these ports speak it."""
+    """Return the OpenAPI description of KServe's protocol over HTTP as this server speaks it."""
     schemas = schemas_of((SentRequest, GenerateRequest, IndexRequest))
     calls: dict[tuple[str, str], Any] = dict.fromkeys(
         ("get", path)
@@ -45,7 +45,7 @@ def api_description() -> dict[str, Any]:
 
 
 def server_metadata() -> dict[str, Any]:
-    """Return name and version of this server."""
+    """Return name, version and extensions of this server."""
     return {
         "name": "slipway",
         "version": metadata.version("slipway-serving"),
@@ -54,7 +54,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def found_model(models: Mapping[str, HostedModel], name: str, version: str) -> HostedModel:
-    """Return a model of a name, and of a version unless that is "". Raises InferError."""
+    """Return a model; version "" stands for its default version. Raises InferError."""
     first = models.get(name)
     model = first.versions.get(version or first.version) if first is not None else None
     if model is None:
@@ -85,7 +85,7 @@ def model_metadata(model: HostedModel) -> dict[str, Any]:
 
 
 def config_message(model: HostedModel) -> Any:
-    """Return the configuration of a model, with what it serves among its parameters."""
+    """Return a model's configuration message; parameters `slipway_...` say what it serves."""
     config = model.config.__class__()
     config.CopyFrom(model.config)
     for key, value in model.about.items():
@@ -94,10 +94,10 @@ def config_message(model: HostedModel) -> Any:
 
 
 def config_json(model: HostedModel) -> Mapping[str, Any]:
-    """Return the configuration of a model."""
+    """Return the configuration of a model as JSON."""
     options: dict[str, Any] = {"preserving_proto_field_name": True, _EVERY_FIELD: True}
     found = json_format.MessageToDict(config_message(model), **options)
-    for tensor in (*found["input"], *found["output"]):  # numbers of 64 bits are texts there
+    for tensor in (*found["input"], *found["output"]):  # protobuf's JSON has int64 as strings
         tensor["dims"] = [int(size) for size in tensor["dims"]]
     return found
 
@@ -107,18 +107,18 @@ def statistics_json(
 ) -> dict[str, Any]:
     """Return the statistics of all models, or of one. Raises InferError."""
     if not name:
-        every = [each for model in models.values() for each in model.versions.values()]
-        return {"model_stats": [each.statistics.as_json() for each in every]}
-    try:
-        model = found_model(models, name, version)
-    except InferError:
-        raise InferError(f"requested model '{name}' is not available") from None
-    found = [model] if version else model.versions.values()
-    return {"model_stats": [each.statistics.as_json() for each in found]}
+        found = [each for model in models.values() for each in model.versions.values()]
+    else:
+        try:
+            model = found_model(models, name, version)
+        except InferError:
+            raise InferError(f"requested model '{name}' is not available") from None
+        found = [model] if version else [*model.versions.values()]
+    return {"model_stats": [model.statistics.as_json() for model in found]}
 
 
 def index_json(models: Mapping[str, HostedModel]) -> list[dict[str, str]]:
-    """Return the list of the models, all of which are ready."""
+    """Return the repository index; every model of a loaded repository is ready."""
     return [
         {"name": name, "version": version, "state": "READY"}
         for name, model in models.items()

@@ -1,8 +1,7 @@
-"""A model with an engine, in a process of its own, with the arguments FD and FOLDER.
+"""The process of a model with an engine, started with the arguments FD and FOLDER.
 
-The server's process sends orders over the connection FD, and gets batches of answers: all that has
-come meanwhile goes out at once. The engine thereby shares no interpreter with the protocols.
-FOLDER, the model's, is for the list of processes alone.
+The server process sends orders over the connection FD and gets answers in batches. The engine thus
+shares no interpreter lock with the protocols. FOLDER only shows in the process list.
 """
 
 from __future__ import annotations
@@ -27,28 +26,27 @@ from inference.backend.requests import InferRequest, ModelError, Outputs
 from inference.system.parent_process import end_with_parent
 from inference.system.process_memory import import_modules
 
-LOST = 0  # the number of an answer that no order asked for: why the engine has failed
+LOST = 0  # number of the unsolicited answer that says why the engine has failed
 READ_METRICS = "read metrics"
-# Tensors of a request that its client has not read: each is as large as the whole answer, and the
-# next ones are not made before.
+# Responses of a request that may wait for its client; the model pauses then. In tensors, each is as
+# large as the whole answer so far.
 MOST_UNREAD = 64
-# With all that a model imports when it is loaded, and a forked rank.
+# Import everything that loading a model and a forked rank need.
 _MODULES = ("inference.engine.engine", "inference.ranks.worker")
 
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """An order to load a model, into the engine of the one before where the two agree."""
+    """An order to load a model; it reuses the previous model's engine if the two agree."""
 
     kind: type[EngineModel]
     arguments: ModelArguments
 
 
 class ModelProcess(Answering):
-    """This process as the server around its model.
+    """Receives the orders of the server process and sends it the model's answers in batches.
 
-    One thread takes orders, whatever the others do: the server's process never waits for its
-    answers. Those that have come meanwhile are sent together.
+    The main thread only takes orders, so that the server process never blocks on sending one.
     """
 
     most_unread = MOST_UNREAD
@@ -59,22 +57,22 @@ class ModelProcess(Answering):
         self._model: EngineModel | None = None
         self._metrics: ModelMetrics | None = None
         self._batch: list[tuple[int, Any]] = []
-        self._steps = 0  # of the engine, as reported
+        self._steps = 0  # the engine's step count as last reported
 
     def show(self, metrics: ModelMetrics) -> None:
-        """Keep metrics for the orders that read them."""
+        """Keep the metrics for READ_METRICS orders."""
         self._metrics = metrics
 
     def warn(self, message: str) -> None:
-        """Write to the server's log."""
+        """Write a warning to the server's log."""
         sys.stderr.write(f"warning: {message}\n")
 
     def leave(self, reason: str) -> None:
-        """Report that the engine has failed, once every request has its answer."""
+        """Report the engine's failure, after the answers to its requests."""
         self._say(LOST, lambda: reason)
 
     def serve(self, number: int, order: Any) -> NoReturn:
-        """Obey a first order, and others until the server's process closes the connection."""
+        """Execute a first order, then others until the server process closes the connection."""
         self._thread.start()
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -97,23 +95,23 @@ class ModelProcess(Answering):
             self.note(number, order)
 
     def _load(self, order: LoadOrder) -> str:
-        """Load a model; return why that is impossible, "" if it is not."""
+        """Load a model; return the reason if it cannot be loaded, or else ""."""
         model = order.kind()
         model.former, self._model = self._model, None
         try:
             model.load(order.arguments, self)
-        except Exception as error:  # whatever a model's files hold
+        except Exception as error:  # bad files can cause errors of any kind
             text = str(error) or type(error).__name__
             return text.encode(errors="surrogateescape").decode(errors="replace")
         self._model = model
         return ""
 
     def _say(self, number: int, answer: Callable[[], Any]) -> None:
-        """Have the answer to an order sent, after those before it."""
+        """Queue the answer to an order behind the earlier ones."""
         self._calls.put(lambda: self._batch.append((number, answer())))
 
     def _send(self, key: int, outputs: Outputs, *, final: bool, queued_s: float) -> None:
-        portable = {name: _portable(each) for name, each in outputs.items()}
+        portable = {name: _portable(value) for name, value in outputs.items()}
         self._batch.append((key, (portable, final, queued_s)))
 
     def _fail(self, key: int, error: ModelError) -> None:
@@ -123,13 +121,13 @@ class ModelProcess(Answering):
         steps = self._steps if self._model is None else self._model.engine.steps
         if self._batch or steps != self._steps:
             self._steps, batch, self._batch = steps, self._batch, []
-            with contextlib.suppress(OSError):  # the server's process has ended
+            with contextlib.suppress(OSError):  # the server process has ended
                 data = pickle.dumps((steps, batch), pickle.HIGHEST_PROTOCOL)
                 self._connection.send_bytes(data)
 
 
 def _portable(value: Any) -> Any:
-    """Return an output for a process without torch."""
+    """Return an output that a process without torch can unpickle."""
     if not hasattr(value, "is_contiguous"):
         return value
     import torch
@@ -141,15 +139,15 @@ def _portable(value: Any) -> Any:
 
 
 def main() -> None:
-    """Serve one model until the server's process ends."""
+    """Serve one model until the server process ends."""
     end_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT):  # the server's process ends this one
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server process ends this one
         signal.signal(number, signal.SIG_IGN)
     import_modules(_MODULES)
     connection = Connection(int(sys.argv[1]))
     try:
         number, order = pickle.loads(connection.recv_bytes())
-    except EOFError:  # the server needs no engine
+    except EOFError:  # the server has no use for this process
         return
     fork_ranks(order.arguments)
     ModelProcess(connection).serve(number, order)

@@ -1,7 +1,7 @@
-"""The start of an engine's process, perhaps before it is known what it will serve.
+"""Starts engine processes, also before it is known what they will serve.
 
-Light to import: the process of the first engine starts, and imports torch, while the server's own
-process still imports its protocols.
+This module is light to import, so that the first engine process can start and import torch while
+the server process still imports its protocols.
 """
 
 from inference.system.parent_process import LinkedProcess, checkout_program
@@ -11,20 +11,20 @@ _early: list[LinkedProcess] = []
 
 
 def start_early(folder: str) -> None:
-    """Start the process that `started_engine` will return first."""
+    """Start the first engine process ahead of time; `started_engine` will return it."""
     _early.append(LinkedProcess(_PROGRAM, [folder]))
 
 
 def started_engine(folder: str) -> LinkedProcess:
-    """Return a process; it ends with the thread that has started it.
+    """Return an engine process; it ends with the thread that has started it.
 
-    `folder`, that of the models, is for the list of processes alone.
+    `folder`, that of the models, only shows in the process list.
     """
     return _early.pop() if _early else LinkedProcess(_PROGRAM, [folder])
 
 
 def end_early() -> None:
-    """End a process that no engine has taken."""
+    """End a process that was started early and that no engine has taken."""
     while _early:
         process = _early.pop()
         process.link.close()

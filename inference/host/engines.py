@@ -1,4 +1,4 @@
-"""Models with an engine, each in a process of its own, as the server's process asks them."""
+"""The server process's side of the models with an engine, each of which has its own process."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from inference.host.engine_process import LOST, READ_METRICS, LoadOrder
 from inference.host.engine_start import started_engine
 from inference.server.processes import how_ended
 
-_AT_ONCE = 16  # requests, between which the loop reads its sockets
+_AT_ONCE = 16  # requests to wake before the event loop reads its sockets again
 _END_S = 10.0  # for the ranks to end
 _GONE_S = 0.5
-# The answers to an order that came together.
+# Batches of answers to one order.
 _Answers = asyncio.Queue[Sequence[Any]]
 
 
 class EngineProcess:
-    """The process of one engine; it ends with this one.
+    """The process of one engine; it ends with the server process.
 
     Attributes:
-        steps: that the engine has made, as far as it has said.
+        steps: the engine's step count as last reported.
     """
 
     def __init__(self, folder: Path, lose: Callable[[str], None]) -> None:
-        """Start it for the model of a folder; `lose` is called with the reason once it has failed.
+        """Start it for the model in `folder`; `lose` is called with the reason if it fails.
 
-        It ends with the thread that starts it, which is the event loop's.
+        The process ends with the thread that starts it, which must be the event loop's.
         """
         self.steps = 0
         self._name, self._lose = folder.name, lose
@@ -46,11 +46,11 @@ class EngineProcess:
         self._process = started_engine(str(folder.parent))
         self._link = self._process.link
         self._loop = asyncio.get_running_loop()
-        self._due: dict[int, list[Any]] = {}  # that no request was woken for, by order
+        self._due: dict[int, list[Any]] = {}  # undelivered answers by the number of their order
         self._loop.add_reader(self._link.fileno(), self._read)
 
     async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
-        """Load a model, see `LoadOrder`. Raises ValueError if that is impossible."""
+        """Load a model, see `LoadOrder`. Raises ValueError if it cannot be loaded."""
         if problem := await self._asked(LoadOrder(kind, arguments)):
             raise ValueError(problem)
 
@@ -62,9 +62,9 @@ class EngineProcess:
     async def infer(
         self, request: InferRequest, *, queued: Callable[[float], None] = lambda _: None
     ) -> Responses:
-        """Yield the responses, each with whether it is the last. Raises ModelError.
+        """Yield (outputs, is final) for each response. Raises ModelError.
 
-        Closing it gives the request up. `queued` gets the seconds in the engine's queue.
+        Closing the generator cancels the request. `queued` gets the seconds in the engine's queue.
         """
         tokens: list[list[int]] = []
         final = False
@@ -72,7 +72,7 @@ class EngineProcess:
             try:
                 while not final:
                     batch = [*await answers.get()]
-                    while not answers.empty():  # its client is slow
+                    while not answers.empty():  # the client is slow
                         batch += answers.get_nowait()
                     for count, answer in enumerate(batch, start=1):
                         if isinstance(answer, ModelError):
@@ -84,7 +84,7 @@ class EngineProcess:
                             for ids, new in zip(tokens, outputs[TOKENS], strict=True):
                                 ids += new
                             if count < len(batch):
-                                continue  # what comes next has these, too
+                                continue  # the next response includes these tokens
                             outputs = {TOKENS: tokens}
                         if final:
                             queued(waited_s)
@@ -104,7 +104,7 @@ class EngineProcess:
 
     @contextlib.contextmanager
     def _order(self, order: Any) -> Any:
-        """Send an order; yield its number and its answers."""
+        """Send an order; yield its number and the queue of its answers."""
         number = next(self._numbers)
         answers = self._waiting[number] = _Answers()
         try:
@@ -116,12 +116,12 @@ class EngineProcess:
     def _send(self, number: int, order: Any) -> None:
         try:
             self._link.send_bytes(pickle.dumps((number, order), pickle.HIGHEST_PROTOCOL))
-        except OSError:  # it has ended, or was closed
+        except OSError:  # the process has ended, or the link was closed
             if (answers := self._waiting.get(number)) is not None:
                 answers.put_nowait([ModelError("the model's process has ended", "UNAVAILABLE")])
 
     def _read(self) -> None:
-        """Take all that has come, so that a slow client's request finds its tokens together."""
+        """Read everything that has arrived, so that a slow client gets its tokens in one piece."""
         batch: list[tuple[int, Any]] = []
         try:
             while self._link.poll():
@@ -130,7 +130,7 @@ class EngineProcess:
         except (EOFError, OSError):
             self._loop.remove_reader(self._link.fileno())
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GONE_S)  # memory is given back before its status is known
+                self._process.wait(_GONE_S)  # it closes the link before its memory is freed
             status = self._process.returncode
             reason = "has ended" if status is None else how_ended(status)
             batch.append((LOST, f"its process {reason}"))
@@ -144,7 +144,7 @@ class EngineProcess:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake a few requests; the loop reads its sockets, and more answers, before the next."""
+        """Wake a few requests, and let the event loop read its sockets before the next few."""
         for number in [*itertools.islice(self._due, _AT_ONCE)]:
             came = self._due.pop(number)
             if (answers := self._waiting.get(number)) is not None:
@@ -159,7 +159,7 @@ class EngineProcess:
         self._lose(text)
 
     async def close(self) -> None:
-        """End the engine, and its ranks; may be called again."""
+        """End the engine and its ranks; may be called more than once."""
         if self._link.closed:
             return
         self._loop.remove_reader(self._link.fileno())

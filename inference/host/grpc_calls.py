@@ -1,6 +1,6 @@
-"""KServe's protocol over gRPC: checks a call, and answers it with the models of this process.
+"""KServe's protocol over gRPC: checks each call and answers it with the served models.
 
-gRPC itself refuses messages that are too large. Of a call that is refused, no message is read.
+gRPC itself refuses messages that are too large. No message of a refused call is read.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from inference.host.messages import FINAL_PARAMETER, infer_response, with_bytes
 from inference.host.models import HostedModel
 
 _NO_STREAMS = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-# Requests of one stream that are answered at a time; more are read once one of them has its answer.
+# Concurrent requests of one stream; the next one is read once one of them has its answer.
 _MOST_AT_ONCE = 256
-_MOST_UNREAD = 64  # answers of one stream that wait for its client; models wait meanwhile
+_MOST_UNREAD = 64  # answers of one stream that its client has not read; models wait beyond that
 _READY_ANSWER = b"\x08\x01"  # of ServerLive, ServerReady, and Health/Check: true, SERVING
-# An error's text: clients refuse more than 8 KiB of metadata, in which a byte may take three.
+# Clients refuse more than 8 KiB of metadata, where percent-encoding turns a byte into three.
 _MOST_REASON_BYTES = 2 << 10
 _CODES = {
     HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
@@ -60,7 +60,7 @@ _CODES = {
 
 
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
-    """Answers calls of gRPC at a port."""
+    """Answers the gRPC calls of a port."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         logs: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """Take the models and the port; `logs` writes a line for each call."""
+        """With `logs`, write a line of the access log for each call."""
         self._context, self._port = context, port
         self._named = partial(named_call, logs=logs, tracer=tracer)
 
@@ -94,9 +94,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     def _short(
         self, name: str, call: str, refused: tuple[grpc.StatusCode, str] | None = None
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a call that is refused, or asks for health, which needs no token.
+        """Return the handler of a refused call or of a health check, which needs no token.
 
-        It is one of a stream, of which no message is read.
+        Its type is a stream, so that gRPC reads no message.
         """
 
         async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -115,8 +115,8 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             return await self._whole(call, owner, request, context)
 
     async def _whole(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
-        # The call is ended outside of the block that caught the error: an error that is raised
-        # there refers to the other, whose frames hold the request, and itself.
+        # Abort outside of the except block: inside, the error of abort would refer to the caught
+        # one, whose traceback holds the request and forms a reference cycle.
         try:
             with self._context.use() as hosted:
                 return await self._answered(hosted, call, owner, request, context)
@@ -148,7 +148,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     async def _answered(
         self, hosted: Hosted, call: str, owner: str | None, request: bytes, context: Any
     ) -> bytes:
-        """Return the answer to a call. Raises RejectedError."""
+        """Return the serialized answer to a call. Raises RejectedError."""
         if call == rules.INFER_CALL:
             sessions = partial(self._namespace, owner, context)
             model, sent, asked = await self._read(hosted, request, sessions)
@@ -171,21 +171,21 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         try:
             read = read_message_head if raw and len(data) < MOST_HEAD_BYTES else read_message
             sent = await self._context.workers.check(read, data, len(request), size_bytes=len(data))
-        except RejectedError as error:  # the others of a stream go on
+        except RejectedError as error:  # an InferError does not end the stream of other requests
             raise InferError(str(error)) from None
         model = found_model(hosted.models, sent.model_name, sent.model_version)
         whole = memoryview(request)
-        parts = [whole[each] for each in raw]
+        parts = [whole[position] for position in raw]
         return model, sent, with_bytes(model, sent, parts, sessions)
 
     async def _streamed(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the answers as they come, those of all requests of the stream mixed.
+        """Yield the answers to all requests of a stream as they arrive, interleaved.
 
-        A stream may stay open for days: each of its requests goes to the models of its own time.
-        One that is refused ends the stream once those before it are answered. A client that reads
-        nothing keeps its models waiting, and no more than a few of their answers.
+        A stream may stay open for days: each request uses the models that are current when it
+        arrives. A refused request ends the stream after the answers to earlier ones. A client that
+        does not read blocks its models, so that few answers wait in memory.
         """
         sessions = partial(self._namespace, owner, context)
         answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MOST_UNREAD)
@@ -213,9 +213,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     latest = asyncio.create_task(answer(request, latest))
                     tasks.add(latest)
                     latest.add_done_callback(tasks.discard)
-            except Exception as error:  # of the connection
+            except Exception as error:  # the connection has failed
                 await answers.put(error)
-            await _ended(latest)  # and thereby all of them
+            await _ended(latest)  # each task waits for the one before it
             await answers.put(None)
 
         reading = asyncio.create_task(read())
@@ -236,9 +236,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         sessions: Callable[[], Namespace],
         before: asyncio.Task[None] | None,
     ) -> AsyncIterator[bytes]:
-        """Yield the answers to one request of a stream, or the error in their place.
+        """Yield the answers to one request of a stream, or its error.
 
-        Those of models with one response come in the order of the requests: after those `before`.
+        Models with one response answer in the order of the requests: after the task `before`.
         """
         model: HostedModel | None = None
         sent = SentRequest()
@@ -270,7 +270,7 @@ async def _ended(task: asyncio.Task[None] | None) -> None:
 
 
 def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:
-    """Return the status of gRPC for a refusal, and its reason, shortened."""
+    """Return the gRPC status of a refusal and its reason, truncated."""
     if isinstance(error, InferError):
         code = grpc.StatusCode[error.grpc_code]
     else:
@@ -284,7 +284,7 @@ def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:
 def _stream_error(error: InferError, model: HostedModel | None, sent: SentRequest) -> bytes:
     text = str(error)
     if model is not None and model.decoupled and error.grpc_code != "INVALID_ARGUMENT":
-        text = f"{error.grpc_code}: {text}"  # streams carry no code
+        text = f"{error.grpc_code}: {text}"  # errors on streams have no field for the code
     answer = service_pb2.ModelStreamInferResponse(error_message=text)
     answer.infer_response.id = sent.id
     if model is not None:
@@ -294,7 +294,7 @@ def _stream_error(error: InferError, model: HostedModel | None, sent: SentReques
 
 
 def _filled(answer: Any, found: dict[str, Any]) -> Any:
-    """Return a message with facts in JSON, without those that it has no field for."""
+    """Fill a message from JSON; keys that it has no field for are ignored."""
     return json_format.ParseDict(found, answer, ignore_unknown_fields=True)
 
 
@@ -302,7 +302,7 @@ _ANSWERS: dict[str, Callable[[Hosted, Any], Any]] = {
     "ModelReady": lambda hosted, asked: service_pb2.ModelReadyResponse(
         ready=hosted.has(asked.name, asked.version)
     ),
-    # It has no parameters: ModelConfig has them.
+    # The message has no field for parameters; ModelConfig has one.
     "ModelMetadata": lambda hosted, asked: _filled(
         service_pb2.ModelMetadataResponse(),
         model_metadata(found_model(hosted.models, asked.name, asked.version)),

@@ -1,4 +1,4 @@
-"""A loaded repository behind the ports of its own process."""
+"""A loaded repository as the protocols use it: its models, their probes and their metadata."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from inference.host.triton import TritonRepository
 
 
 class Hosted:
-    """The models of a repository, none before it is loaded.
+    """The models of a repository.
 
     Attributes:
-        repository: where they come from.
-        models: by name.
-        endpoint: answers OpenAI's requests, once it is opened.
+        repository: the source of the models.
+        models: by name; empty before they are loaded.
+        endpoint: OpenAI's endpoint, None before it is opened.
     """
 
     def __init__(self, repository: Repository | TritonRepository) -> None:
@@ -33,13 +33,16 @@ class Hosted:
         self._probes: dict[str, dict[str, Array] | None] = {}
 
     def take_over(self, former: Hosted) -> None:
-        """Let `load` put its weights into another's engines, where their models agree."""
+        """Let `load` reuse the engines of `former` for models that agree."""
         assert isinstance(self.repository, Repository)
         assert isinstance(former.repository, Repository)
         self.repository.former = former.repository
 
     async def load(self, say: Callable[[str], None]) -> None:
-        """Load every model, and send each a small request. Raises UnservedError."""
+        """Load every model and send it a small request; `say` reports progress.
+
+        Raises UnservedError.
+        """
         await self.repository.load(say)
         models, folder = self.repository.models, self.repository.folder
         for name, model in models.items():
@@ -55,26 +58,26 @@ class Hosted:
         self.models = models
 
     def _identity(self, model: HostedModel) -> dict[str, str]:
-        """Return what a model serves, nothing for a text model or an ensemble."""
+        """Return which checkpoint a model serves; empty for a text model or an ensemble."""
         parameters = parameters_of(model.config)
         if "model_type" not in parameters:
             return {}
         return served_identity(weights_of(model, self.repository.folder), parameters)
 
     async def _problem(self, model: HostedModel) -> str:
-        """Return why a model does not answer, "" where it does."""
+        """Return why a model does not answer, "" if it does."""
         try:
             await self.ask(model)
         except InferError as error:
             if model.is_known:
                 return f"model {model.name} did not answer a first small request: {error}"
-            model.takes_canaries = False  # another's model may take no such request
+            model.takes_canaries = False  # a third-party model may not accept such a request
         return ""
 
     async def ask(self, model: HostedModel, *, is_canary: bool = False) -> None:
-        """Send a model a small request, if there is one. Raises InferError.
+        """Send a model its small request, if it has one. Raises InferError.
 
-        A model of sessions gets none: a canary would wait behind those that users hold.
+        A model with sessions gets none: a canary would wait for a slot that sessions hold.
         """
         tensors = self._probes[model.name]
         if tensors is None or is_interactive(model.config):
@@ -84,22 +87,22 @@ class Hosted:
         await model.answer(InferRequest(dict(tensors), is_canary=is_canary))
 
     def has(self, name: str, version: str) -> bool:
-        """Return whether a version of a model, "" for any, is served."""
+        """Return whether a model is served in a version, "" for any version."""
         model = self.models.get(name)
         return model is not None and version in ("", *model.versions)
 
     def every_model(self) -> list[HostedModel]:
-        """Return the models, every version."""
+        """Return every version of every model."""
         return [each for model in self.models.values() for each in model.versions.values()]
 
     def advanced(self) -> int:
-        """Return a number that grows with the work that is finished: requests and steps."""
+        """Return a progress counter: finished responses plus steps of the engines."""
         models = self.repository.models
         steps = sum(each.steps for each in engines_of(models))
         return steps + sum(model.responses for model in models.values())
 
     def open_sessions(self) -> int:
-        """Return the number of sessions that may go on."""
+        """Return the number of open sessions."""
         return sum(model.sessions.count() for model in self.models.values())
 
     async def close(self) -> None:
@@ -109,17 +112,17 @@ class Hosted:
 
 
 def weights_of(model: HostedModel, repository: Path | None) -> Path | None:
-    """Return the folder of a model's weights, None for one that cannot be read here."""
+    """Return the folder of a model's weights, None if this process cannot read it."""
     parameters = parameters_of(model.config)
-    named, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
-    folder = None if named is None else Path(named)
+    path, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
+    folder = None if path is None else Path(path)
     if folder is None and repository is not None and tp_size is not None:
         folder = repository / model.name / model.version / f"{tp_size}-gpu"
     return folder if folder is not None and (folder / CONFIG_NAME).is_file() else None
 
 
 def _hidden_size(weights: Path | None) -> int | None:
-    """Return the width of the hidden states that an encoder takes, None where it is not known."""
+    """Return the width of the hidden states that an encoder takes, None if unknown."""
     if weights is None:
         return None
     _, config = read_config(weights)

@@ -1,4 +1,4 @@
-"""KServe's protocol over HTTP: admits a request, and answers it with the models of this process."""
+"""KServe's protocol over HTTP: checks each request and answers it with the served models."""
 
 from __future__ import annotations
 
@@ -57,14 +57,13 @@ _ONE_RESPONSE = (
     "generates various number of responses"
 )
 _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction policy"
-# An answer's bytes; smaller ones are not compressed.
-_LEAST_COMPRESSED_BYTES = 1 << 10
-_MOST_INLINE = 1 << 12  # elements of outputs: some milliseconds in JSON
+_LEAST_COMPRESSED_BYTES = 1 << 10  # smaller JSON answers are not compressed
+_MOST_INLINE = 1 << 12  # elements of outputs that the event loop encodes in a few milliseconds
 _T = TypeVar("_T")
 
 
 class KServeHttp:
-    """Answers requests of HTTP."""
+    """Answers HTTP requests."""
 
     def __init__(self, context: FrontContext[Hosted]) -> None:
         self._context = context
@@ -88,7 +87,7 @@ class KServeHttp:
             return refusal(error, {"error": str(error)})
 
     async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request for metrics."""
+        """Answer one request to the metrics port."""
         try:
             is_open = request.method in ("GET", "HEAD") and request.path == _METRICS_PATH
             self._admitted(request, is_open=is_open)
@@ -104,18 +103,18 @@ class KServeHttp:
             return refusal(error, {"error": str(error)})
 
     def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
-        """Return the holder of a request's token; refuse it where its body does not matter."""
+        """Check a request without its body; return the owner of its token. Raises RejectedError."""
         self._guard.check_page(request.headers)
         owner = None
         if not rules.is_health(request.path):
             owner = self._guard.token_owner(request.headers.get("Authorization"))
-        # No character of a path has a second spelling.
+        # Percent-encoded paths are refused: each path has one spelling.
         if not is_open or request.raw_path.partition("?")[0] != request.path:
             raise RejectedError(rules.CLOSED, HTTPStatus.FORBIDDEN)
         return owner
 
     def _sessions(self, request: web.BaseRequest, owner: str | None) -> Namespace:
-        """Return the sessions of a client."""
+        """Return the namespace of the client's sessions."""
         ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
         (address, port, *_), (_, own_port, *_) = ends
         return self._context.sessions.namespace(owner, address, port, own_port)
@@ -130,7 +129,7 @@ class KServeHttp:
         version: str,
         action: str,
     ) -> web.StreamResponse:
-        """Answer a request with a body, of the holder of a token. Raises RejectedError."""
+        """Answer a POST request; `owner` is the owner of its token. Raises RejectedError."""
         if not model:
             if body:
                 await self._context.workers.check(check_index, body, size_bytes=len(body))
@@ -161,7 +160,7 @@ class KServeHttp:
         if raw:
             response.headers[_JSON_LENGTH] = str(len(answer))
         if raw or len(answer) > _LEAST_COMPRESSED_BYTES:
-            response.enable_compression()  # where the client takes that
+            response.enable_compression()  # if the client accepts it
         return response
 
     async def _generated(
@@ -190,7 +189,7 @@ class KServeHttp:
 
 
 def _got(hosted: Hosted, path: str, model: str, version: str, action: str) -> web.StreamResponse:
-    """Answer a request without a body. Raises RejectedError."""
+    """Answer a GET request. Raises RejectedError."""
     if path in (rules.LIVE_PATH, rules.READY_PATH):
         return web.Response(content_type="text/plain")
     if path == rules.OPENAPI_PATH:
@@ -208,7 +207,7 @@ def _got(hosted: Hosted, path: str, model: str, version: str, action: str) -> we
 
 
 def _json_length(request: web.BaseRequest, body: bytes) -> int:
-    """Return how much of a body is JSON. Raises RejectedError."""
+    """Return the length of the JSON in a body. Raises RejectedError."""
     lengths = request.headers.getall(_JSON_LENGTH, [])
     if len(lengths) > 1:
         raise RejectedError(f"{_JSON_LENGTH} is given twice")
@@ -216,7 +215,7 @@ def _json_length(request: web.BaseRequest, body: bytes) -> int:
 
 
 async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[Outputs, None]:
-    """Yield the responses of a model that have outputs. Raises InferError."""
+    """Yield a model's non-empty responses. Raises InferError."""
     async with contextlib.aclosing(model.infer(request)) as responses:
         async for outputs, _ in responses:
             if outputs:
@@ -224,7 +223,7 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
 
 
 async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:
-    """Return what writes outputs, in a thread where there are many elements."""
+    """Run an encoder of outputs, in a thread if they have many elements."""
     for value in outputs.values():
         if math.prod(value.shape) > _MOST_INLINE // len(outputs):
             return await asyncio.to_thread(write)
@@ -236,7 +235,7 @@ async def _streamed(
     frames: AsyncGenerator[Outputs, None],
     encoded: Callable[[Outputs], bytes],
 ) -> web.StreamResponse:
-    """Send the frames as events; an error before the first decides the status of the answer."""
+    """Send the frames as events; an error before the first frame sets the HTTP status."""
     response = event_stream(request)
     last = b""
     try:

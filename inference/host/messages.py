@@ -1,4 +1,4 @@
-"""Requests to a model with their bytes, and the responses, in JSON and as messages of gRPC."""
+"""Decoding of requests with binary tensors, and encoding of responses as JSON and for gRPC."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from inference.host.models import HostedModel
 from inference.host.tensors import DATATYPE_NAMES, array_of, compact_json, json_elements, raw_of
 
 FINAL_PARAMETER = "triton_final_response"
-_quoted = functools.lru_cache(maxsize=1024)(compact_json)  # names of models and outputs
-# Parameters of `generate` that other servers read: order and time of requests, and their stream.
+_quoted = functools.lru_cache(maxsize=1024)(compact_json)  # for names of models and outputs
+# Parameters of `generate` for other servers' scheduling and streaming; accepted and ignored.
 _WITHOUT_EFFECT = frozenset({"priority", "timeout", "stream"})
 
 
 def check_parameters(model: HostedModel, sent: SentRequest) -> None:
-    """Check that a model may read what is neither an input nor a parameter of the protocol.
+    """Refuse parameters that are neither inputs nor known to the protocol.
 
-    It would have no effect on a model of this project. Raises InferError.
+    This project's models would ignore them. Raises InferError.
     """
     unknown = sorted(sent.parameters.others().keys() - _WITHOUT_EFFECT)
     if unknown and not model.takes_parameters:
@@ -38,7 +38,7 @@ def check_parameters(model: HostedModel, sent: SentRequest) -> None:
 
 
 def _turn(parameters: RequestParameters, sessions: Callable[[], Namespace]) -> SessionTurn | None:
-    """Return the turn of a session that a request is, None if it belongs to none."""
+    """Return the session turn of a request, None if it belongs to no session."""
     if not parameters.sequence_id:
         return None
     return SessionTurn(
@@ -49,15 +49,15 @@ def _turn(parameters: RequestParameters, sessions: Callable[[], Namespace]) -> S
 
 
 def parts_of(sent: SentRequest, rest: memoryview) -> list[memoryview]:
-    """Return the bytes of each input without values, from those that follow the JSON of a request.
+    """Split the bytes that follow the JSON of a request into those of each binary input.
 
-    Raises InferError if they are not as many as their parameters say.
+    Raises InferError if their number differs from the sum of `binary_data_size`.
     """
     parts, end = list[memoryview](), 0
-    for each in sent.inputs:
-        if each.data is None:
-            if (size := each.parameters.binary_data_size) is None:
-                raise InferError(f"input '{each.name}' has neither data nor binary_data_size")
+    for tensor in sent.inputs:
+        if tensor.data is None:
+            if (size := tensor.parameters.binary_data_size) is None:
+                raise InferError(f"input '{tensor.name}' has neither data nor binary_data_size")
             parts.append(rest[end : end + size])
             end += size
     if end != len(rest):
@@ -74,26 +74,26 @@ def with_bytes(
     raw: Sequence[memoryview],
     sessions: Callable[[], Namespace],
 ) -> InferRequest:
-    """Return a request to a model with the bytes of each input without values.
+    """Return a request to a model; `raw` holds the bytes of each input without `data`.
 
     Raises InferError.
     """
     tensors: dict[str, Array] = {}
     parts, fits = iter(raw), sent.fitting is model
-    for each in sent.inputs:
+    for tensor in sent.inputs:
         if not fits:
-            _check_type(model, sent, each, tensors)
-        if each.data is not None:
-            tensors[each.name] = each.data
+            _check_type(model, sent, tensor, tensors)
+        if tensor.data is not None:
+            tensors[tensor.name] = tensor.data
             continue
-        named = f"'{each.name}' for model '{model.name}'"
+        named = f"'{tensor.name}' for model '{model.name}'"
         if (part := next(parts, None)) is None:
             raise InferError(f"unable to find data for input tensor {named} in request.")
-        value = array_of(part, each.datatype, each.shape, name=named)
-        tensors[each.name] = value.astype(np.float32) if each.datatype == "BF16" else value
+        value = array_of(part, tensor.datatype, tensor.shape, name=named)
+        tensors[tensor.name] = value.astype(np.float32) if tensor.datatype == "BF16" else value
     if next(parts, None) is not None:
         raise InferError(f"unexpected additional input data for model '{model.name}'")
-    turn, wanted = _turn(sent.parameters, sessions), tuple(each.name for each in sent.outputs)
+    turn, wanted = _turn(sent.parameters, sessions), tuple(output.name for output in sent.outputs)
     others = sent.parameters.others() if model.takes_parameters else {}
     return InferRequest(tensors, wanted, turn, sent.id, parameters=others, fits=fits)
 
@@ -101,7 +101,7 @@ def with_bytes(
 def _check_type(
     model: HostedModel, sent: SentRequest, tensor: SentTensor, before: Mapping[str, Array]
 ) -> None:
-    """Check that an input is of the model's type, and not among those before. Raises InferError."""
+    """Refuse a duplicate input, or one with another type than the model's. Raises InferError."""
     about = f"[request id: {sent.id or '<id_unknown>'}] "
     if tensor.name in before:
         raise InferError(f"{about}input '{tensor.name}' already exists in request")
@@ -116,7 +116,7 @@ def _check_type(
 def json_answer(
     model: HostedModel, sent: SentRequest, outputs: Outputs
 ) -> tuple[bytes, list[bytes]]:
-    """Return the JSON of an answer to `infer`, and the bytes of the outputs that follow it."""
+    """Return the JSON of an answer to `infer`, and the binary outputs that follow it."""
     described, raw = list[bytes](), list[bytes]()
     for name, value in outputs.items():
         datatype, shape = DATATYPE_NAMES[value.dtype], ",".join(map(str, value.shape))
@@ -138,11 +138,11 @@ def json_answer(
 
 
 def generated(model: HostedModel, sent: SentRequest, outputs: Outputs) -> bytes:
-    """Return the JSON of an answer to `generate`: one value or a list for each output."""
+    """Return the JSON of an answer to `generate`: a single value or a list for each output."""
     answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
     answer |= session_parameters(model, sent.parameters)
     answer |= {"id": sent.id} if sent.id else {}
-    fields = {name: compact_json(each) for name, each in answer.items()}
+    fields = {name: compact_json(value) for name, value in answer.items()}
     for name, value in outputs.items():
         row = json_elements(value)
         fields[name] = row if math.prod(value.shape) == 1 else b"[%b]" % row
@@ -151,14 +151,14 @@ def generated(model: HostedModel, sent: SentRequest, outputs: Outputs) -> bytes:
 
 
 def session_parameters(model: HostedModel, given: RequestParameters) -> dict[str, Any]:
-    """Return the parameters of an ensemble's answer: the session that the client has named."""
+    """Return the parameters of an ensemble's answer: the client's session, as Triton does."""
     if not model.is_ensemble:
         return {}
     return given.model_dump(include={"sequence_id", "sequence_start", "sequence_end"})
 
 
 def infer_response(model: HostedModel, sent: SentRequest, outputs: Outputs) -> Any:
-    """Return the ModelInferResponse with some outputs."""
+    """Return the ModelInferResponse with these outputs."""
     answer = service_pb2.ModelInferResponse(
         model_name=model.name, model_version=model.version, id=sent.id
     )
@@ -166,7 +166,7 @@ def infer_response(model: HostedModel, sent: SentRequest, outputs: Outputs) -> A
         kind = (
             "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
         )
-        if kind == "int64":  # of 64 bits, with a sign there
+        if kind == "int64":  # ids are unsigned, the field is signed
             value = (value + (1 << 63)) % (1 << 64) - (1 << 63)
         setattr(answer.parameters[key], f"{kind}_param", value)
     for name, value in outputs.items():

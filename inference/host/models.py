@@ -1,4 +1,4 @@
-"""The models of a repository as they are served: what they take, and how they answer."""
+"""The served models of a repository: their signatures, checks of requests, and answers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMEN
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One input or output of a model; sizes of -1 in `dims` stand for any."""
+    """One input or output of a model; -1 in `dims` stands for any size."""
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     is_optional: bool = False
-    reshape: tuple[int, ...] | None = None  # what the model itself gets, without the batch
+    reshape: tuple[int, ...] | None = None  # shape inside the model, without the batch axis
 
 
 def _facts(tensor: Any) -> TensorFacts:
@@ -51,58 +51,58 @@ def _facts(tensor: Any) -> TensorFacts:
 
 
 class OpenSessions:
-    """The sessions of a model that may go on, each with whatever keeps it.
+    """The open sessions of a model, each with the instance that holds its cache.
 
-    One that has paused for `idle_s` seconds is forgotten.
+    A session that is idle for `idle_s` seconds is dropped.
     """
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
-        # By id: its keeper, and when it was last used, on the monotonic clock.
+        # By id: the instance, and the time of the last use on the monotonic clock.
         self._open: dict[int | str, tuple[Any, float]] = {}
 
-    def take(self, turn: SessionTurn, keeper: Callable[[], Any]) -> Any:
-        """Return what keeps the session of a turn, a new `keeper` for a new one.
+    def take(self, turn: SessionTurn, choose: Callable[[], Any]) -> Any:
+        """Return the instance of a turn's session; `choose` returns one for a new session.
 
-        One that is unknown and does not start is refused by the model, and not open.
+        A turn of an unknown session that does not start one opens none; the model refuses it.
         """
         known = self._open.pop(turn.session_id, None)
-        found = keeper() if known is None else known[0]
+        instance = choose() if known is None else known[0]
         if not turn.ends and (turn.starts or known is not None):
             self.count()
-            self._open[turn.session_id] = found, time.monotonic()
-        return found
+            self._open[turn.session_id] = instance, time.monotonic()
+        return instance
 
     def has(self, session_id: int | str) -> bool:
-        """Return whether a session may go on."""
+        """Return whether a session is open."""
         return session_id in self._open
 
     def forget(self, session_id: int | str) -> None:
-        """Note that a session cannot go on."""
+        """Drop a session."""
         self._open.pop(session_id, None)
 
     def count(self) -> int:
-        """Return the number of sessions that may go on."""
-        begun = time.monotonic() - self._idle_s
-        self._open = {key: each for key, each in self._open.items() if each[1] > begun}
+        """Drop idle sessions; return the number of open ones."""
+        oldest = time.monotonic() - self._idle_s
+        self._open = {key: value for key, value in self._open.items() if value[1] > oldest}
         return len(self._open)
 
 
 class HostedModel:
-    """A model by its name; subclasses answer.
+    """A served model; subclasses implement `_answer`.
 
     Attributes:
-        config: its configuration, the message of Triton's schema.
+        config: its configuration, a message of Triton's schema.
         decoupled: whether it answers with any number of responses.
-        statistics: of its requests.
-        versions: those that are served of it, this one among them.
-        sessions: those that may go on.
+        statistics: counts and times of its requests.
+        versions: all served versions of the model, this one included.
+        sessions: its open sessions.
         forms: types and shapes of the inputs by name.
-        responses: how many it has given.
+        responses: number of responses so far.
         about: which checkpoint it serves, in which types, by which version of this project.
-        takes_canaries: whether it answers a small request soon, however busy it is.
-        is_known: whether it is this project's, or NVIDIA's, and answers such a request at all.
-        takes_parameters: whether it may read parameters of requests.
+        takes_canaries: whether it answers a canary soon, however busy it is.
+        is_known: whether it is this project's or NVIDIA's, which always answer a small request.
+        takes_parameters: whether it may read request parameters.
     """
 
     takes_canaries = is_known = True
@@ -126,13 +126,13 @@ class HostedModel:
         self._reshapes = any(each.reshape is not None for each in self.inputs.values())
 
     def shape(self, tensor: TensorFacts) -> list[int]:
-        """Return the shape of a tensor in requests."""
+        """Return the shape of a tensor in requests, with the batch axis if the model has one."""
         return [*([-1] if self._is_batched else []), *tensor.dims]
 
     async def infer(self, request: InferRequest) -> Responses:
-        """Yield the responses, each with whether it is the last. Raises InferError.
+        """Yield (outputs, is final) for each response. Raises InferError.
 
-        Closing it gives the request up.
+        Closing the generator cancels the request.
         """
         with _Counted(self, request) as counted:
             async with contextlib.aclosing(self._answer(self._checked(request))) as responses:
@@ -141,7 +141,7 @@ class HostedModel:
                     yield response
 
     async def answer(self, request: InferRequest) -> Outputs:
-        """Return the outputs of the last response that has some. Raises InferError."""
+        """Return the outputs of the last non-empty response. Raises InferError."""
         with _Counted(self, request) as counted:
             last: Outputs = {}
             async with contextlib.aclosing(self._answer(self._checked(request))) as responses:
@@ -156,17 +156,17 @@ class HostedModel:
     def _wanted(self, request: InferRequest, values: Mapping[str, Any]) -> Outputs:
         """Return the outputs that a request wants."""
         names = request.wanted or self.outputs
-        return {name: each for name, each in values.items() if name in names}
+        return {name: value for name, value in values.items() if name in names}
 
     def rows_of(self, request: InferRequest) -> int:
-        """Return the number of rows of a request that fits the model."""
+        """Return the batch size of a checked request."""
         tensor = next(iter(request.tensors.values()), None)
         return len(tensor) if self._is_batched and tensor is not None and tensor.ndim else 1
 
     def _checked(self, request: InferRequest) -> InferRequest:
-        """Return a request that fits, as the model takes it.
+        """Check a request against the signature and reshape it for the model.
 
-        Raises InferError, in Triton's words.
+        Raises InferError with Triton's wording.
         """
         if not request.fits:
             self._check(request)
@@ -216,24 +216,24 @@ class HostedModel:
         return rows
 
     def _reshaped(self, request: InferRequest) -> InferRequest:
-        """Return a request with its tensors in the shapes that the model itself takes."""
+        """Return a request with its tensors in the shapes that the model's `reshape` asks for."""
         changed = {
-            name: value.reshape((*value.shape[: self._is_batched], *own))
+            name: value.reshape((*value.shape[: self._is_batched], *shape))
             for name, value in request.tensors.items()
-            if (own := self.inputs[name].reshape) is not None and -1 not in own
+            if (shape := self.inputs[name].reshape) is not None and -1 not in shape
         }
         return replace(request, tensors=request.tensors | changed) if changed else request
 
 
 class _Counted:
-    """A request to a model, which its statistics count."""
+    """Counts a request in its model's statistics, with its time and its outcome."""
 
     def __init__(self, model: HostedModel, request: InferRequest) -> None:
         describe_model(model.name)
         self._model, self._request = model, request
         turn = request.turn
         self._is_new = turn is not None and not model.sessions.has(turn.session_id)
-        self._reason = "CANCELED"  # why it has failed, "" once it has not
+        self._reason = "CANCELED"  # of the failure; "" after success
 
     def __enter__(self) -> _Counted:
         self._model.statistics.pending += 1
@@ -241,7 +241,7 @@ class _Counted:
         return self
 
     def note(self, *, final: bool) -> None:
-        """Note a response."""
+        """Count a response."""
         self._model.responses += 1
         if final:
             self._reason = ""
@@ -255,11 +255,11 @@ class _Counted:
         elif isinstance(error, InferError):
             self._reason = _REASONS.get(error.grpc_code, "OTHER")
             turn = self._request.turn
-            if turn is not None and self._is_new:  # a server that ends would wait for its next one
+            if turn is not None and self._is_new:  # a stopping server would wait for its next turn
                 model.sessions.forget(turn.session_id)
-        elif isinstance(error, Exception):  # of this program
+        elif isinstance(error, Exception):  # an internal error
             self._reason = "OTHER"
-        # A model that is busy has not failed.
+        # A canary that a busy model refuses is not a failure.
         is_busy = self._request.is_canary and self._reason in ("REJECTED", "CANCELED")
         if not self._reason:
             statistics.succeeded(model.rows_of(self._request), taken_ns)
@@ -271,7 +271,7 @@ HostedInstance = EngineProcess | TensorModel
 
 
 class HostedInstances(HostedModel):
-    """A model that this process loads: its instances, which take requests in turn."""
+    """A model that this server loads; its instances take requests in turn."""
 
     def __init__(self, config: Any, version: str, instances: Sequence[HostedInstance]) -> None:
         super().__init__(config, version)
@@ -295,18 +295,18 @@ class HostedInstances(HostedModel):
             raise InferError(str(error), error.code) from None
 
     def _instance(self, request: InferRequest) -> HostedInstance:
-        """Return an instance: of a session the one that has it."""
+        """Return the next instance, or the one that holds the request's session."""
         if request.turn is None or not self.keeps_sessions:
             return next(self._turns)
-        found: HostedInstance = self.sessions.take(request.turn, lambda: next(self._turns))
-        return found
+        instance: HostedInstance = self.sessions.take(request.turn, lambda: next(self._turns))
+        return instance
 
 
 class HostedEnsemble(HostedModel):
-    """Models in a row, each of which takes tensors of the request or of those before it."""
+    """A chain of models; each step takes tensors of the request or of earlier steps."""
 
     def __init__(self, config: Any, version: str, models: Mapping[str, HostedModel]) -> None:
-        """Take the models of the steps by name. Raises ValueError for steps that cannot run."""
+        """Look up the models of the steps. Raises ValueError for steps that do not fit together."""
         super().__init__(config, version)
         self._steps = tuple(
             (models[step.model_name], dict(step.input_map), dict(step.output_map))
@@ -346,12 +346,12 @@ class HostedEnsemble(HostedModel):
     async def _run(
         self, number: int, request: InferRequest, values: Mapping[str, Any]
     ) -> Responses:
-        """Run the steps from one on, for each response of those before it."""
+        """Run the steps from `number` on, once for each response of the step before."""
         if number == len(self._steps):
             yield values, True
             return
         model, takes, gives = self._steps[number]
-        tensors = {own: values[name] for own, name in takes.items() if name in values}
+        tensors = {tensor: values[name] for tensor, name in takes.items() if name in values}
         step = InferRequest(
             tensors,
             wanted=tuple(gives),
@@ -361,15 +361,15 @@ class HostedEnsemble(HostedModel):
         )
         async with contextlib.aclosing(model.infer(step)) as responses:
             async for outputs, final in responses:
-                made = {name: outputs[own] for own, name in gives.items() if own in outputs}
-                rest = self._run(number + 1, request, {**values, **made})
+                new = {name: outputs[key] for key, name in gives.items() if key in outputs}
+                rest = self._run(number + 1, request, {**values, **new})
                 async with contextlib.aclosing(rest) as frames:
-                    async for each, is_last in frames:
-                        yield each, final and is_last
+                    async for results, is_last in frames:
+                        yield results, final and is_last
 
 
 def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineProcess]:
-    """Yield the processes of engines, every instance."""
+    """Yield the engine process of every instance of every model."""
     for model in models.values():
         if isinstance(model, HostedInstances):
             yield from (each for each in model.instances if isinstance(each, EngineProcess))

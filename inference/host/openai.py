@@ -1,6 +1,6 @@
-"""OpenAI's protocol in front of the models of this process."""
+"""OpenAI's protocol on top of the served models."""
 
-# Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place; B rows, E hidden
+# Shapes: n candidates, S prompt, L prompt and answer, W top tokens per position; B rows, E hidden
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from inference.front.openai.prepare import ModelFacts
 from inference.host.hosted import Hosted, weights_of
 from inference.host.models import HostedModel
 
-_TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
+_TEXT_MODELS = ("preprocessing", "tokenizer")  # for generating models, and for encoders
 _HIDDEN = "output_hidden_state"
-_DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
+_DEFAULT_CONTEXT = 4096  # the engine's, if neither model nor parameters set one
 _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
 
 
 async def open_endpoint(
     context: FrontContext[Hosted], hosted: Hosted, options: OpenAIOptions
 ) -> OpenAIEndpoint:
-    """Return the endpoint of loaded models.
+    """Return OpenAI's endpoint for loaded models.
 
-    Raises ValueError if none is a text model, or no tokenizer can be read here.
+    Raises ValueError if no model takes token ids, or this process can read no tokenizer.
     """
     repository = hosted.repository.folder
     models = {
@@ -55,13 +55,13 @@ async def open_endpoint(
         tokenizer = repository / texts_model / "1" / parameters.get("tokenizer_path", ".")
     if tokenizer is None or not tokenizer.is_dir():
         raise ValueError(
-            "the repository has no folder with a tokenizer that could be read here; export it with "
-            "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
+            "the repository has no tokenizer folder that this server can read; export it with its "
+            "text models (export.triton_deployment.ensemble=true), or name a folder with the "
             "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
         )
     end_ids = _token_ids(parameters.get("end_id", ""))
-    named = parameters.get("end_ids")
-    others = _token_ids(named) if named else all_end_tokens(tokenizer)
+    further = parameters.get("end_ids")
+    others = _token_ids(further) if further else all_end_tokens(tokenizer)
     texts = CodecFiles(
         tokenizer,
         kind=parameters.get("tokenizer_type") or None,
@@ -83,19 +83,19 @@ async def open_endpoint(
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
-    """Return the tokens that a parameter of a text model names."""
-    return tuple(int(each) for each in text.split(",") if each.strip())
+    """Return the token ids in a comma-separated parameter."""
+    return tuple(int(part) for part in text.split(",") if part.strip())
 
 
 def _takes_tokens(model: HostedModel) -> bool:
-    """Return whether a model completes or encodes token ids, without sessions."""
+    """Return whether a model completes or encodes token ids and has no sessions."""
     answers = {"request_output_len", "max_output_len"} & model.inputs.keys()
     is_known = "input_ids" in model.inputs and (answers or _HIDDEN in model.outputs)
     return bool(is_known) and not model.keeps_sessions
 
 
 def model_facts_of(model: HostedModel, repository: Path | None) -> ModelFacts:
-    """Return what the endpoint has to know of a model, from its parameters and its config.ini."""
+    """Return the facts that the endpoint needs, from a model's parameters and its config.ini."""
     parameters, folder = parameters_of(model.config), weights_of(model, repository)
     context_len, vocab_size = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT)), None
     if folder is not None:
@@ -116,7 +116,7 @@ def model_facts_of(model: HostedModel, repository: Path | None) -> ModelFacts:
 
 
 class HostedGenerator:
-    """One model of this process that completes or encodes token ids."""
+    """One served model that completes or encodes token ids."""
 
     def __init__(self, model: HostedModel, facts: ModelFacts) -> None:
         self.facts = facts
@@ -125,12 +125,12 @@ class HostedGenerator:
     async def generate(
         self, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[Sequence[Candidate], None]:
-        """Yield the candidates, whole, and before as they grow. Closing it cancels the job.
+        """Yield the candidates while they grow, and at last complete. Closing it cancels the job.
 
-        `job` holds the inputs. Without `streams` candidates that still grow need not come. Raises
-        RejectedError if the model refuses the request, or cannot answer.
+        `job` holds the inputs. Without `streams` the incomplete ones may be left out. Raises
+        RejectedError if the model refuses the request or cannot answer.
         """
-        is_scored = "num_log_probs" in job  # scores come with tensors alone
+        is_scored = "num_log_probs" in job  # only tensors carry scores, not token lists
         wanted = ["output_ids", "sequence_length", *(_SCORES if is_scored else ())]
         request = InferRequest(dict(job), wanted, streams=streams, wants_tokens=not is_scored)
         prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
@@ -156,11 +156,11 @@ class HostedGenerator:
 
 
 def _candidates(outputs: Outputs, prompt_len: int) -> list[Candidate]:
-    """Return the candidates in a model's outputs, which return so many tokens of the prompt."""
+    """Return the candidates in a model's outputs, which begin with `prompt_len` prompt tokens."""
     ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
     found = []
     for row in range(len(ids)):
-        own, top_ids, top = (outputs[n][row, 0] if n in outputs else None for n in _SCORES)
+        scores = (outputs[name][row, 0] if name in outputs else None for name in _SCORES)
         tokens = ids[row, 0, prompt_len : int(lengths[row, 0])].tolist()
-        found.append(Candidate(tokens, own, top_ids, top))
+        found.append(Candidate(tokens, *scores))
     return found

@@ -1,7 +1,7 @@
-"""The process of a server: it listens, loads a repository, and serves it.
+"""The server process: it listens, loads a repository, and serves it.
 
-At SIGTERM it is not ready any more, answers the requests that it has, refuses others with a time
-after which to try again, and ends.
+After SIGTERM it is no longer ready, finishes running requests, refuses new ones with a
+Retry-After, and ends.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from inference.host.repository import Repository, UnservedError, try_texts
 from inference.host.triton import TritonRepository
 
 _POLL_S = 0.02
-_END_S = 0.5  # for the last answers to be sent, and for engines to stop
+_END_S = 0.5  # to send the last answers and stop the engines
 _TRITON_END_S = 15.0  # for a tritonserver to end
-_SEND_S = 0.3  # for the answers of a failed engine
-_USED_S = 1.0  # between two notes that clients ask
-_TURN_S, _HANG_S = 5.0, 120.0  # of the event loop, which waits for nothing else
+_SEND_S = 0.3  # to send the answers of a failed engine
+_USED_S = 1.0  # between two reports to the owner that clients send requests
+_TURN_S, _HANG_S = 5.0, 120.0  # watchdog: reset period, and limit for one turn of the event loop
 _TRY_S = 120.0  # for the text models of a new repository to load
-_LEAVING = "the server is ending; send the request to another, or again later"
-_ENDED = "what serves the new repository ended while it loaded; the log says why"
+_LEAVING = "the server is shutting down; send the request to another server, or again later"
+_ENDED = "the process that loads the new repository ended; the log says why"
 _STARTING = "the server is starting; send the request again later"
 _NOT_EXCHANGED = (
-    "weights are exchanged in this project's own server alone, and not of models whose sessions "
-    "would be lost"
+    "weights can be exchanged only in this project's own server, and only if no model has "
+    "sessions, which would be lost"
 )
 
 
@@ -57,11 +57,11 @@ def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
 
 
 async def _serve_and_exit(host: "_Host") -> NoReturn:
-    """Serve, and end the process without its threads: one may load a model for minutes."""
+    """Serve, then exit without waiting for threads: one may load a model for minutes."""
     status = await host.serve()
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for each in others:
-        each.cancel()
+    for task in others:
+        task.cancel()
     if others:
         await asyncio.wait(others, timeout=_END_S)
     sys.stderr.flush()
@@ -69,7 +69,7 @@ async def _serve_and_exit(host: "_Host") -> NoReturn:
 
 
 async def _watch_loop() -> None:
-    """End the process, with the stack of each thread in the log, once the event loop hangs."""
+    """Exit, with the stack of each thread in the log, if the event loop hangs."""
     try:
         while True:
             faulthandler.dump_traceback_later(_HANG_S, exit=True)
@@ -88,7 +88,7 @@ class _Host:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> int:
-        """Listen, load, follow the owner's orders, and finish what has begun at the end."""
+        """Listen, load, execute the owner's orders; at the end finish the running requests."""
         settings = self._settings
         self._link = OwnerLink(self._connection)
         self._workers = Workers()
@@ -141,13 +141,13 @@ class _Host:
                 await asyncio.wait_for(end, limit_s)
 
     async def _follow(self) -> None:
-        """Load the repository, and open OpenAI's protocol, if wanted; then follow orders."""
+        """Load the repository, open OpenAI's port if configured, then execute orders."""
         hosted, settings = self._context.current, self._settings
         try:
             await self._load(hosted)
             if settings.openai is not None:
                 await self._listen(self._answer_openai, "openai", logs=settings.openai.access_log)
-        except Exception as error:  # whatever the files hold, the owner gets the reason
+        except Exception as error:  # of any kind: the owner gets the reason
             if not isinstance(error, (OSError, ValueError)):
                 traceback.print_exc()
             sys.stderr.flush()
@@ -163,13 +163,13 @@ class _Host:
             await (self._exchange_weights if order.exchanges else self._reload)(order.repository)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work in a task; the event loop itself keeps none alive."""
+        """Run work in a task and hold a reference to it, which the event loop does not."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, hosted: Hosted) -> None:
-        """Have canaries sent to the models, in place of those before."""
+        """Send canaries to these models instead of the former ones."""
         if self._canaries is not None:
             await self._canaries.close()
         self._canaries = Canaries(hosted, self._settings.canaries, leave=self._leave)
@@ -181,9 +181,9 @@ class _Host:
         hosted.endpoint = await open_endpoint(self._context, hosted, self._settings.openai)
 
     async def _exchange_weights(self, source: str) -> None:
-        """Serve a repository with the engines of the present one, where their models agree.
+        """Load a repository into the current engines, for models that agree.
 
-        Requests under way end before, and others are refused meanwhile. From then on a failure ends
+        Running requests finish first, and new ones are refused meanwhile. A failure after that ends
         the process.
         """
         try:
@@ -199,21 +199,21 @@ class _Host:
         new.take_over(await self._context.exchange(new))
         try:
             await self._load(new)
-        except Exception as error:  # whatever it was, nothing is served any more
+        except Exception as error:  # of any kind: no model is loaded now
             self._leave(f"the weights of {source} could not be loaded: {error}")
             return
         await self._watch(new)
         self._link.tell(models=[*new.models])
 
     async def _reload(self, source: str) -> None:
-        """Serve a repository as it is now; requests under way end where they began.
+        """Serve a repository as it is now; running requests finish with the former models.
 
-        What its files hold is read in a process of its own before this one reads it.
+        A separate process reads its files first, in case they are bad.
         """
         if (new := await self._reloaded(source)) is None:
             return
         self._keep(self._exchange(new))
-        await asyncio.sleep(0)  # it has begun: requests go to the new one
+        await asyncio.sleep(0)  # lets the task start: new requests go to the new models
         await self._watch(new)
         self._link.tell(models=[*new.models])
 
@@ -221,7 +221,7 @@ class _Host:
         await (await self._context.exchange(new)).close()
 
     async def _reloaded(self, source: str) -> Hosted | None:
-        """Return a repository as it is now, None where it cannot be served."""
+        """Load a repository; return None if that fails, after the owner has the reason."""
         new: Hosted | None = None
         trial = Workers(1, work_s=_TRY_S)
         try:
@@ -231,7 +231,7 @@ class _Host:
                 await trial.run(try_texts, Path(source), size_bytes=0)
             new = Hosted(self._repository(source))
             await self._load(new)
-        except Exception as error:  # whatever it was, the one that is there goes on
+        except Exception as error:  # of any kind: the current repository stays
             self._link.tell(kept=str(error) or _ENDED)
             if new is not None:
                 await new.close()
@@ -266,7 +266,7 @@ class _Host:
             raise RejectedError(_STARTING, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _answered(self) -> None:
-        """Return once no request is being answered, and no session is open."""
+        """Wait until no request is running and no session is open."""
         hosted = self._context.current
         while self._context.users() or hosted.open_sessions():
             await asyncio.sleep(_POLL_S)
@@ -279,13 +279,13 @@ class _Host:
 
     async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
         with self._context.use() as hosted:
-            if hosted.endpoint is None:  # while weights are exchanged
+            if hosted.endpoint is None:  # weights are being exchanged
                 raise web.HTTPServiceUnavailable(text=_STARTING, headers={"Retry-After": "1"})
             response: web.StreamResponse = await hosted.endpoint.answer(request)
         return response
 
     def _leave(self, reason: str) -> None:
-        """End the process once what the failed engine has answered is sent."""
+        """End the process soon after a failure; answers that are ready are sent first."""
         self._is_leaving = True
         sys.stderr.write(f"error: {reason}\n")
         self._link.tell(lost=reason)
@@ -295,7 +295,7 @@ class _Host:
     async def _end(self) -> NoReturn:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._answered(), _SEND_S)
-        await asyncio.sleep(_POLL_S)  # an answer is sent after its models were used
+        await asyncio.sleep(_POLL_S)  # the last answer is sent after its `use` block ends
         os._exit(1)
 
     def _fail(self, error: Exception) -> int:

@@ -1,4 +1,4 @@
-"""Models that a tritonserver runs: each request goes there by gRPC, and its responses come back."""
+"""Models that a tritonserver runs: requests are forwarded to it over gRPC."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from inference.host.release_2_51 import Cancellations
 from inference.host.tensors import array_of, raw_of
 from inference.system.supervision import CANARY_PARAMETER
 
-# The beginning of an error on a stream, which carries no status; without it the request is wrong.
+# Errors on streams have no status field: their text begins with one of these names, unless the
+# request itself is invalid.
 _ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
 
 
 class TritonConnection:
-    """The connection to a tritonserver at a target of gRPC."""
+    """The connection to a tritonserver at a gRPC target."""
 
     def __init__(self, target: str) -> None:
         self.channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
@@ -38,8 +39,7 @@ class TritonConnection:
 class RemoteModel(HostedModel):
     """A model of a tritonserver.
 
-    A canary is not sent to one that would keep it waiting behind long requests: without
-    `takes_canaries`.
+    `takes_canaries` is False for a server that would queue a canary behind long requests.
     """
 
     takes_parameters = True
@@ -53,7 +53,7 @@ class RemoteModel(HostedModel):
         self._server = server
 
     def _reshaped(self, request: InferRequest) -> InferRequest:
-        return request  # the server does that
+        return request  # tritonserver reshapes by itself
 
     async def _answer(self, request: InferRequest) -> Responses:
         if request.turn is not None and self.keeps_sessions:
@@ -73,19 +73,19 @@ class RemoteModel(HostedModel):
                 answer = reply.infer_response
                 final = answer.parameters[FINAL_PARAMETER].bool_param
                 yield _outputs(answer), final
-                if final:  # what the server has ended itself need not be cancelled
+                if final:  # let the server end the stream, so that it is not cancelled
                     with contextlib.suppress(grpc.aio.AioRpcError):
                         await _uncancelled(call.read())
                     return
             yield {}, True  # releases before 2.34 do not say which response is the last
         except grpc.aio.AioRpcError as error:
             raise InferError(error.details() or "", error.code().name) from None
-        except asyncio.CancelledError:  # of this task, or of the call: the server is leaving
+        except asyncio.CancelledError:  # of this task, or of the call by a server that ends
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise InferError("", "UNAVAILABLE") from None
         finally:
-            if not call.done():  # the client has left, or has what it wanted
+            if not call.done():  # the client has left, or needs no more
                 self._server.cancellations.cancel(call)
 
     def _message(self, request: InferRequest) -> Any:
@@ -95,9 +95,9 @@ class RemoteModel(HostedModel):
         for name, value in request.tensors.items():
             datatype = self.inputs[name].datatype
             message.inputs.add(name=name, datatype=datatype, shape=value.shape)
-            # One of BF16 is an FP32 here.
-            own = value.astype(DATATYPES[datatype], copy=False)
-            message.raw_input_contents.append(raw_of(own))
+            # A BF16 input is held as FP32 in this process.
+            typed = value.astype(DATATYPES[datatype], copy=False)
+            message.raw_input_contents.append(raw_of(typed))
         for name in request.wanted:
             message.outputs.add(name=name)
         for name, parameter in self._parameters(request):
@@ -120,11 +120,11 @@ class RemoteModel(HostedModel):
 def remote_models(
     configs: Mapping[tuple[str, str], Any], server: TritonConnection, *, takes_canaries: bool
 ) -> dict[str, HostedModel]:
-    """Return the models of a server by name; `configs` are by name and version."""
+    """Return the models of a server by name; `configs` are by (name, version)."""
     found: dict[str, HostedModel] = {}
     for (name, version), config in sorted(configs.items(), key=lambda e: (e[0][0], int(e[0][1]))):
         model: HostedModel = RemoteModel(config, version, server, takes_canaries=takes_canaries)
-        if name in found:  # the latest answers where a request names none
+        if name in found:  # the latest version answers requests that name none
             model.versions = {**found[name].versions, version: model}
         found[name] = model
     for model in found.values():
@@ -135,7 +135,7 @@ def remote_models(
 
 
 async def _uncancelled(reply: Awaitable[Any]) -> Any:
-    """Wait for a reply without cancelling its call, as gRPC would where the wait is cancelled."""
+    """Wait for a reply; unlike gRPC's own wait, cancelling this one does not cancel the call."""
     return await asyncio.shield(asyncio.ensure_future(reply))
 
 
@@ -148,6 +148,6 @@ def _outputs(answer: Any) -> Outputs:
 
 
 def stream_error(text: str) -> InferError:
-    """Return the error where a stream ends with one."""
+    """Return the error that a stream's error message stands for."""
     kind, _, rest = text.partition(": ")
     return InferError(rest, kind) if kind in _ON_STREAMS else InferError(text)

@@ -1,6 +1,6 @@
-"""A repository's models, read and loaded for this project's own server.
+"""Reads and loads a repository's models for this project's own server.
 
-Nothing of a repository is run: a model's script only names which of this project's models it is.
+It runs no code of the repository: a model's script only selects one of this project's models.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from inference.host.models import (
 
 _MODULES = "inference.backend."
 _ELSEWHERE = "serve this repository with deploy.server=tritonserver"
-# This project's models, as scripts of repositories import them.
+# This project's models, as the scripts in repositories import them.
 _SCRIPTS = {
     ("python_backend", "GenerationModel"),
     ("encoder_backend", "EncoderModel"),
@@ -53,8 +53,8 @@ _SCRIPTS = {
     ("text_models", "Postprocessing"),
     ("text_models", "QueryTokenizer"),
 }
-# Fields of a configuration that this server follows, or that say how tritonserver batches and
-# copies: engines batch by themselves.
+# Configuration fields that this server implements, or can ignore because they only tune
+# tritonserver's batching and copying: engines do their own batching.
 _FIELDS = {
     *("name", "platform", "backend", "version_policy", "max_batch_size", "input", "output"),
     *("batch_input", "instance_group", "default_model_filename", "parameters"),
@@ -65,7 +65,7 @@ _ENSEMBLE, _NVIDIA = "ensemble", "fastertransformer"
 
 
 class UnservedError(ValueError):
-    """A repository cannot be served; `problems` has the reason of each model."""
+    """A repository cannot be served; `problems` has a reason for each model."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -76,18 +76,18 @@ class Repository:
     """The models of a folder, by name.
 
     Attributes:
-        configs: the configuration of each, and the version that is served.
-        former: the one whose engines this one takes over where their models agree; it is given up.
+        configs: each model's configuration and the version that is served.
+        former: a repository whose engines `load` reuses for models that agree; it is closed.
     """
 
     former: Repository | None = None
 
     def __init__(self, folder: Path, *, leave: Callable[[str], None], workers: Workers) -> None:
-        """Read what a folder of models says; `leave` is called once one of them has failed.
+        """Read the configurations in a folder; `leave` is called once a model has failed.
 
-        Processes of `workers` answer large requests to its text models.
+        Large requests to text models run in `workers`.
 
-        Raises UnservedError for models that cannot be served here.
+        Raises UnservedError for models that this server cannot serve.
         """
         self.folder = folder
         self.models: dict[str, HostedModel] = {}
@@ -108,13 +108,13 @@ class Repository:
             raise UnservedError([f"{folder} holds no model"])
 
     async def load(self, say: Callable[[str], None]) -> None:
-        """Load every model; `say` gets a line for each. Raises UnservedError.
+        """Load every model; `say` gets a line for each.
 
-        Nothing stays loaded then.
+        Raises UnservedError, after closing the models that did load.
         """
         problems = []
         simple = [n for n, (config, _) in self.configs.items() if not _is_ensemble(config)]
-        # Engines first: text models load while their ranks start.
+        # Start engines first: text models load while ranks start.
         simple.sort(key=lambda name: not _is_engine(self.folder / name, self.configs[name][0]))
         loads = [self._loaded(name, say) for name in simple]
         loaded = await asyncio.gather(*loads, return_exceptions=True)
@@ -124,7 +124,7 @@ class Repository:
         for name, found in zip(simple, loaded, strict=True):
             if isinstance(found, HostedModel):
                 self.models[name] = found
-            else:  # whatever a model's files hold
+            else:  # an exception of any kind
                 problems.append(f"model {name}: {_readable(found)}")
         if not problems:
             problems += [self._ensemble_problem(name) for name in self._in_order()]
@@ -134,13 +134,13 @@ class Repository:
         self.models = dict(sorted(self.models.items()))
 
     def texts_place(self, name: str) -> TextsPlace:
-        """Return where other processes find a text model."""
+        """Return the description from which other processes load a text model."""
         config, version = self.configs[name]
         folder = self.folder / name
         return TextsPlace(folder, version, config.SerializeToString(), self._loaded_ns)
 
     async def metrics(self) -> list[str]:
-        """Return the lines of the metrics that the engines count. Raises RejectedError."""
+        """Return the lines of the engines' metrics. Raises RejectedError."""
         try:
             found = [each for engine in self._engines.values() for each in await engine.metrics()]
         except ModelError as error:
@@ -152,7 +152,7 @@ class Repository:
         await asyncio.gather(*(each.close() for each in self._engines.values()))
 
     def _problem_of(self, path: Path) -> str:
-        """Read a configuration; return why it cannot be served here, "" for one that can."""
+        """Read a configuration; return why it cannot be served, "" if it can."""
         try:
             config = _read_config(path)
             self.configs[path.parent.name] = config, _version(path.parent, config)
@@ -161,10 +161,10 @@ class Repository:
         return ""
 
     def _ensemble_problem(self, name: str) -> str:
-        """Add an ensemble to the models; return why that is impossible, "" if it is not."""
+        """Add an ensemble to the models; return the reason if it cannot be served, or else ""."""
         config, version = self.configs[name]
         steps = [step.model_name for step in config.ensemble_scheduling.step]
-        if absent := [each for each in steps if each not in self.models]:
+        if absent := [step for step in steps if step not in self.models]:
             return f"model {name}: the repository has no model {', '.join(absent)}"
         try:
             self.models[name] = HostedEnsemble(config, version, self.models)
@@ -173,7 +173,7 @@ class Repository:
         return ""
 
     def _in_order(self) -> Iterator[str]:
-        """Yield the ensembles, each after those that it contains."""
+        """Yield the names of the ensembles, each after the ensembles that it contains."""
         parts = {
             name: [step.model_name for step in config.ensemble_scheduling.step]
             for name, (config, _) in self.configs.items()
@@ -212,7 +212,7 @@ class Repository:
     async def _apart(
         self, place: TextsPlace, request: InferRequest, size_bytes: int
     ) -> dict[str, Array]:
-        """Answer a request to a text model in a process of its own. Raises ValueError."""
+        """Answer a request to a text model in a worker process. Raises ValueError."""
         work = answer_texts, place, request.tensors, request.turn
         try:
             return await self._workers.run(*work, size_bytes=size_bytes)
@@ -222,9 +222,9 @@ class Repository:
 
 @dataclass(frozen=True)
 class TextsPlace:
-    """A text model of a repository, for processes that load it when they are first asked.
+    """A text model of a repository, for worker processes that load it on first use.
 
-    `config` is its configuration, a message; one that was loaded later is another.
+    `config` is its serialized ModelConfig. `loaded_ns` distinguishes a reloaded repository.
     """
 
     folder: Path
@@ -234,11 +234,11 @@ class TextsPlace:
 
 
 def answer_texts(place: TextsPlace, tensors: Tensors, turn: SessionTurn | None) -> dict[str, Array]:
-    """Return the outputs of a text model, in a process of `Workers`. Raises ValueError."""
+    """Return the outputs of a text model; runs in a worker process. Raises ValueError."""
     return _texts_at(place).answer(tensors, turn)
 
 
-@functools.lru_cache(maxsize=8)  # those of a repository, and of its successor
+@functools.lru_cache(maxsize=8)  # enough for a repository and its successor
 def _texts_at(place: TextsPlace) -> TensorModel:
     config = model_config_pb2.ModelConfig.FromString(place.config)
     kind = _kind(place.folder, config)
@@ -249,7 +249,7 @@ def _texts_at(place: TextsPlace) -> TensorModel:
 
 
 def try_texts(folder: Path) -> None:
-    """Read a repository, and load its text models. Raises ValueError if one cannot be served."""
+    """Read a repository and load its text models. Raises ValueError if one cannot be served."""
     found = Repository(folder, leave=lambda _: None, workers=Workers(1))
     for name, (config, _) in found.configs.items():
         if not _is_ensemble(config) and isinstance(_kind(folder / name, config), TensorModel):
@@ -275,12 +275,12 @@ def _read_config(path: Path) -> Any:
         complete_hidden_states(completed)
         config = json_format.ParseDict(completed, config.__class__())
     if not _is_ensemble(config):
-        _kind(folder, config)  # refuses one that is not of this project
+        _kind(folder, config)  # refuses scripts that are not this project's
     return config
 
 
 def _version(folder: Path, config: Any) -> str:
-    """Return the version that is served: the latest, or the one that the configuration names."""
+    """Return the version to serve: the latest, or the one in the version_policy."""
     found = sorted(int(e.name) for e in folder.iterdir() if e.is_dir() and e.name.isdigit())
     if not found:
         raise ValueError(f"{folder} has no version, a folder such as {folder}/1")
@@ -308,7 +308,7 @@ def _is_engine(folder: Path, config: Any) -> bool:
 
 
 def _kind(folder: Path, config: Any) -> EngineModel | TensorModel:
-    """Return a new model of the kind that a folder holds. Raises ValueError for another's."""
+    """Return a new model of the kind in a folder. Raises ValueError for a third party's."""
     if config.backend == _NVIDIA:
         return fastertransformer_model(parameters_of(config))
     if config.backend != "python":
@@ -318,16 +318,16 @@ def _kind(folder: Path, config: Any) -> EngineModel | TensorModel:
     name = config.default_model_filename or "model.py"
     for script in sorted(folder.glob(f"*/{name}")):
         if found := _imported_model(script.read_text(encoding="utf-8")):
-            made = pkgutil.resolve_name(f"{_MODULES}{found[0]}:{found[1]}")()
-            assert isinstance(made, (EngineModel, TensorModel))
-            return made
+            model = pkgutil.resolve_name(f"{_MODULES}{found[0]}:{found[1]}")()
+            assert isinstance(model, (EngineModel, TensorModel))
+            return model
     raise ValueError(
         f"{name} is a program of its own, which this server does not run; {_ELSEWHERE}"
     )
 
 
 def _imported_model(text: str) -> tuple[str, str] | None:
-    """Return module and class of a script that only imports one of this project's models."""
+    """Return (module, class) if a script does nothing but import one of this project's models."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -343,6 +343,6 @@ def _imported_model(text: str) -> tuple[str, str] | None:
 
 
 def _readable(error: BaseException) -> str:
-    """Return a reason in UTF-8: names of files may hold other bytes."""
+    """Return an error's text in valid UTF-8, which file names in it may not be."""
     text = str(error) or type(error).__name__
     return text.encode(errors="surrogateescape").decode(errors="replace")

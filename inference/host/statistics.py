@@ -1,4 +1,4 @@
-"""Counts of a server's models, by the names of Triton's statistics and metrics."""
+"""Request counts and times of the served models, under Triton's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inference.backend.metrics import Sample, family_lines
 
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
-# Name without its prefix, text, and the field of ModelStatistics that it shows, "" for 0.
+# Name without its prefix, description, and the field of ModelStatistics, "" for a constant 0.
 _METRICS = (
     ("request_success", "Number of successful inference requests, all batch sizes", "successes"),
     ("request_failure", "Number of failed inference requests, all batch sizes", "failures"),
@@ -32,7 +32,7 @@ _METRICS = (
 
 @dataclass
 class ModelStatistics:
-    """Requests to one model, answered and failed, and how long they took."""
+    """Counts and times of one model's requests."""
 
     name: str
     version: str
@@ -48,7 +48,7 @@ class ModelStatistics:
     batches: dict[int, list[int]] = field(default_factory=dict)  # size to count and nanoseconds
 
     def succeeded(self, rows: int, taken_ns: int) -> None:
-        """Note a request that was answered."""
+        """Count an answered request."""
         self.successes += 1
         self.rows += rows
         self.success_ns += taken_ns
@@ -60,24 +60,24 @@ class ModelStatistics:
         batch[1] += taken_ns
 
     def queued(self, taken_ns: int) -> None:
-        """Note that a part of the time of a request was spent in the queue."""
+        """Move a part of a request's time from inference to the queue."""
         self.queue_ns += taken_ns
         self.infer_ns -= taken_ns
 
     def failed(self, reason: str, taken_ns: int) -> None:
-        """Note a request that was not, for one of the reasons that Triton counts."""
+        """Count a failed request under one of Triton's reasons."""
         self.failures[reason] += 1
         self.fail_ns += taken_ns
 
     def as_json(self) -> dict[str, Any]:
-        """Return them in the form of Triton's extension for statistics."""
+        """Return the JSON of Triton's statistics extension."""
 
         def duration(count: int, nanoseconds: int) -> dict[str, int]:
             return {"count": count, "ns": nanoseconds}
 
         def phases(count: int, infer_ns: int) -> dict[str, Any]:
-            each = (0, infer_ns, 0)
-            return {n: duration(count, ns) for n, ns in zip(_PHASES, each, strict=True)}
+            times = (0, infer_ns, 0)
+            return {n: duration(count, ns) for n, ns in zip(_PHASES, times, strict=True)}
 
         return {
             "name": self.name,
@@ -103,13 +103,13 @@ class ModelStatistics:
 
 
 def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:
-    """Yield the lines of the metrics that Triton has of each model, under its names."""
+    """Yield the lines of Triton's per-model metrics."""
     for name, text, count in _METRICS:
         samples: list[Sample] = []
         for model in models:
             value = getattr(model, count, 0)
-            each = value if isinstance(value, dict) else {"": value}
-            for reason, number in each.items():
+            by_reason = value if isinstance(value, dict) else {"": value}
+            for reason, number in by_reason.items():
                 more = {"reason": reason} if reason else {}
                 labels = {"model": model.name, **more, "version": model.version}
                 samples.append(("", labels, number // 1000 if count.endswith("_ns") else number))

@@ -1,4 +1,4 @@
-"""Tensors of requests and responses: types, bytes and shapes as KServe's protocol has them."""
+"""Encoding and decoding of tensors in KServe's protocol: types, bytes and JSON."""
 
 import math
 import struct
@@ -13,12 +13,12 @@ from inference.front.rules import InferError
 from inference.front.validation import DATATYPES
 
 DATATYPE_NAMES = {kind: name for name, kind in DATATYPES.items()}
-_AT_ONCE = 1 << 12  # elements, which take a millisecond or two
+_AT_ONCE = 1 << 12  # elements to encode in one piece, which takes a millisecond or two
 _LENGTH = struct.Struct("<I")
 
 
 def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
-    """Return the tensor in some bytes. Raises InferError for another number of them."""
+    """Return the tensor in `raw`. Raises InferError if the number of bytes does not fit."""
     count, kind = math.prod(shape), DATATYPES[datatype]
     if datatype == "BYTES":
         return _texts_of(raw, count, name).reshape(shape)
@@ -30,7 +30,7 @@ def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, na
 
 
 def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
-    """Return `count` texts, each after its length in four bytes."""
+    """Return (count,) texts; each is preceded by its length in four bytes."""
     texts, at = np.empty(count, np.object_), 0
     for number in range(count):
         start = at + _LENGTH.size
@@ -43,7 +43,7 @@ def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
 
 
 def raw_of(value: Array) -> bytes:
-    """Return the bytes of a tensor."""
+    """Return the bytes of a tensor in KServe's binary format."""
     if value.dtype != np.object_:
         return value.tobytes()
     texts = [each if isinstance(each, bytes) else str(each).encode() for each in value.reshape(-1)]
@@ -51,9 +51,9 @@ def raw_of(value: Array) -> bytes:
 
 
 def json_elements(value: Array) -> bytes:
-    """Return the elements of an output in JSON, with commas between them.
+    """Return the elements of an output in JSON, separated by commas.
 
-    They are written a piece at a time, between which other threads run.
+    It encodes in pieces, so that other threads can run in between.
     """
     flat = value.reshape(-1)
     pieces = (flat[at : at + _AT_ONCE] for at in range(0, len(flat), _AT_ONCE))
@@ -61,7 +61,7 @@ def json_elements(value: Array) -> bytes:
 
 
 def compact_json(value: Any) -> bytes:
-    """Return a value in JSON without spaces."""
+    """Return a value as JSON without spaces; NaN and Infinity are written as such."""
     return to_json(value, inf_nan_mode="constants")
 
 

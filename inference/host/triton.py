@@ -1,4 +1,4 @@
-"""A repository that a tritonserver serves to this process alone: its start, its models, its end."""
+"""A repository served by a tritonserver that only this process can reach."""
 
 from __future__ import annotations
 
@@ -36,45 +36,46 @@ from inference.system.private_folder import PrivateFolder, is_plain, plain_folde
 from inference.system.supervision import REPORTS_VARIABLE
 
 _POLL_S = 0.1
-_REPORT_S = 0.2  # for the supervisor to report an end
+_REPORT_S = 0.2  # for the supervisor to report that the server has ended
 _CALL_S = 2.0
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_ENDS_S = 10.0  # for NVIDIA's backend to leave its MPI world, and for a model to end its ranks
+_ENDS_S = 10.0  # for NVIDIA's backend to leave MPI, and for a model to end its ranks
 _KILLED_S = 5.0
 _LONGEST_REPORT = 64 * 1024
-# `/slipway-sockets-12345678/grpc:8001` takes the rest of the 108 bytes of a socket's name.
+# A socket's path has at most 108 bytes, of which `/slipway-sockets-12345678/grpc:8001` is a part.
 _LONGEST_FOLDER = 68
 
 
 class TritonRepository:
-    """The models of a tritonserver, by name; it runs from `load` to `close`.
+    """The models of a tritonserver, which runs from `load` to `close`.
 
     Attributes:
-        folder: of the models; None for those of an object store.
-        models: by name, none before they are loaded.
+        folder: the repository; None for one in an object store.
+        models: by name; empty before they are loaded.
     """
 
     def __init__(
         self, source: str, options: TritonOptions, *, leave: Callable[[str], None]
     ) -> None:
-        """Take a folder or an address, and call `leave` with the reason once a model is lost.
+        """`source` is a folder or a URL; `leave` is called with the reason once a model is lost.
 
-        Raises UnservedError for a folder that is none: tritonserver would end half a minute later.
+        Raises UnservedError if the folder does not exist: tritonserver takes half a minute to
+        notice.
         """
         self.folder = None if "://" in source else Path(source)
         if self.folder is not None and not self.folder.is_dir():
             raise UnservedError([f"{source} is not a folder"])
         self.models: dict[str, HostedModel] = {}
         self._source, self._options, self._leave = source, options, leave
-        self._held = contextlib.ExitStack()  # what a start has made, and the end removes
+        self._held = contextlib.ExitStack()  # resources of a start, which `close` releases
         self._process: LinkedProcess | None = None
         self._watching: asyncio.Task[None] | None = None
         self._reports: list[str] = []
 
     async def load(self, say: Callable[[str], None]) -> None:
-        """Start the server, and take its models once they are ready; `say` gets a line for each.
+        """Start the server and wait until its models are ready; `say` gets a line for each.
 
-        Raises UnservedError; no process is left then.
+        Raises UnservedError, after ending the server.
         """
         for name in sorted(path.parent.name for path in self._configs()):
             say(f"loading {name}")
@@ -137,7 +138,7 @@ class TritonRepository:
         self._held.callback(self._process.link.close)
 
     def _receive_reports(self, folder: Path) -> Path:
-        """Return a socket at which models say why they end."""
+        """Open a socket on which models report why they end; return its path."""
         receiver = self._held.enter_context(
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         )
@@ -152,7 +153,7 @@ class TritonRepository:
         return folder / "reports"
 
     async def _loaded_index(self) -> list[Any]:
-        """Return the list of the models, all of which are ready. Raises UnservedError."""
+        """Wait until every model is ready; return the index of models. Raises UnservedError."""
         index: list[Any] | None = None
         while index is None or any(each.state != "READY" for each in index):
             has_ended = self._end() is not None
@@ -160,13 +161,13 @@ class TritonRepository:
             if has_ended or fatal:
                 raise UnservedError(fatal)
             await asyncio.sleep(_POLL_S)
-            with contextlib.suppress(grpc.aio.AioRpcError):  # perhaps it does not listen yet
+            with contextlib.suppress(grpc.aio.AioRpcError):  # it may not listen yet
                 asked = service_pb2.RepositoryIndexRequest()
                 reply = await self._server.calls.RepositoryIndex(asked, timeout=_CALL_S)
                 index = list(reply.models)
                 failed = [each for each in index if each.state == "UNAVAILABLE"]
                 if failed:
-                    # An ensemble fails because of another model: causes first.
+                    # An ensemble fails with the model it depends on: list causes first.
                     failed.sort(key=lambda each: "depend" in each.reason)
                     raise UnservedError(
                         [f"model {each.name}: {short_reason(each.reason)}" for each in failed]
@@ -189,29 +190,29 @@ class TritonRepository:
         return None if self._process is None else self._process.poll()
 
     async def _watch(self) -> None:
-        """Have this process leave once the server or the process of a model is lost."""
+        """Call `leave` once the server or the process of a model is lost."""
         assert self._process is not None
         watch = ServerWatch(self._process.pid, names=model_of)
         while True:
             lost = watch.loss()
-            if lost:  # a model's process ends with a server whose own end is reported later
+            if lost:  # perhaps because the server itself ended, which the supervisor reports later
                 await self._ended(_REPORT_S if self._runs() else _KILLED_S)
             if (status := self._end()) is not None:
                 lost = f"tritonserver ended with status {status}"
             if lost:
-                self._kill()  # the requests that it held are answered: it is unavailable
+                self._kill()  # so that its running requests fail with "unavailable"
                 return self._leave("; ".join(self._reports) or lost)
             await asyncio.sleep(_POLL_S)
 
     def _runs(self) -> bool:
-        """Return whether more is left of the server than processes of models."""
+        """Return whether the server runs, rather than only processes of its models."""
         assert self._process is not None
         left = (pid for pid in descendants(self._process.pid) if model_of(pid) is None)
         return any(map(is_running, left))
 
     async def metrics(self) -> list[str]:
         """Return the lines of the server's own metrics. Raises RejectedError."""
-        if self._options.is_nvidias:  # old releases offer them to the whole network, or not at all
+        if self._options.is_nvidias:  # old releases serve metrics to the whole network, or not
             return []
         try:
             connector = aiohttp.UnixConnector(str(self._metrics))
@@ -230,11 +231,11 @@ class TritonRepository:
                 self._process.link.send_bytes(supervisor.KILL)
 
     async def close(self) -> None:
-        """End the server, which has answered the requests that it had."""
+        """End the server, after it has answered its requests."""
         if self._watching is not None:
             self._watching.cancel()
         if self._process is not None:
-            # Ranks that a launcher has started learn from the model itself that it ends in order.
+            # A model with externally launched ranks must itself tell them of its orderly end.
             if self._options.is_nvidias or RENDEZVOUS_VARIABLE in os.environ:
                 self._process.terminate()
                 await self._ended(_ENDS_S)
@@ -251,7 +252,7 @@ class TritonRepository:
 
 @contextlib.contextmanager
 def _sockets_folder() -> Iterator[Path]:
-    """Yield a new folder of mode 700 on this machine's disk, for sockets."""
+    """Yield a new folder for sockets, of mode 700, on a local disk."""
     place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     too_long = len(os.fsencode(place)) > _LONGEST_FOLDER
     if too_long or not is_plain(place) or not os.access(place, os.W_OK):

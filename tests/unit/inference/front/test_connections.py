@@ -25,7 +25,7 @@ def test_half_requests_displace_each_other_and_no_client() -> None:
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(
-            BoundServer(answer, most=MOST), "127.0.0.1", 0
+            BoundServer(answer, limit=MOST), "127.0.0.1", 0
         )
         port = server.sockets[0].getsockname()[1]
 
