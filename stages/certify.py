@@ -53,7 +53,7 @@ class CertifyStage(Stage):
         problems = [
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         ]
-        problems += endpoint_problems(options, "certify.")
+        problems += endpoint_problems(options, "certify.{}".format)
         if (deploy := self.deploy) is not None:
             problems += check_deploy(deploy)
             speaks_openai = deploy.openai.enabled or deploy.is_other_engine

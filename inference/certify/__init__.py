@@ -1,4 +1,4 @@
-"""Prove that a folder is what its source says: tensors, settings, texts, layers, served answers.
+"""Prove that a converted folder equals its source: tensors, settings, texts, layers, answers.
 
 The command: python -m inference.certify --help
 """

@@ -11,31 +11,32 @@ from foundations.job_options import JOB_KEYS
 from foundations.values import built, keys_of
 from inference.certify.options import CertifySection
 
-_NO_OPTIONS = (*JOB_KEYS, "source", "folder", "output_dir", "serve")
+# Keys of the section that are positional, spelled differently, or only for a job.
+_WITHOUT_FLAG = (*JOB_KEYS, "source", "folder", "output_dir", "serve")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "certify",
         """
-        Prove that a folder is what its source says, whoever converted it.
+        Prove that a converted folder equals its source, whichever program converted it.
 
-        Every tensor of the folder is compared with what the source makes of it; then the settings
-        that decide what is computed, the ids of probe texts, rendered chats, end tokens; then both
-        sides are computed, and the first layer that differs is named. certificate.json and
-        certificate.html say in their first line: equal, equal up to something, or what differs,
-        and what could not be computed.
+        Every tensor of the folder is compared with the value that the source implies, then the
+        settings that affect the computation, token ids of probe texts, rendered chats and end
+        tokens. Both models are then run, and the first layer that differs is named. The first line
+        of certificate.json and certificate.html says: equal, equal up to something, or what
+        differs, and what could not be computed.
 
         With --endpoint, a running server of OpenAI's protocol (ours, vLLM's) is asked for the log
-        probabilities of tokens, which are compared with the source's; with --training, with those
-        that a training step computed. That needs neither SOURCE nor FOLDER. With --protocol grpc or
-        http, a Triton server is asked for greedy answers, or an encoder's hidden states.
+        probabilities of tokens, which are compared with the source's. With --training, they are
+        compared with those of a training step, which needs neither SOURCE nor FOLDER. With
+        --protocol grpc or http, a Triton server is asked for greedy answers, or an encoder's hidden
+        states.
         """,
         """
-        exit status: 0 when everything that was asked was computed and is equal (up to what the
-        first line says), 1 when something differs, 2 when the two cannot be compared, 3 when
-        nothing differs and something could not be computed. An interrupted run goes on where it
-        was.
+        exit status: 0 when every requested part was computed and is equal (up to what the first
+        line says), 1 when something differs, 2 when the two cannot be compared, 3 when nothing
+        differs but a part could not be computed. An interrupted run resumes where it stopped.
         """,
         package="inference",
     )
@@ -49,34 +50,37 @@ def _parser() -> argparse.ArgumentParser:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
         help="a config.ini value the source does not state, as for the conversion")  # fmt: skip
     for key in keys_of(CertifySection):
-        flag, words = f"--{key.name.replace('_', '-')}", f"{key.text} (default {key.default})"
-        if key.name in _NO_OPTIONS:
+        flag, help_text = f"--{key.name.replace('_', '-')}", f"{key.text} (default {key.default})"
+        if key.name in _WITHOUT_FLAG:
             continue
         if bool in key.kinds:
-            add(flag, action=argparse.BooleanOptionalAction, help=words)
+            add(flag, action=argparse.BooleanOptionalAction, help=help_text)
         else:
-            numbers = (each for each in (int, float) if each in key.kinds)
-            number = next(numbers, None)
+            number = next((kind for kind in (int, float) if kind in key.kinds), None)
             is_repeated = key.is_list and number is None
-            kind = _numbers if key.is_list and number else number or str
+            kind = _integers if key.is_list and number else number or str
             add(flag, type=kind, action="append" if is_repeated else "store", metavar="X",
-                help=words)  # fmt: skip
+                help=help_text)  # fmt: skip
     return parser
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
-def _options(given: dict[str, Any]) -> CertifySection:
-    """Return what the options of the command ask for. Raises ValueError."""
-    source, folder, training = map(given.get, ("source", "folder", "training"))
-    if folder is None and ("endpoint" not in given if source else training is None):
+def _section(values: dict[str, Any]) -> CertifySection:
+    """Return the parsed options as a section, with the default output folder.
+
+    Raises:
+        ValueError: the operands are incomplete, or an option has a wrong value.
+    """
+    source, folder, training = map(values.get, ("source", "folder", "training"))
+    if folder is None and ("endpoint" not in values if source else training is None):
         raise ValueError("name SOURCE and FOLDER, or SOURCE or --training FILE with --endpoint URL")
     sibling = Path(str(folder or source or training)).absolute()
     return built(
         CertifySection,
-        {"output_dir": str(sibling.with_name(f"{sibling.name}.certificate")), **given},
+        {"output_dir": str(sibling.with_name(f"{sibling.name}.certificate")), **values},
     )
 
 
@@ -87,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from inference.certify.certificate import EXIT_STATUS, certificate_text, write_certificate
         from inference.certify.certify import certify
 
-        values = {name: each for name, each in vars(options).items() if each is not None}
+        values = {name: value for name, value in vars(options).items() if value is not None}
         given = tuple(parse_pair(text, "--set") for text in values.pop("given"))
         line = ProgressLine()
         try:
-            certificate = certify(_options(values), given, line)
+            certificate = certify(_section(values), given, line)
         finally:
             line.close()
         files = write_certificate(certificate)

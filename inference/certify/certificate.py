@@ -15,22 +15,14 @@ import jinja2
 from foundations import __version__
 from foundations.files.replace import replace_file
 from foundations.job_options import JOB_KEYS
-from inference.certify.findings import (
-    DIFFERS,
-    EQUAL,
-    NOT_COMPUTED,
-    UP_TO,
-    Part,
-    Status,
-    worst,
-)
+from inference.certify.findings import DIFFERS, EQUAL, NOT_COMPUTED, UP_TO, Part, Status, worst
 from inference.certify.options import CertifySection
 
 JSON_NAME, PAGE_NAME = "certificate.json", "certificate.html"
 _SIGNATURE_NAME = f"{JSON_NAME}.sig"
-_NAMESPACE = "slipway-certificate"  # of the signature
-_MOST_LISTED = 3
-# Exit status of the command by the worst of its parts.
+_NAMESPACE = "slipway-certificate"  # ssh-keygen's namespace of the signature
+_MAX_LISTED = 3  # differences named in the verdict
+# Worst status of the parts -> exit status of the command.
 EXIT_STATUS = {EQUAL: 0, UP_TO: 0, DIFFERS: 1, NOT_COMPUTED: 3}
 
 
@@ -39,9 +31,9 @@ class Certificate:
     """Findings about a folder.
 
     Attributes:
-        sides: of `source` and `folder`, where there are both: path, format, sha256 and files.
-        left_out: what was not asked for, and how it is.
-        given: what a user states of the source.
+        sides: `source` and `folder` -> path, format, sha256 and files; empty without a folder.
+        left_out: parts that were not requested, each with the option that decides it.
+        given: config.ini values that the user stated for the source.
     """
 
     sides: Mapping[str, Mapping[str, Any]]
@@ -55,38 +47,38 @@ class Certificate:
 
     @property
     def status(self) -> Status:
-        """The worst of the parts."""
+        """The worst status of the parts."""
         return worst(part.status for part in self.parts)
 
     @property
     def verdict(self) -> str:
-        """The first line: what holds for the whole, and what could not be computed."""
-        differing = [str(each) for part in self.parts for each in part.of(DIFFERS)]
-        bounds = dict.fromkeys(word for part in self.parts for word in part.up_to)
+        """The first line: the result of all parts, and the parts that could not be computed."""
+        differing = [str(remark) for part in self.parts for remark in part.of(DIFFERS)]
+        bounds = dict.fromkeys(bound for part in self.parts for bound in part.up_to)
         missing = [part.name for part in self.parts if part.of(NOT_COMPUTED)]
         if missing and not differing and not any(part.compared for part in self.parts):
             return NOT_COMPUTED
-        words = str(EQUAL)
+        line = str(EQUAL)
         if differing:
-            more = len(differing) - _MOST_LISTED
-            words = f"{DIFFERS}: " + "; ".join(differing[:_MOST_LISTED])
-            words += f"; and {more} more" if more > 0 else ""
+            more = len(differing) - _MAX_LISTED
+            line = f"{DIFFERS}: " + "; ".join(differing[:_MAX_LISTED])
+            line += f"; and {more} more" if more > 0 else ""
         elif bounds or self.status == UP_TO:
-            words = f"{UP_TO} {', '.join(bounds) or 'what is listed'}"
-        return words + (f"; not computed: {', '.join(missing)}" if missing else "")
+            line = f"{UP_TO} {', '.join(bounds) or 'what is listed'}"
+        return line + (f"; not computed: {', '.join(missing)}" if missing else "")
 
     @property
     def card(self) -> str:
-        """A line for a model card, in Markdown."""
+        """The certificate in one line of Markdown, for a model card."""
         sides = (f"{name} `sha256:{side['sha256'][:16]}`" for name, side in self.sides.items())
         head = f"**Certificate** ({self.made_at[:10]}, Slipway {__version__}): {self.verdict}"
         return ". ".join(filter(None, [head, ", ".join(sides)]))
 
     def table(self) -> dict[str, Any]:
-        """Return everything as JSON, the verdict first."""
+        """Return the whole certificate as JSON values, the verdict first."""
         parts = [{**dataclasses.asdict(part), "status": part.status} for part in self.parts]
         options = dataclasses.asdict(self.options)
-        found = {
+        table = {
             "verdict": self.verdict,
             "status": self.status,
             "version": __version__,
@@ -100,8 +92,8 @@ class Certificate:
             "options": {name: options[name] for name in options if name not in JOB_KEYS},
             "given": dict(self.given),
         }
-        # JSON has no words for infinities and NaN.
-        plain: dict[str, Any] = json.loads(json.dumps(found), parse_constant=str)
+        # JSON has no infinities and no NaN: they become strings.
+        plain: dict[str, Any] = json.loads(json.dumps(table), parse_constant=str)
         return plain
 
 
@@ -125,7 +117,7 @@ def write_certificate(certificate: Certificate) -> list[Path]:
     """Write the certificate as JSON and as a page, signed where a key is given.
 
     Raises:
-        ValueError: ssh-keygen does not sign.
+        ValueError: ssh-keygen is not installed, or refuses the key.
     """
     output, key = Path(certificate.options.output_dir), certificate.options.key
     output.mkdir(parents=True, exist_ok=True)
@@ -141,7 +133,9 @@ def write_certificate(certificate: Certificate) -> list[Path]:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except FileNotFoundError:
-        raise ValueError("a signature needs ssh-keygen of OpenSSH, which is not there") from None
+        raise ValueError(
+            "--key needs OpenSSH's ssh-keygen, which is not on PATH; install it"
+        ) from None
     if done.returncode:
-        raise ValueError(f"ssh-keygen does not sign with {key}: {done.stderr.decode().strip()}")
+        raise ValueError(f"ssh-keygen cannot sign with {key}: {done.stderr.decode().strip()}")
     return [path, page, signature]

@@ -1,4 +1,4 @@
-"""Mixtures whose experts lie in another order, with the router's rows: the same function."""
+"""Mixtures whose experts and router rows are permuted alike, which leaves the function the same."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _ROUTER = ".mlp.router.weight"
 
 @dataclass(frozen=True)
 class _Rows(Piece):
-    """A tensor made of entries of its first axis, in any order."""
+    """A tensor stacked from the entries of its first axis, in any order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -25,15 +25,15 @@ class _Rows(Piece):
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that are read."""
+        """The stored tensors of its entries."""
         return tuple(stored for row in self.rows for stored in row.stored)
 
     def load(self, maps: FileMaps) -> Array:
-        """Return the entries gathered in memory."""
+        """Return the entries, stacked in memory."""
         return np.stack([row.load(maps) for row in self.rows])
 
     def select(self, index: int) -> Piece:
-        """Return one of the entries."""
+        """Return one entry."""
         return self.rows[index]
 
 
@@ -56,9 +56,10 @@ class ExpertLayer:
         return next((self.pair.facts.resolve(key) for item in items for key, _ in item.reads), None)
 
     def reordered(self, order: Sequence[int]) -> Pair | None:
-        """Return the pair with the source's experts, and what its router has of each, in an order.
+        """Return the pair with the source's experts and their router rows in another order.
 
-        None where that computes something else: experts are chosen among those of some groups.
+        None if the order mixes groups of experts: a router that selects groups first would then
+        compute something else.
         """
         size = len(order) // getattr(self.pair.config, "group_num", 1)
         groups = (order[first : first + size] for first in range(0, len(order), size))
@@ -67,24 +68,24 @@ class ExpertLayer:
         facts = self.pair.facts
         tensors = dict(facts.reader.tensors)
         for item in self.items:
-            place = item.index.get("expert")
+            expert = item.index.get("expert")
             for template, _ in item.source.reads:
                 key = template.format(**item.index)
                 name = facts.resolve(key) or key
-                if place is None:
-                    tensors[name] = tuple(_taken(piece, order) for piece in facts.pieces(name))
+                if expert is None:
+                    tensors[name] = tuple(_permuted(piece, order) for piece in facts.pieces(name))
                 elif ENTRY in key:
-                    rows = tuple(facts.pieces(f"{name}{ENTRY}{each}")[0] for each in order)
+                    rows = tuple(facts.pieces(f"{name}{ENTRY}{number}")[0] for number in order)
                     tensors[name] = (_Rows(rows[0].dtype, (len(rows), *rows[0].shape), rows),)
                 else:
-                    other = template.format(**{**item.index, "expert": order[int(place)]})
+                    other = template.format(**{**item.index, "expert": order[int(expert)]})
                     tensors[name] = tuple(facts.pieces(other))
         reader = dataclasses.replace(facts.reader, tensors=tensors)
         return dataclasses.replace(self.pair, facts=dataclasses.replace(facts, reader=reader))
 
 
-def _taken(piece: Piece, order: Sequence[int]) -> Piece:
-    """Return a router's tensor with what it has of each expert in another order."""
+def _permuted(piece: Piece, order: Sequence[int]) -> Piece:
+    """Return a router's tensor with its axis of experts in another order."""
     axis = piece.shape.index(len(order))
     return ComputedPiece(
         piece.dtype, piece.shape, piece.stored, lambda maps: piece.load(maps).take(order, axis)
@@ -102,7 +103,7 @@ def expert_layers(pair: Pair) -> Iterator[ExpertLayer]:
 
 
 def order_of_rows(source: Array, folder: Array) -> list[int] | None:
-    """Return which row of the source each row of the folder is; None unless it is each one once."""
+    """Return the source's row index for each row of the folder; None if it is not a permutation."""
     places = {row.tobytes(): number for number, row in enumerate(source)}
     order = [places.get(row.tobytes(), -1) for row in folder]
     return order if sorted(order) == [*range(len(source))] else None

@@ -1,4 +1,4 @@
-"""The vocabulary of a certificate: what was found, part by part."""
+"""The records of a certificate: statuses, remarks and parts."""
 
 import enum
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Status(enum.StrEnum):
-    """The result of a comparison, from the best to the worst: of several, the worst holds."""
+    """The result of a comparison, from best to worst; the worst of several decides."""
 
     EQUAL = "equal"
     UP_TO = "equal up to"
@@ -17,17 +17,17 @@ class Status(enum.StrEnum):
 
 
 EQUAL, UP_TO, NOT_COMPUTED, DIFFERS = Status
-_MOST_DIGITS = 1e-11  # what the rounding of a reciprocal leaves
-_MOST_TEXT = 300  # characters of a value that is shown
+_RECIPROCAL_ERROR = 1e-11  # relative error of a setting stored as a rounded reciprocal
+_MAX_SHOWN = 300  # characters of a value
 
 
 @dataclass(frozen=True)
 class Remark:
-    """One thing that is not simply equal.
+    """A finding about one tensor, setting, text or layer.
 
     Attributes:
-        kind: in one or two words, such as "changed" or "missing".
-        where: the tensor, setting, text or layer.
+        kind: one or two words, such as "changed" or "missing".
+        where: the name of the tensor, setting, text or layer.
     """
 
     status: Status
@@ -40,8 +40,8 @@ class Remark:
 
 
 def differs(kind: str, where: str, source: Any, folder: Any, status: Status = DIFFERS) -> Remark:
-    """Return that the folder has another value than the source."""
-    shown = (f"{each!r:.{_MOST_TEXT}}" for each in (folder, source))
+    """Return a remark that a value of the folder is not the source's."""
+    shown = (f"{value!r:.{_MAX_SHOWN}}" for value in (folder, source))
     return Remark(status, kind, where, f"{', and '.join(shown)} in the source")
 
 
@@ -50,9 +50,9 @@ class Part:
     """One part of a certificate.
 
     Attributes:
-        compared: what was compared, for people; empty if nothing was.
-        up_to: by what "equal up to" is bounded, in a few words.
-        rows: everything that was computed, as JSON.
+        compared: human-readable summary of what was compared; empty if nothing was.
+        up_to: the bounds of "equal up to", a few words each.
+        rows: every computed value, as JSON.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Part:
 
     @property
     def status(self) -> Status:
-        """The worst of its findings; a part without anything compared was not computed."""
-        own = UP_TO if self.up_to else EQUAL if self.compared else NOT_COMPUTED
-        return worst([own, *(each.status for each in self.findings)])
+        """The worst status of its findings; a part that compared nothing was not computed."""
+        least = UP_TO if self.up_to else EQUAL if self.compared else NOT_COMPUTED
+        return worst([least, *(remark.status for remark in self.findings)])
 
     def of(self, status: Status) -> list[Remark]:
-        """Return the findings of one status."""
-        return [each for each in self.findings if each.status == status]
+        """Return the findings that have a status."""
+        return [remark for remark in self.findings if remark.status == status]
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """Return the worst of several; equal of none."""
+    """Return the worst status; "equal" if there is none."""
     return max(statuses, key=list(Status).index, default=EQUAL)
 
 
@@ -92,17 +92,20 @@ def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two settings are the same, up to the rounding of a reciprocal."""
+    """Return whether two settings are equal, up to the rounding of a reciprocal."""
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=_MOST_DIGITS)
+        return math.isclose(one, other, rel_tol=_RECIPROCAL_ERROR)
     return bool(one == other)
 
 
 def differing(
     source: Mapping[str, Any], folder: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted names of settings that are not the same, each with both values."""
-    mine, theirs = dotted(source), dotted(folder)
-    for name in dict.fromkeys((*mine, *theirs)):
-        if not is_same(one := mine.get(name), other := theirs.get(name)):
+    """Yield the dotted name of each setting that differs, with the source's value and the folder's.
+
+    A missing setting counts as None.
+    """
+    source, folder = dotted(source), dotted(folder)
+    for name in dict.fromkeys((*source, *folder)):
+        if not is_same(one := source.get(name), other := folder.get(name)):
             yield name, one, other

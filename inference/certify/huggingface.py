@@ -24,12 +24,12 @@ from inference.certify.activations import (
     Activations,
     ModelInputs,
     Source,
-    watch_layers,
+    record_layers,
 )
 
 
 class NoLibraryError(ValueError):
-    """transformers is not installed: layers cannot be computed, weights can be compared."""
+    """transformers is not installed: weights can be compared, layers cannot be computed."""
 
 
 def load_huggingface(
@@ -39,14 +39,14 @@ def load_huggingface(
     *,
     is_quantised: bool = False,
 ) -> Source:
-    """Load a checkpoint folder in fp32; the architecture is None for a decoder of no known family.
+    """Load a checkpoint folder in fp32, with adapters merged by PEFT.
 
-    Adapters are merged by PEFT.
+    `architecture` is None for a decoder of an unknown family.
 
     Raises:
         NoLibraryError: transformers is not installed.
-        ValueError: It cannot load the folder or an adapter, would fill in weights that the folder
-            lacks, or takes quantised weights for plain ones, as of a method that it does not know.
+        ValueError: a library cannot load the folder or an adapter, would initialise weights that
+            the folder lacks, or does not recognise that its weights are quantised.
     """
     library = import_transformers()
     kind, options = library.AutoModelForCausalLM, {}
@@ -72,10 +72,10 @@ def load_huggingface(
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{path} lacks {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}, which "
-            "transformers fills with random values; there is nothing to compare with"
+            "transformers would initialise at random; its layers cannot be compared"
         )
     if is_quantised and getattr(model, "hf_quantizer", None) is None:
-        raise ValueError(f"transformers takes the quantised weights of {path} for plain ones")
+        raise ValueError(f"transformers does not recognise the quantised weights of {path}")
     config, title = model.config.get_text_config(), type(model).__name__
     for adapter in adapters:
         try:
@@ -98,24 +98,24 @@ def _compute(model: Any, has_encoder: bool, inputs: ModelInputs) -> Activations:
     ids: dict[str, Any] = {"input_ids": torch.tensor([inputs.ids])}
     if inputs.decoder_ids:
         ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
-    if inputs.decoder_ids or not has_encoder:  # transformers 4's encoder of a T5 has no such option
+    if inputs.decoder_ids or not has_encoder:  # a T5 encoder of transformers 4 lacks the option
         ids["use_cache"] = False
-    noted: Activations = {}
+    activations: Activations = {}
     with contextlib.ExitStack() as hooks:
         for name, layers in _stacks(model):
             stack = f"{name.split('.')[0]} " if has_encoder else ""
-            for hook in watch_layers(layers, noted, stack):
+            for hook in record_layers(layers, activations, stack):
                 hooks.callback(hook.remove)
         outputs = model(**ids)
     if "logits" in outputs:
-        noted[LOGITS] = outputs["logits"][0].float()
+        activations[LOGITS] = outputs["logits"][0].float()
     else:
-        noted[OUTPUT] = outputs["last_hidden_state"][0].float()
-    return noted
+        activations[OUTPUT] = outputs["last_hidden_state"][0].float()
+    return activations
 
 
 def _stacks(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the stacks of layers by name: lists of modules that lie in no other one."""
+    """Yield the stacks of layers by name: the outermost module lists."""
     outer = ""
     for name, module in model.named_modules():
         is_inner = outer and name.startswith(f"{outer}.")
@@ -125,15 +125,18 @@ def _stacks(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def import_transformers() -> Any:
-    """Return the library, silenced. Raises NoLibraryError where it is not installed."""
+    """Return transformers with its output silenced.
+
+    Raises:
+        NoLibraryError: it is not installed.
+    """
     try:
         import transformers
     except ImportError as error:
         raise NoLibraryError(
-            "a Hugging Face checkpoint is computed by transformers, which is not installed (pip "
-            "install transformers)"
+            "the layers of a Hugging Face checkpoint need transformers: pip install transformers"
         ) from error
-    # Its report of keys is checked.
+    # `load_huggingface` checks the loading info that transformers would print.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -1,4 +1,4 @@
-"""Compute both sides, each by the library that it is made for, and compare layer by layer."""
+"""Run the models of both sides, each by the library of its format, and compare layer by layer."""
 
 import dataclasses
 import math
@@ -36,24 +36,24 @@ from inference.certify.tolerances import ROUTED, tolerance_of
 from inference.engine.capacity import available_bytes
 
 NAME, SERVED = "layers", "served"
-_COMPUTED_BYTES = 4  # of a weight: both sides are computed in fp32, one after the other
+_COMPUTED_BYTES = 4  # of a weight: both models run in fp32, one after the other
 
 
 def compare_layers(
     pair: Pair, options: CertifySection, *, ask: Callable[[Source], Iterator[Part]], scratch: Path
 ) -> Iterator[Part]:
-    """Compute the source and then the folder in fp32, and compare every layer.
+    """Run the source and then the folder in fp32, and compare every layer.
 
     A source whose library is not run here is written as a Hugging Face folder in `scratch`, and so
-    are quantised weights that transformers does not widen. Shards are computed by the code that
-    serves them. What `ask` yields of the loaded source follows.
+    are quantised weights that transformers cannot load. Shards are run by the code that serves
+    them. The parts that `ask` yields for the loaded source come last.
     """
     problem, asked = _memory_problem(pair), list[Part]()
     try:
         if problem:
             raise ValueError(problem)
         source = load_source(pair.plan, pair.facts.reader.path, scratch)
-        # One side may have rows of padding, whose tokens the other does not know.
+        # One side may have padding rows, whose ids the other does not know.
         sizes = (vars(each).get("vocab_size") for each in (pair.config, pair.folder.config) if each)
         size = min(source.vocab_size, *filter(None, sizes), source.vocab_size)
         source = dataclasses.replace(source, vocab_size=size)
@@ -61,18 +61,18 @@ def compare_layers(
         expected = source.run(inputs) if options.layers else {}
         asked += ask(source)
         del source  # both sides may not fit into memory together
-    except Exception as error:  # a library can fail in any way
+    except Exception as error:  # libraries raise anything
         where = "both" if problem else "source"
         yield not_computed(NAME if options.layers else SERVED, f"{error}" or repr(error), where)
         if options.layers and options.endpoint is not None:
-            yield not_computed(SERVED, "nothing could compute the source's log probabilities")
+            yield not_computed(SERVED, "the source's log probabilities could not be computed")
         return
     if options.layers:
-        yield _compared_folder(pair, title, inputs, expected, options.tolerance, scratch)
+        yield _compare_folder(pair, title, inputs, expected, options.tolerance, scratch)
     yield from asked
 
 
-def _compared_folder(
+def _compare_folder(
     pair: Pair,
     title: str,
     inputs: ModelInputs,
@@ -83,8 +83,8 @@ def _compared_folder(
     folder = pair.folder
     try:
         if folder.is_shards:
-            other, reader = "Slipway's engine", FTReader(folder.path)
-            found = run_shards(reader, inputs, states=expected.get(EMBEDDING))
+            folder_title = "Slipway's engine"
+            found = run_shards(FTReader(folder.path), inputs, states=expected.get(EMBEDDING))
         else:
             architecture = None if folder.config is None else folder.config.architecture()
             request = None
@@ -97,46 +97,43 @@ def _compared_folder(
                     model_config=None,
                 )
             loaded = _load_folder(request, folder.path, architecture, scratch / "folder")
-            other, found = loaded.title, loaded.run(inputs)
-    except Exception as error:  # a library can fail in any way
+            folder_title, found = loaded.title, loaded.run(inputs)
+    except Exception as error:  # libraries raise anything
         return not_computed(NAME, f"{error}" or repr(error), "folder")
     types = [*stored_types(folder)]
-    if _may_route_otherwise(pair):
+    if _may_change_routing(pair):
         types.append(ROUTED)
     places = dict.fromkeys((*expected, *found))
-    rows = [_compared(place, expected.get(place), found.get(place)) for place in places]
+    rows = [_error_row(place, expected.get(place), found.get(place)) for place in places]
     largest = max(row["relative"] for row in rows)
     up_to = (f"errors of layers up to {largest:.1e} of their largest value",) if largest else ()
-    compared = f"{len(rows)} places of {title} and {other}"
+    compared = f"{len(rows)} places of {title} and {folder_title}"
     limit = tolerance or tolerance_of(types)
     return Part(NAME, compared, tuple(_findings(rows, limit)), up_to, rows)
 
 
-def _may_route_otherwise(pair: Pair) -> bool:
-    """Return whether rounding may choose another expert, which changes a token's state as a whole.
-
-    The tensors are held to their rounding all the same.
-    """
+def _may_change_routing(pair: Pair) -> bool:
+    """Return whether rounding may choose another expert, which changes a token's whole state."""
     architecture = None if pair.config is None else pair.config.architecture()
     kinds = {each.dtype for pieces in pair.facts.reader.tensors.values() for each in pieces}
     return getattr(architecture, "expert_num", 0) > 0 and pair.folder.data_type not in kinds
 
 
 def stored_types(folder: Folder) -> Iterator[str]:
-    """Yield the types in which a folder keeps its weights; of unknown ones, that they are."""
+    """Yield the types of a folder's stored weights; QUANTIZATION for those not decoded."""
     yield folder.data_type
-    if folder.is_unread:
+    if folder.is_undecoded:
         yield QUANTIZATION
     for pieces in folder.reader.tensors.values():
-        yield from (stored_type(each) for each in pieces if each.stored[1:])
+        yield from (stored_type(piece) for piece in pieces if piece.stored[1:])
 
 
-def _compared(
+def _error_row(
     place: str, expected: torch.Tensor | None, found: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the error at one place, infinite where a side lacks it or has another shape."""
+    """Return the error at one place; infinite if a side lacks it or has another shape."""
     if place == LOGITS and expected is not None and found is not None:
-        count = min(expected.shape[1], found.shape[1])  # without those of padding
+        count = min(expected.shape[1], found.shape[1])  # without padding tokens
         expected, found = expected[:, :count], found[:, :count]
     relative, is_finite = math.inf, False
     if expected is not None and found is not None and expected.shape == found.shape:
@@ -148,7 +145,7 @@ def _compared(
 
 
 def _findings(rows: list[dict[str, Any]], tolerance: float) -> Iterator[Remark]:
-    """Yield the first place that deviates, and the first with values that are not finite."""
+    """Yield the first place beyond the tolerance, and the first with non-finite values."""
     bad = [row for row in rows if not row["relative"] <= tolerance]
     for row in bad[:1]:
         detail = (
@@ -156,14 +153,14 @@ def _findings(rows: list[dict[str, Any]], tolerance: float) -> Iterator[Remark]:
             f"{len(bad)} of {len(rows)} places differ"
         )
         yield Remark(DIFFERS, "first layer that differs", row["place"], detail)
-    strange = [row for row in rows if not row["finite"] and row not in bad]
-    for row in strange[:1]:
-        detail = f"on both sides alike; at {len(strange)} of {len(rows)} places"
+    non_finite = [row for row in rows if not row["finite"] and row not in bad]
+    for row in non_finite[:1]:
+        detail = f"on both sides alike; at {len(non_finite)} of {len(rows)} places"
         yield Remark(UP_TO, "infinite values, or not numbers", row["place"], detail)
 
 
 def _memory_problem(pair: Pair) -> str:
-    """Return that a model in fp32 is larger than the free memory."""
+    """Return an error message if a model in fp32 exceeds the free memory; else an empty string."""
     needed = _COMPUTED_BYTES * max(
         sum(math.prod(piece.shape) for pieces in reader.tensors.values() for piece in pieces)
         for reader in (pair.facts.reader, pair.folder.reader)
@@ -174,9 +171,9 @@ def _memory_problem(pair: Pair) -> str:
 
 
 def load_source(plan: ConversionPlan | None, path: Path, scratch_dir: Path) -> Source:
-    """Load a checkpoint by its own library, or what it becomes by transformers, in fp32.
+    """Load a checkpoint in fp32 by its own library, or its conversion by transformers.
 
-    `plan` is how its family reads it; None for a Hugging Face decoder of no known family.
+    `plan` is its conversion plan; None for a Hugging Face decoder of an unknown family.
 
     Raises:
         ValueError: no library can load it.
@@ -189,7 +186,7 @@ def load_source(plan: ConversionPlan | None, path: Path, scratch_dir: Path) -> S
     has_core = find_spec("megatron") is not None and find_spec("megatron.core") is not None
     if has_core and not is_ft_folder(path) and is_core(plan.facts):
         return load_megatron(plan)
-    return _load_written(plan.request, architecture, scratch_dir, f"a folder made of this {kind}")
+    return _load_converted(plan.request, architecture, scratch_dir, f"a folder made of this {kind}")
 
 
 def _load_folder(
@@ -198,9 +195,10 @@ def _load_folder(
     architecture: Architecture | None,
     scratch_dir: Path,
 ) -> Source:
-    """Load a Hugging Face folder; quantised weights need packages, which may not be there.
+    """Load a Hugging Face folder, or its conversion where the library cannot load it.
 
-    Adapters are merged by PEFT where it reads them, and otherwise by the conversion.
+    Quantised weights need packages that may be missing. PEFT merges the adapters that it can read,
+    the conversion the others.
     """
     adapters = () if request is None else request.lora_checkpoints
     is_quantised = quantization(index_huggingface(path)[0]) is not None
@@ -209,14 +207,14 @@ def _load_folder(
     except ValueError:
         if request is None or not (adapters or is_quantised):
             raise
-    what = "its widened weights" if is_quantised else "a folder made of it with its adapters"
-    return _load_written(request, architecture, scratch_dir, what)
+    origin = "its widened weights" if is_quantised else "a folder made of it with its adapters"
+    return _load_converted(request, architecture, scratch_dir, origin)
 
 
-def _load_written(
-    request: ConversionRequest, architecture: Architecture | None, folder: Path, what: str
+def _load_converted(
+    request: ConversionRequest, architecture: Architecture | None, folder: Path, origin: str
 ) -> Source:
-    """Write a checkpoint as a Hugging Face folder in fp32, and load that."""
+    """Convert a checkpoint to a Hugging Face folder in fp32, and load that."""
     request = dataclasses.replace(
         request,
         output_dir=folder,
@@ -225,4 +223,4 @@ def _load_written(
         weight_data_type="fp32",
     )
     loaded = load_huggingface(convert(request).ft_dir, architecture)
-    return dataclasses.replace(loaded, title=f"{loaded.title} (of {what})")
+    return dataclasses.replace(loaded, title=f"{loaded.title} (of {origin})")

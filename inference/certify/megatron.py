@@ -1,9 +1,9 @@
 """Run a megatron-core checkpoint with megatron-core's own GPTModel, in fp32 on the CPU.
 
-The model is put together of all training ranks first, so that one process computes it.
+The shards of all training ranks are joined first, so that one process computes the model.
 """
 
-# Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
+# Shapes: N tokens, H hidden, V vocabulary; megatron-core's layers use (N, 1, H)
 
 import dataclasses
 import importlib
@@ -27,15 +27,15 @@ from inference.certify.activations import (
     Activations,
     ModelInputs,
     Source,
-    watch_layers,
+    record_layers,
 )
 
-# Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
+# Norm that Transformer Engine fuses into the next linear layer -> its module without fusion.
 _UNFUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-# low and high frequency factor and length before the scaling, which GPTModel does not ask for.
+# Low and high frequency factor and original length, which GPTModel hard-codes.
 _LLAMA31 = [1.0, 4.0, 8192]
 _SCALINGS = (None, "linear", "llama3")
 _ACTIVATIONS = {
@@ -44,9 +44,9 @@ _ACTIVATIONS = {
     "relu": functional.relu,
     "relu2": lambda values: functional.relu(values).square(),
 }
-# Fields of a config that GPTModel gets below, or that are not of what is computed; other traits
-# than these have to be the usual ones.
-_PASSED = frozenset({
+# Fields of a family's config that `_config` and `_model` pass on, or that do not affect the
+# computation. All others must have their default.
+_SUPPORTED_FIELDS = frozenset({
     "activation_type", "attention_scale", "exact_gelu", "has_attention_dense_bias",
     "has_mlp_bias", "has_qkv_bias", "layernorm_eps", "max_pos_seq_len", "norm_one_plus",
     "norm_type", "query_key_norm", "rotary_base", "rotary_factor", "rotary_high_freq_factor",
@@ -63,16 +63,19 @@ def _compute(
     state: Mapping[str, torch.Tensor],
     inputs: ModelInputs,
 ) -> Activations:
-    """Compute by GPTModel with its arguments, those of its TransformerConfig, and its tensors."""
-    noted: Activations = {}
+    """Run GPTModel.
+
+    `config` are the arguments of TransformerConfig, `model` those of GPTModel, `state` its tensors.
+    """
+    activations: Activations = {}
     count = len(inputs.ids)
     with _one_rank():
         network = _network(title, config, model, state)
-        watch_layers(network.decoder.layers, noted)
-        later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
-        logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], later)
-    noted[LOGITS] = logits[0].float()
-    return noted
+        record_layers(network.decoder.layers, activations)
+        mask = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
+        logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], mask)
+    activations[LOGITS] = logits[0].float()
+    return activations
 
 
 def _network(
@@ -94,25 +97,26 @@ def _network(
         raise ValueError(f"{title} needs {error.name}: pip install {error.name}") from error
     except TypeError as error:
         raise ValueError(
-            f"{title} has another interface than versions 0.12 to 0.19: {error}"
+            f"{title} is not compatible, unlike releases 0.12 to 0.19: {error}"
         ) from error
     found = network.load_state_dict(dict(state), strict=False)
     missing = [key for key in found.missing_keys if not key.endswith("_extra_state")]
     if missing or found.unexpected_keys:
         raise ValueError(
-            f"{title}: GPTModel has tensors {missing} that the checkpoint lacks, and "
-            f"none called {found.unexpected_keys}"
+            f"{title}: GPTModel expects tensors {missing}, which the checkpoint lacks, and has no "
+            f"place for {found.unexpected_keys}"
         )
     return network
 
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Let megatron-core find one rank, whose device is the CPU."""
+    """Set up megatron-core for one rank on the CPU."""
     parallel = importlib.import_module("megatron.core.parallel_state")
-    chance = importlib.import_module("megatron.core.tensor_parallel.random")
-    chance.initialize_rng_tracker(inference_rng_tracker=True)  # training's are on CUDA
-    # Scratch memory and rotary tables are made on the current CUDA device, wherever weights are.
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random.initialize_rng_tracker(inference_rng_tracker=True)  # the training tracker needs CUDA
+    # megatron-core allocates scratch memory and rotary tables on the current CUDA device, even if
+    # the weights are elsewhere.
     cuda: Any = torch.cuda
     current_device = cuda.current_device
     cuda.current_device = lambda: "cpu"
@@ -127,13 +131,13 @@ def _one_rank() -> Iterator[None]:
 
 
 def load_megatron(plan: ConversionPlan) -> Source:
-    """Gather a checkpoint of megatron-core's layout; `plan` is how it becomes a folder.
+    """Load a checkpoint of megatron-core's layout from all training ranks.
 
     Raises:
         ValueError: megatron-core's own modules cannot compute such a model.
     """
     traits = core_traits(plan.facts)
-    if reasons := _reasons(plan.config, traits):
+    if reasons := _unsupported_traits(plan.config, traits):
         raise ValueError(f"megatron-core's own modules are not computed with {', '.join(reasons)}")
     names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaling = [getattr(plan.config, f"rotary_{name}", None) for name in names]
@@ -145,12 +149,12 @@ def load_megatron(plan: ConversionPlan) -> Source:
     return Source(title, model["vocab_size"], model["max_sequence_length"], compute)
 
 
-def _reasons(config: Any, traits: MegatronTraits) -> list[str]:
-    """Return each trait that GPTModel does not get, with its value."""
+def _unsupported_traits(config: Any, traits: MegatronTraits) -> list[str]:
+    """Return each trait that this module does not pass to GPTModel, with its value."""
     reasons = [
         f"{field.name} = {value!s:.100}"
         for field in dataclasses.fields(config)
-        if field.default is not dataclasses.MISSING and field.name not in _PASSED
+        if field.default is not dataclasses.MISSING and field.name not in _SUPPORTED_FIELDS
         if (value := getattr(config, field.name)) != field.default
     ]
     if experts := getattr(config, "expert_num", 0):
@@ -162,24 +166,24 @@ def _reasons(config: Any, traits: MegatronTraits) -> list[str]:
 
 
 def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tensor]:
-    """Return every tensor that the conversion reads, of all training ranks, in fp32."""
-    cuts = {
-        key.format(**item.index): cut for item in plan.tensors for key, cut in item.source.reads
+    """Return every tensor that the conversion reads, joined from all training ranks, in fp32."""
+    axes = {
+        key.format(**item.index): axis for item in plan.tensors for key, axis in item.source.reads
     }
     state = {}
-    for key, cut in cuts.items():
+    for key, axis in axes.items():
         name = key.removeprefix(plan.mapping.prefix)
-        for fused, apart in _UNFUSED.items():
-            name = name.replace(fused, apart)
+        for fused, unfused in _UNFUSED.items():
+            name = name.replace(fused, unfused)
         pieces = [
             torch.from_numpy(np.array(to_float32(piece.load(plan.facts.maps))))
             for piece in plan.facts.pieces(key)
         ]
         if ".linear_fc1." in name and traits.gated:
-            # Each training rank holds its share of either half.
+            # Each training rank holds its share of the gate, then its share of the other half.
             pieces = [half for rank in zip(*(p.chunk(2) for p in pieces), strict=True)
                       for half in rank]  # fmt: skip
-        state[name] = pieces[0] if cut is None else torch.cat(pieces, cut)
+        state[name] = pieces[0] if axis is None else torch.cat(pieces, axis)
         if traits.normalization.endswith("1p") and "layernorm.weight" in name:
             state[name] += 1
     return state
@@ -188,9 +192,9 @@ def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tens
 def _config(
     config: Any, traits: MegatronTraits, state: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the arguments of TransformerConfig; older releases lack some that are not usual."""
+    """Return the arguments of TransformerConfig; older releases lack some, set only if needed."""
     layer = "decoder.layers.0."
-    # megatron-core knows by functional.gelu itself that it has a fused kernel.
+    # megatron-core uses its fused kernel only if the activation is functional.gelu itself.
     is_plain = traits.fused_gelu or traits.exact_gelu
     tanh = partial(functional.gelu, approximate="tanh")
     is_tanh = traits.activation == "gelu" and not is_plain

@@ -1,8 +1,8 @@
-"""A source and a folder made of it: what each tensor of the folder should hold.
+"""A source and a converted folder: pair each tensor of the folder with its value in the source.
 
-The source is planned as for a conversion, and the plan is turned into the tensors of the folder by
-the folder's own mapping: whoever wrote it, each stored tensor has its counterpart. Models of no
-known family are compared by name, where both sides are Hugging Face folders.
+The source is planned as for a conversion, and the folder's own mapping turns the plan into the
+tensors that the folder should hold, whichever program wrote it. Models of an unknown family are
+compared by tensor name, if both sides are Hugging Face folders.
 """
 
 import contextlib
@@ -57,16 +57,17 @@ from foundations.errors import CheckpointMismatchError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
 from inference.certify.options import CertifySection, source_request
 
-# From the tokenizer of a NeMo or Megatron source, whose files may be missing: the folder's values
-# are used.
+# Settings that a conversion takes from the tokenizer. A NeMo or Megatron source may lack the files
+# of its tokenizer, so the folder's values are used.
 _TOKEN_IDS = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id", "pad_id")
-_USUAL_TOKENS = (("start_id", "0"), ("end_id", "0"))
+_PLACEHOLDER_TOKENS = (("start_id", "0"), ("end_id", "0"))
 TIE = "tie_word_embeddings"
-UNREAD = "another file"
-# Files of weights that libraries load, and of those the ones that they add to a model.
+OTHER_FILE = "another file"  # kind of a remark
+# Patterns of weight files that libraries load: adapters, then all of them.
 _ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1], "*.gguf", "consolidated*.pt*")
-_FOR_PEOPLE = (
+# Files that do not affect a loaded model.
+_IRRELEVANT_FILES = (
     ".*",
     "*.md",
     "mergekit_config.yml",
@@ -80,7 +81,7 @@ _FOR_PEOPLE = (
 
 
 def stored_type(piece: Piece) -> str:
-    """Return the type of a tensor's values as stored; of packed integers, int and their bits."""
+    """Return the stored type of a tensor; for packed integers "int" and the number of bits."""
     values = piece.stored[0]
     if len(piece.stored) == 1 or values.dtype == "fp8":
         return values.dtype
@@ -92,10 +93,10 @@ class Folder:
     """The folder that is certified.
 
     Attributes:
-        facts: its tensors, quantised ones widened, and its configuration.
-        mapping: how its family stores them; None where no family is known.
-        config: as its family reads it; None where it cannot be read.
-        quantised: what it states of its quantisation.
+        facts: its tensors, with quantised ones widened, and its configuration.
+        mapping: how its family stores tensors; None if the family is unknown.
+        config: the family's view of its configuration; None if the family cannot read it.
+        quantised: its quantisation settings; None if it states none.
         findings: problems of its files and its configuration.
     """
 
@@ -112,7 +113,7 @@ class Folder:
 
     @property
     def path(self) -> Path:
-        """The folder itself, of a model in a cache the snapshot."""
+        """The folder itself; for a model in the Hugging Face cache, its snapshot."""
         return Path(self.reader.path)
 
     @property
@@ -120,20 +121,20 @@ class Folder:
         """Whether it is a folder of shards, not a Hugging Face folder."""
         return isinstance(self.reader, FTFolder)
 
-    def own_name(self, tensor: WrittenTensor) -> WrittenTensor:
-        """Return a tensor under its name here, with or without the prefix of the family."""
+    def with_stored_name(self, tensor: WrittenTensor) -> WrittenTensor:
+        """Return a tensor under the name stored here, with or without the family's prefix."""
         prefix = "" if self.mapping is None else self.mapping.prefix
         names = (self.facts.resolve(tensor.key), self.facts.resolve(prefix + tensor.key))
         return dataclasses.replace(tensor, key=names[0] or names[1] or tensor.key)
 
     @property
-    def is_unread(self) -> bool:
-        """Whether it states a quantisation, and none of its tensors is widened."""
-        pieces = (each for several in self.reader.tensors.values() for each in several)
-        return self.quantised is not None and not any(each.stored[1:] for each in pieces)
+    def is_undecoded(self) -> bool:
+        """Whether it states a quantisation, but none of its tensors could be widened."""
+        pieces = (piece for ranks in self.reader.tensors.values() for piece in ranks)
+        return self.quantised is not None and not any(piece.stored[1:] for piece in pieces)
 
-    def lacking(self) -> Iterator[str]:
-        """Yield the tensors that its own configuration asks for, and that it does not hold."""
+    def missing_tensors(self) -> Iterator[str]:
+        """Yield the tensors that its own configuration requires and that it does not hold."""
         if self.mapping is None or self.config is None or self.is_shards:
             return
         table = self.mapping.sources(self.facts, self.config)
@@ -144,9 +145,9 @@ class Folder:
 
     @property
     def data_type(self) -> str:
-        """The floating type that most of its values have."""
-        pieces = [each for several in self.reader.tensors.values() for each in several]
-        kinds = {each.dtype for each in pieces if each.dtype in FLOATING_TYPES} or {"fp32"}
+        """The floating-point type of most of its bytes."""
+        pieces = [piece for ranks in self.reader.tensors.values() for piece in ranks]
+        kinds = {piece.dtype for piece in pieces if piece.dtype in FLOATING_TYPES} or {"fp32"}
         return max(kinds, key=lambda kind: sum(p.span_bytes for p in pieces if p.dtype == kind))
 
 
@@ -155,10 +156,10 @@ class Pair:
     """A source and a folder.
 
     Attributes:
-        plan: of the source, as for a conversion; None where it has no family.
-        facts: of the source.
-        tensors: what the folder should hold.
-        findings: what the source holds and the folder cannot.
+        plan: the source's conversion plan; None if its family is unknown.
+        facts: the source's tensors and configuration.
+        tensors: the tensors that the folder should hold.
+        findings: content of the source that the folder cannot hold.
     """
 
     folder: Folder
@@ -169,12 +170,12 @@ class Pair:
 
     @property
     def config(self) -> FTConfig | None:
-        """The source's configuration, as its family reads it."""
+        """The family's view of the source's configuration."""
         return None if self.plan is None else self.plan.config
 
     @property
     def files(self) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """The files of both sides, with those of their tokenizers."""
+        """The files of the source and of the folder, including those of their tokenizers."""
         return tuple(  # type: ignore[return-value]
             tuple(dict.fromkeys((*facts.reader.files, *(r.path for r in facts.tokenizer.values()))))
             for facts in (self.facts, self.folder.facts)
@@ -182,7 +183,7 @@ class Pair:
 
 
 def open_folder(path: Path) -> Folder:
-    """Open a folder of shards, or a Hugging Face folder whatever is wrong with its files.
+    """Open a folder of shards or a Hugging Face folder; defects of its files become findings.
 
     Raises:
         ValueError: it is neither, or has no weights.
@@ -193,21 +194,21 @@ def open_folder(path: Path) -> Folder:
     elif is_huggingface(path := snapshot_folder(path)):
         reader, found = index_huggingface(path)
         problems = [Remark(DIFFERS, "files", path.name, each) for each in found]
-        problems += _ghosts(path, reader)
+        problems += _index_mismatches(path, reader)
     else:
         raise ValueError(
             f"{path} holds neither config.json nor config.ini. FOLDER is a Hugging Face folder or "
-            "one of shards: name a checkpoint of another format as SOURCE and the folder that it "
-            "was made of as FOLDER; merge an adapter into its model before"
+            "a folder of shards: name a checkpoint of another format as SOURCE, and the folder "
+            "that it was made from as FOLDER; merge an adapter into its model before"
         )
-    quantised, passed, stored = quantization(reader), list[str](), reader.tensors.keys()
+    quantised, unknown, stored = quantization(reader), list[str](), reader.tensors.keys()
 
-    def is_noted(name: str) -> bool:
-        passed.append(name)
+    def record_unknown(name: str) -> bool:
+        unknown.append(name)
         return True
 
     try:
-        reader = with_plain_weights(reader, is_noted)
+        reader = with_plain_weights(reader, record_unknown)
         is_plain = reader.tensors.keys() == stored and not isinstance(reader, FTFolder)
         if quantised is not None and is_plain:
             detail = "no tensor is quantised, and some libraries would quantise them"
@@ -219,31 +220,28 @@ def open_folder(path: Path) -> Folder:
         ]
     problems += [
         Remark(NOT_COMPUTED, "quantisation", QUANTIZATION, f"{name} may change what is computed")
-        for name in passed
+        for name in unknown
     ]
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)
     mapping, config = None, None
     with contextlib.suppress(CheckpointMismatchError):
         mapping, facts = find_mapping(facts)
-        facts = dataclasses.replace(facts, tp_size=_ranks(reader))
+        ranks = max(map(len, reader.tensors.values()), default=1)
+        facts = dataclasses.replace(facts, tp_size=ranks)
     try:
         config = None if mapping is None else mapping.config(facts)
     except CheckpointMismatchError as error:
         assert mapping is not None
-        try:  # tokens, which are compared by themselves
-            facts = dataclasses.replace(facts, given=dict(_USUAL_TOKENS))
+        try:  # token ids may be the cause; `compare_generation` compares them
+            facts = dataclasses.replace(facts, given=dict(_PLACEHOLDER_TOKENS))
             config = mapping.config(facts)
         except CheckpointMismatchError:
             problems += [Remark(DIFFERS, "config.json", path.name, p) for p in error.problems]
     return Folder(facts, mapping, config, quantised, tuple(problems))
 
 
-def _ranks(reader: CheckpointReader) -> int:
-    return max(map(len, reader.tensors.values()), default=1)
-
-
-def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
-    """Yield the tensors that an index lists and no file holds, and the other way round."""
+def _index_mismatches(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
+    """Yield tensors that an index lists and no file stores, and tensors that it does not list."""
     for index in path.glob("*.index.json"):
         table = json_file(index).get("weight_map")
         if not isinstance(table, dict):
@@ -253,103 +251,104 @@ def _ghosts(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
                 status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS
                 yield Remark(status, "listed and not stored", key, f"{index.name} names it")
         if {path / str(name) for name in table.values()}.isdisjoint(reader.files):
-            continue  # the index of other files
+            continue  # it indexes files that were not read
         for key in reader.tensors:
             if key not in table:
-                detail = f"{index.name} lacks it, by which some libraries load"
+                detail = f"{index.name}, by which some libraries load, lacks it"
                 yield Remark(UP_TO, "stored and not listed", key, detail)
 
 
 def _unread_files(
     reader: CheckpointReader, source: Path, weights: Sequence[str]
 ) -> Iterator[Remark]:
-    """Yield files next to a side's that no part compares, but those copied from the source.
+    """Yield the files of one side that no part compares, except copies of the source's.
 
-    Some libraries load those whose names fit the patterns of `weights`, and may read the others.
+    Some libraries load files that match the patterns `weights`; some may read the others.
     """
     read = {*reader.files, *(region.path for region in reader.tokenizer.values())}
-    for file in sorted(each for each in Path(reader.path).iterdir() if each.is_file()):
-        own = source / file.name
-        if file in read or any(map(file.match, _FOR_PEOPLE)):
+    for file in sorted(filter(Path.is_file, Path(reader.path).iterdir())):
+        original = source / file.name
+        if file in read or any(map(file.match, _IRRELEVANT_FILES)):
             continue
         if any(map(file.match, weights)):
             detail = "weights next to those that were compared; some libraries load them"
             yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
-        elif not (own.is_file() and filecmp.cmp(own, file, shallow=False)):
-            yield Remark(UP_TO, UNREAD, file.name, "some libraries may read it")
+        elif not (original.is_file() and filecmp.cmp(original, file, shallow=False)):
+            yield Remark(UP_TO, OTHER_FILE, file.name, "some libraries may read it")
 
 
 def _scales(source: Path, folder: Path) -> Iterator[Remark]:
-    """Yield the scales of activations and caches, which are compared with a source's own alone.
+    """Yield scales of activations and caches that are not, or may not be, the source's.
 
-    Without those, only values that no calibration gives are known to be wrong.
+    A scale that the source lacks cannot be compared; it is wrong if no calibration gives its value.
     """
-    own, theirs = (
-        index_huggingface(each)[0].tensors if is_huggingface(each) else {}
-        for each in (folder, source)
+    stored, originals = (
+        index_huggingface(side)[0].tensors if is_huggingface(side) else {}
+        for side in (folder, source)
     )
     maps = FileMaps()
-    for key in filter(lambda name: name.endswith(SCALES_OF_ACTIVATIONS), own):
-        if key not in theirs:
-            values = to_float32(own[key][0].load(maps))
+    for key in filter(lambda name: name.endswith(SCALES_OF_ACTIVATIONS), stored):
+        if key not in originals:
+            values = to_float32(stored[key][0].load(maps))
             is_scale = np.isfinite(values).all() and (values > 0).all()
             if is_scale or key.endswith("zero_point"):
-                shown = " to ".join(f"{each:.3g}" for each in sorted({values.min(), values.max()}))
+                shown = " to ".join(f"{end:.3g}" for end in sorted({values.min(), values.max()}))
                 detail = f"{shown}, and the source has no such scale"
                 yield Remark(NOT_COMPUTED, "not compared", key, detail)
             else:
                 yield Remark(DIFFERS, "changed", key, "a scale is a finite number above 0")
-        elif not same_values(own[key], theirs[key], maps):
+        elif not same_values(stored[key], originals[key], maps):
             yield Remark(DIFFERS, "changed", key, "it is not the source's")
 
 
 def open_pair(
     folder: Path, options: CertifySection, given: Sequence[tuple[str, str]], *, scratch_dir: Path
 ) -> Pair:
-    """Open both sides; gzip archives are unpacked in `scratch_dir` while the pair is in use.
+    """Open both sides.
 
     `given` are (config.ini key, value) pairs that the source does not state, as for a conversion.
+    Gzip archives are unpacked in `scratch_dir`, which has to outlive the pair.
 
     Raises:
         CheckpointMismatchError: the source cannot be read, or cannot become a model of the
             folder's family; every reason is listed.
         ValueError: a path is not a checkpoint.
     """
-    own, original = open_folder(folder), snapshot_folder(Path(str(options.source)))
-    findings = [*own.findings]
-    if own.quantised is not None:
-        findings += _scales(original, own.path)
-    if not own.is_shards:
-        findings += _unread_files(own.reader, original, _WEIGHTS)
-    if is_huggingface(original) and original not in map(Path, options.lora):
-        findings += _unread_files(index_huggingface(original)[0], original, _ADAPTERS)
-    own = dataclasses.replace(own, findings=tuple(findings))
-    are_both_huggingface = is_huggingface(original) and not own.is_shards
-    if own.mapping is not None:
+    opened, source = open_folder(folder), snapshot_folder(Path(str(options.source)))
+    findings = [*opened.findings]
+    if opened.quantised is not None:
+        findings += _scales(source, opened.path)
+    if not opened.is_shards:
+        findings += _unread_files(opened.reader, source, _WEIGHTS)
+    if is_huggingface(source) and source not in map(Path, options.lora):
+        findings += _unread_files(index_huggingface(source)[0], source, _ADAPTERS)
+    opened = dataclasses.replace(opened, findings=tuple(findings))
+    are_both_huggingface = is_huggingface(source) and not opened.is_shards
+    if opened.mapping is not None:
         try:
-            return _planned(own, options, given, scratch_dir)
-        except CheckpointMismatchError:  # of the same model, tensors are known by their names
-            if not are_both_huggingface or _kind(original) != _kind(own.path):
+            return _pair_by_plan(opened, options, given, scratch_dir)
+        except CheckpointMismatchError:  # two models of one type can be paired by tensor name
+            if not are_both_huggingface or _model_type(source) != _model_type(opened.path):
                 raise
     elif not are_both_huggingface:
         raise CheckpointMismatchError(
-            f"{folder} is a model of no known family ({own.reader.config.get('model_type')}), "
-            "which is compared with Hugging Face folders of the same names alone"
+            f"{folder} is a model of no known family ({opened.reader.config.get('model_type')}), "
+            "which can only be compared with a Hugging Face folder that has the same tensor names"
         )
-    return _by_name(own, options, scratch_dir)
+    return _pair_by_name(opened, options, scratch_dir)
 
 
-def _kind(folder: Path) -> Any:
+def _model_type(folder: Path) -> Any:
     return json_file(folder / CONFIG_NAME).get("model_type")
 
 
-def _planned(
+def _pair_by_plan(
     folder: Folder, options: CertifySection, given: Sequence[tuple[str, str]], scratch_dir: Path
 ) -> Pair:
     assert folder.mapping is not None
     request = source_request(
         options,
-        (*_stated_tokens(Path(str(options.source)), folder), *given),
+        (*_token_settings(Path(str(options.source)), folder), *given),
         output_dir=scratch_dir,
         tp_size=folder.facts.tp_size,
         weight_data_type=folder.data_type if folder.data_type != "fp64" else "fp32",
@@ -359,22 +358,22 @@ def _planned(
     )
     plan = plan_conversion(request, scratch_dir=scratch_dir)
     facts = plan.facts
-    # Two folders of one model of a library have most tensors under the same name.
-    is_kin = not folder.is_shards and (
+    # Two Hugging Face folders of one model type store most tensors under the same name.
+    is_same_type = not folder.is_shards and (
         facts.reader.config.get("model_type") == folder.reader.config.get("model_type")
     )
-    shared = (key for key in folder.reader.tensors if is_kin and key in facts.reader.tensors)
-    named = dict.fromkeys(shared)
+    stored = folder.reader.tensors if is_same_type else ()
+    shared = dict.fromkeys(key for key in stored if key in facts.reader.tensors)
     findings = [
         Remark(DIFFERS, "not in the folder", key, "the source holds it")
-        for key in _unread(plan)
-        if key not in named
+        for key in _unused_tensors(plan)
+        if key not in shared
     ]
     findings += [*_untied(plan), *_images(facts.reader, folder.reader)]
     if folder.is_shards:
         tensors = tuple(WrittenTensor(item.tensor.name, ((item, None),)) for item in plan.tensors)
         return Pair(folder, plan, facts, tensors, tuple(findings))
-    views, reasons, homeless = written_views(
+    views, reasons, unplaced = written_views(
         plan, folder.mapping, folder.facts, has_tied_head(plan)
     )
     sides = (facts.reader, folder.reader)
@@ -383,24 +382,24 @@ def _planned(
     if not has_tied_head(plan) and (reasons or is_tied):
         detail = "the folder says that embedding and head are one, and the source has two"
         findings.append(Remark(DIFFERS, "ties", TIE, detail))
-    if len(named) < len(facts.reader.tensors):
-        findings += [Remark(DIFFERS, "has no place in the folder", name) for name in homeless]
+    if len(shared) < len(facts.reader.tensors):
+        findings += [Remark(DIFFERS, "has no place in the folder", name) for name in unplaced]
         try:
             views += carried_tensors(plan, folder.mapping)
         except CheckpointMismatchError as error:
             findings += [Remark(NOT_COMPUTED, "other tensors", "folder", p) for p in error.problems]
-    expected = {each.key: each for each in map(folder.own_name, views)}
-    found = (each for each in expected.values() if each.key in folder.reader.tensors)
-    seen = {item for each in found for item in each.items}
-    reads = (key for item in plan.tensors if item not in seen for key, _ in item.reads)
-    lost = (key for key in reads if is_kin and key not in expected)
-    for key in (*lost, *named):
+    expected = {tensor.key: tensor for tensor in map(folder.with_stored_name, views)}
+    found = (tensor for key, tensor in expected.items() if key in folder.reader.tensors)
+    stored_items = {item for tensor in found for item in tensor.items}
+    reads = (key for item in plan.tensors if item not in stored_items for key, _ in item.reads)
+    lost = (key for key in reads if is_same_type and key not in expected)
+    for key in (*lost, *shared):
         expected[key] = copied_tensor(key, facts.pieces(key)[0].shape)
     return Pair(folder, plan, facts, tuple(expected.values()), tuple(findings))
 
 
 def _images(source: CheckpointReader, folder: CheckpointReader) -> Iterator[Remark]:
-    """Yield that a side is a model of images and texts, of which the text model is compared."""
+    """Yield a remark if a side is a vision-language model, whose text model alone is compared."""
     names = [
         name
         for name, side in (("source", source), ("folder", folder))
@@ -412,17 +411,18 @@ def _images(source: CheckpointReader, folder: CheckpointReader) -> Iterator[Rema
         yield Remark(status, "not compared", "images", f"{' and '.join(names)}: {detail}")
 
 
-def _stated_tokens(source: Path, folder: Folder) -> list[tuple[str, str]]:
+def _token_settings(source: Path, folder: Folder) -> list[tuple[str, str]]:
+    """Return token ids as config.ini settings, for a source that may lack its tokenizer."""
     if is_huggingface(snapshot_folder(source)) or is_ft_folder(source):
         return [*folder.facts.given.items()]
     if folder.config is None:
-        return list(_USUAL_TOKENS)
+        return list(_PLACEHOLDER_TOKENS)
     fields = {field.name for field in dataclasses.fields(folder.config)}
     return [(name, str(getattr(folder.config, name))) for name in _TOKEN_IDS if name in fields]
 
 
-def _unread(plan: ConversionPlan) -> Iterator[str]:
-    """Yield the source's tensors of which a folder holds nothing."""
+def _unused_tensors(plan: ConversionPlan) -> Iterator[str]:
+    """Yield the source's tensors that no tensor of the plan reads."""
     facts, mapping = plan.facts, plan.mapping
     read = {key for item in plan.tensors for key, _ in item.reads}
     used = {facts.resolve(key) for key in (*read, *mapping.copies(facts, plan.config))}
@@ -432,18 +432,21 @@ def _unread(plan: ConversionPlan) -> Iterator[str]:
 
 
 def _untied(plan: ConversionPlan) -> Iterator[Remark]:
-    """Yield that a source has two tables of tokens, and says that they are one."""
+    """Yield a remark for each head of a source that is stored, is said to be tied, and differs."""
     facts = plan.facts
     items = (item for item in plan.tensors if item.tensor.name in ("model.wte", "shared.weight_T"))
     tables = [key for item in items for key, _ in item.reads]
     for key in plan.mapping.copies(facts, plan.config):
         for table in tables:
             if key.endswith(TIED_TABLES) and facts.has(key) and not facts.same_values(key, table):
-                detail = "the source ties it to its embedding, from which it differs: which of "
-                yield Remark(DIFFERS, "ties", key, f"{detail}them a library takes is its choice")
+                detail = (
+                    "the source ties it to its embedding, but its values differ: libraries may "
+                    "load either one"
+                )
+                yield Remark(DIFFERS, "ties", key, detail)
 
 
-def _by_name(folder: Folder, options: CertifySection, scratch_dir: Path) -> Pair:
+def _pair_by_name(folder: Folder, options: CertifySection, scratch_dir: Path) -> Pair:
     reader = with_plain_weights(open_checkpoint(Path(str(options.source))), lambda _: True)
     reader = with_adapters(reader, [*map(Path, options.lora)], scratch_dir, lambda _: True)
     facts = Facts(reader, 1, "fp32", tokenizer=reader.tokenizer)

@@ -1,4 +1,4 @@
-"""Log probabilities of a running endpoint against those of the source, or of a training step."""
+"""Compare an endpoint's log probabilities with the source's, or with those of a training step."""
 
 import itertools
 import json
@@ -23,10 +23,10 @@ from inference.evaluation.openai_client import OpenAIClient, listed_model, promp
 from inference.evaluation.options import OPENAI
 from inference.evaluation.task import EvaluationError
 
-# Spellings in a row that training wrote: our own, then those of NeMo-RL (train_data_step*.jsonl:
+# Field names of a training step's row: ours, then those of NeMo-RL (train_data_step*.jsonl:
 # nemo_rl/utils/logger.py, log_batched_dict_as_jsonl), slime (--save-debug-train-data and
-# --save-debug-rollout-data: slime/observability), verl (the tensors of its DataProto), OpenRLHF (of
-# its Experience) and TRL (of what GRPOTrainer generates and scores).
+# --save-debug-rollout-data: slime/observability), verl (tensors of its DataProto), OpenRLHF
+# (tensors of its Experience) and TRL (what GRPOTrainer generates and scores).
 _TOKENS = ("token_ids", "tokens", "input_ids", "sequences")
 _PROMPTS = ("prompt_ids", "prompts")
 _ANSWERS = ("response_ids", "responses", "completion_ids")
@@ -35,26 +35,26 @@ _LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "action
               "sampling_per_token_logps")  # fmt: skip
 _MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask", "action_mask",
           "completion_mask")  # fmt: skip
-_LENGTHS = ("response_length", "response_lengths")  # of an answer
-_PADDING = ("attention_mask",)  # 0 where a token is padding, on either side
-_PROMPT_MASK = ("prompt_mask",)  # TRL's, which has one for each part
+_LENGTHS = ("response_length", "response_lengths")
+_PADDING = ("attention_mask",)  # 0 for padding, which may be on either side
+_PROMPT_MASK = ("prompt_mask",)  # TRL has a mask for the prompt and one for the completion
 _POSITIONS = ("position_ids",)
 _PACKED = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded")
-_SEVERAL = "it holds several sequences, packed one after the other: write each as a row"
+_PACKED_ERROR = "it holds several sequences, packed one after the other: write each as a row"
 _READ = {
     *_TOKENS, *_PROMPTS, *_ANSWERS, *_LOG_PROBS, *_MASKS, *_LENGTHS, *_PADDING, *_PROMPT_MASK,
     *_POSITIONS, "input_lengths",
 }  # fmt: skip
-_ROWS = ("samples", "rollout_data")  # of a .pt file
-_SAME = 1e-6
+_ROWS = ("samples", "rollout_data")  # keys of a .pt file
+_NEGLIGIBLE = 1e-6  # nats
 _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """Tokens, and the natural log probability of each after those before it; None: not known.
+    """Token ids, each with its natural log probability given the ones before; None if unknown.
 
-    `of` is the field of a training step that these come from.
+    `of` is the name of the training step's field; empty for the source's.
     """
 
     ids: tuple[int, ...]
@@ -63,21 +63,21 @@ class ScoredRow:
 
 
 def compare_endpoint(source: Source, options: CertifySection, types: Iterable[str]) -> Part:
-    """Ask the endpoint about rows of random token ids, and compare its answers with the source's.
+    """Send rows of random token ids to the endpoint, and compare its answers with the source's.
 
-    `types` are those in which the folder keeps its weights.
+    `types` are those of the folder's stored weights.
     """
-    rows = _drawn_rows(source, options)
+    rows = _random_rows(source, options)
     if options.protocol != OPENAI:
         return compare_triton(SERVED, source, rows, options, types=types, timeout_s=_TIMEOUT_S)
     first = source.run(ModelInputs(rows[0])) if source.start is None else {}
     if LOGITS not in first:
-        return not_computed(SERVED, "OpenAI's protocol has no log probabilities of such a model")
+        return not_computed(SERVED, "OpenAI's protocol gives no log probabilities of such a model")
     known = [_scored(ids, source.run(ModelInputs(ids))[LOGITS]) for ids in rows]
     return compare_served(SERVED, known, source.title, options)
 
 
-def _drawn_rows(source: Source, options: CertifySection) -> list[tuple[int, ...]]:
+def _random_rows(source: Source, options: CertifySection) -> list[tuple[int, ...]]:
     longest = options.input_len
     if source.positions is not None:
         longest = max(1, min(longest, source.positions - options.output_len))
@@ -90,7 +90,7 @@ def _drawn_rows(source: Source, options: CertifySection) -> list[tuple[int, ...]
 def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: CertifySection) -> Part:
     """Compare the log probabilities of rows with the endpoint's for the same tokens.
 
-    `of` says whose the rows' are.
+    `of` names where the rows come from: the source's title, or the training file.
     """
     url, tolerance = str(options.endpoint), options.log_prob_tolerance
     client = OpenAIClient(url, options.credentials, timeout_s=_TIMEOUT_S, retry_s=_TIMEOUT_S)
@@ -107,7 +107,7 @@ def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: Certi
     try:
         model = str(listed_model(client, options.model)["id"])
         for size in options.batch_sizes:
-            answers = _asked(client, model, [rows[number] for number in numbers], size)
+            answers = _served_log_probs(client, model, [rows[number] for number in numbers], size)
             found = dict(zip(numbers, answers, strict=True))
             table.append({"batch_size": size, **_difference(rows, found, places, tolerance)})
     except EvaluationError as error:
@@ -127,32 +127,34 @@ def compare_served(name: str, rows: Sequence[ScoredRow], of: str, options: Certi
     tokens_of = f"{len(places)} tokens of {len(numbers)} rows"
     if without := len(rows) - len(numbers):
         tokens_of += f" ({without} more have none)"
-    whose = " of ".join(filter(None, (" and ".join(sorted({row.of for row in rows} - {""})), of)))
-    compared = f"{tokens_of}, {whose} and {url} ({model}), batch sizes {sizes}"
+    fields = " and ".join(sorted({row.of for row in rows} - {""}))
+    origin = " of ".join(filter(None, (fields, of)))
+    compared = f"{tokens_of}, {origin} and {url} ({model}), batch sizes {sizes}"
     bound = f"log probabilities within {largest:.2g} (mean {table[0]['mean']:.2g})"
-    return Part(name, compared, findings, (bound,) if largest > _SAME else (), table)
+    return Part(name, compared, findings, (bound,) if largest > _NEGLIGIBLE else (), table)
 
 
-def _asked(
+def _served_log_probs(
     client: OpenAIClient, model: str, rows: Sequence[ScoredRow], size: int
 ) -> list[list[float]]:
-    """Return the log probabilities of each row's tokens, asked for `size` rows at a time.
+    """Return the log probabilities of each row's tokens, requested for `size` rows at a time.
 
     Raises:
-        EvaluationError: the endpoint does not answer, or gives other tokens' or none.
+        EvaluationError: the endpoint does not answer, gives no log probabilities, or has read other
+            tokens.
     """
-    every = [list(row.ids) for row in rows]
+    prompts = [list(row.ids) for row in rows]
     scored_prompt = {"echo": True, "logprobs": 1}
-    one = {**client.asking(model, every[:1], 1), **scored_prompt}
-    own_ids = client.accepted(one, {"return_token_ids": True})
+    one = {**client.asking(model, prompts[:1], 1), **scored_prompt}
+    return_ids = client.accepted(one, {"return_token_ids": True})
     found = []
     for first in range(0, len(rows), size):
-        asked = every[first : first + size]
-        body = {**client.asking(model, asked, 1), **scored_prompt, **own_ids}
-        for ids, choice in zip(asked, client.patient(body)["choices"], strict=True):
+        batch = prompts[first : first + size]
+        body = {**client.asking(model, batch, 1), **scored_prompt, **return_ids}
+        for ids, choice in zip(batch, client.patient(body)["choices"], strict=True):
             if (read := choice.get("prompt_token_ids") or ids) != ids:
                 raise EvaluationError(
-                    f"{client.url} reads {read[:8]}..., and was sent {ids[:8]}..."
+                    f"{client.url} was sent token ids {ids[:8]}... and has read {read[:8]}..."
                 )
             if (scores := prompt_scores(choice, len(ids))) is None:
                 raise EvaluationError(
@@ -168,7 +170,7 @@ def _difference(
     places: Sequence[tuple[int, int]],
     tolerance: float,
 ) -> dict[str, Any]:
-    """Return the distribution of the differences, and the first token beyond the tolerance."""
+    """Return statistics of the differences in nats, and the first token beyond the tolerance."""
     wanted = np.array([rows[number].log_probs[place] for number, place in places], np.float64)
     served = np.array([found[number][place] for number, place in places])
     errors = np.abs(served - wanted)
@@ -193,19 +195,19 @@ def _difference(
 
 
 def _scored(ids: tuple[int, ...], logits: torch.Tensor) -> ScoredRow:
-    """Return a row with the log probabilities of logits (N, V)."""
+    """Return a row with its log probabilities from logits (N, V)."""
     chosen = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return ScoredRow(ids, (None, *chosen.tolist()))
 
 
 def read_training_rows(path: Path) -> list[ScoredRow]:
-    """Return the rows of a file that a training step wrote: JSON Lines, or slime's .pt.
+    """Read the rows that a training step wrote, as JSON Lines or as a .pt file.
 
-    Each row has its tokens, whole or as prompt and answer, and the log probabilities of all of
-    them (that of the first is not used), or of the last ones, the answer's.
+    Each row has its tokens, whole or as prompt and answer, and log probabilities: of all tokens
+    (the first one's is not used), or only of the last ones, the answer's.
 
     Raises:
-        ValueError: the file has other rows.
+        ValueError: the file has no rows, or a row has another form.
     """
     rows: list[ScoredRow] = []
     try:
@@ -229,15 +231,15 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
         table = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"expected lists and tensors alone: {reason}") from error
+        raise ValueError(f"expected only lists and tensors: {reason}") from error
     fields = table if isinstance(table, Mapping) else {}
-    own = next((fields[name] for name in _ROWS if name in fields), table)
-    for each in own if isinstance(own, list) else [own]:
-        yield from _unbatched(each)
+    rows = next((fields[name] for name in _ROWS if name in fields), table)
+    for row in rows if isinstance(rows, list) else [rows]:
+        yield from _unbatched(row)
 
 
 def _allow_nested_tensors() -> None:
-    """Allow tensors whose rows differ in length, verl's, which torch.load refuses since 2.15."""
+    """Allow verl's jagged nested tensors, which torch.load refuses by default since 2.15."""
     example = torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)
     rebuild, kind, *_ = example.__reduce_ex__(2)[1]  # type: ignore[no-untyped-call]
     torch.serialization.add_safe_globals([rebuild, kind])
@@ -251,25 +253,25 @@ def _plain(value: Any) -> Any:
 
 
 def _unbatched(table: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a table; NeMo-RL's has one, of whose fields each is a list around it."""
+    """Yield the rows of a table: itself, or one for each entry of its fields (a batch)."""
     if not isinstance(table, Mapping):
         raise ValueError(f"a row is {type(table).__name__}; expected an object with its fields")
     if not table.keys().isdisjoint(_PACKED):
-        raise ValueError(_SEVERAL)
-    fields = {name: _plain(each) for name, each in table.items() if name in _READ}
+        raise ValueError(_PACKED_ERROR)
+    fields = {name: _plain(value) for name, value in table.items() if name in _READ}
     tokens: Any = next((fields[name] for name in (*_TOKENS, *_ANSWERS) if name in fields), None)
     if not tokens or not isinstance(tokens[0], list):
         yield fields
         return
-    counts = {name: len(each) for name, each in fields.items() if isinstance(each, list)}
-    if wrong := [f"{name} of {count}" for name, count in counts.items() if count != len(tokens)]:
-        raise ValueError(f"{', '.join(wrong)} rows, and tokens of {len(tokens)}")
+    counts = {name: len(value) for name, value in fields.items() if isinstance(value, list)}
+    if wrong := [f"{name} has {count}" for name, count in counts.items() if count != len(tokens)]:
+        raise ValueError(f"{', '.join(wrong)} rows; expected {len(tokens)}, as many as of tokens")
     for number in range(len(tokens)):
         yield {name: fields[name][number] for name in counts}
 
 
 def _values(row: Mapping[str, Any], names: Iterable[str], kind: Any) -> Any:
-    """Return the first of some fields that a row has, with values of a kind; None without one."""
+    """Return a row's first field of some names, checked against a type; None without one."""
     name = next((name for name in names if row.get(name) is not None), None)
     try:
         return None if name is None else TypeAdapter(kind).validate_python(row[name])
@@ -286,13 +288,13 @@ def _row(row: Mapping[str, Any]) -> ScoredRow:
         _values(row, names, list[float]) for names in (_MASKS, _PADDING, _PROMPT_MASK)
     )
     positions = _values(row, _POSITIONS, list[Any])
-    if positions and isinstance(positions[0], list):  # of images: three of each token
+    if positions and isinstance(positions[0], list):  # vision-language models: three of each token
         positions = None
-    if padding is None and prompt_mask is not None and mask is not None:  # one for each part
+    if padding is None and prompt_mask is not None and mask is not None:
         padding = [*prompt_mask, *mask]
-    spelled = [name for name in _LOG_PROBS if row.get(name) is not None]
-    # NeMo-RL writes zeros for those that it has not computed (loss_fn.force_on_policy_ratio).
-    of = next((name for name in spelled if any(row[name])), next(iter(spelled), ""))
+    present = [name for name in _LOG_PROBS if row.get(name) is not None]
+    # NeMo-RL writes zeros if it does not compute them (loss_fn.force_on_policy_ratio).
+    of = next((name for name in present if any(row[name])), next(iter(present), ""))
     log_probs = _values(row, (of,), list[float | None])
     if ids is None and answer is not None:
         ids = [*(prompt or ()), *answer]
@@ -303,29 +305,28 @@ def _row(row: Mapping[str, Any]) -> ScoredRow:
     count = answer_len if log_probs is None else len(log_probs)
     if answer_len is not None and count not in (answer_len, len(ids)):
         raise ValueError(
-            f"it has {count} log probabilities of {answer_len} tokens of an answer: a part of a "
-            "row, as of a rank of context parallelism, is not compared"
+            f"it has {count} log probabilities for the {answer_len} tokens of its answer; expected "
+            "the whole row, not the slice of a rank of context parallelism"
         )
-    known, used, real, places = (
-        _of_last(() if each is None else each, len(ids), filler)
-        for each, filler in ((log_probs, None), (mask, True), (padding, True), (positions, 0))
+    scores, used, real, places = (
+        _aligned(() if values is None else values, len(ids), filler)
+        for values, filler in ((log_probs, None), (mask, True), (padding, True), (positions, 0))
     )
-    length = _values(row, ("input_lengths",), NonNegativeInt)  # NeMo-RL pads its rows behind them
-    tokens = [
-        each for each in [*zip(ids, known, used, places, real, strict=True)][:length] if each[-1]
-    ]
+    length = _values(row, ("input_lengths",), NonNegativeInt)  # NeMo-RL pads rows at their end
+    columns = [*zip(ids, scores, used, places, real, strict=True)][:length]
+    tokens = [column for column in columns if column[-1]]
     if any(later[3] < earlier[3] for earlier, later in itertools.pairwise(tokens)):
-        raise ValueError(_SEVERAL)
-    scores = tuple(value if use else None for _, value, use, *_ in tokens)
-    return ScoredRow(tuple(token for token, *_ in tokens), scores, of)
+        raise ValueError(_PACKED_ERROR)
+    known = tuple(score if is_used else None for _, score, is_used, *_ in tokens)
+    return ScoredRow(tuple(token for token, *_ in tokens), known, of)
 
 
-def _of_last(values: Sequence[Any], count: int, filler: Any) -> list[Any]:
-    """Return a value for each of `count` tokens; fewer values are those of the last ones.
+def _aligned(values: Sequence[Any], count: int, filler: Any) -> list[Any]:
+    """Return a value for each of `count` tokens; fewer values belong to the last tokens.
 
     Raises:
-        ValueError: there are more.
+        ValueError: there are more values than tokens.
     """
     if len(values) > count:
-        raise ValueError(f"it has {count} tokens, and {len(values)} values of them")
+        raise ValueError(f"it has {len(values)} values for {count} tokens")
     return [filler] * (count - len(values)) + [*values]

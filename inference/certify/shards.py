@@ -1,7 +1,6 @@
-"""Activations of an FT folder's shards, computed by the ranks that serve it, without a server.
+"""Activations of an FT folder's shards, computed by the serving code without a server.
 
-All ranks run as threads of this process, on the CPU. Layers of the runtime are wrapped, so that the
-output of each is noted.
+All ranks run as threads of this process, on the CPU. The layers are wrapped to record their output.
 """
 
 # Shapes: N tokens, E hidden
@@ -19,13 +18,7 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
-from inference.certify.activations import (
-    EMBEDDING,
-    LOGITS,
-    OUTPUT,
-    Activations,
-    ModelInputs,
-)
+from inference.certify.activations import EMBEDDING, LOGITS, OUTPUT, Activations, ModelInputs
 from inference.model.encoder import Encoder
 from inference.model.encoder_decoder import EncoderDecoder
 from inference.model.rotary import position_shift
@@ -36,19 +29,19 @@ from inference.ranks.processes import threads_per_rank
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import make_rank
 
-_TIMEOUT_S = 600.0  # of a rank's wait for another
+_TIMEOUT_S = 600.0  # a rank waits so long for another
 
 
 def run_shards(
     reader: FTReader, inputs: ModelInputs, *, states: torch.Tensor | None = None
 ) -> Activations:
-    """Return what the folder's model computes, all its ranks in fp32.
+    """Run the folder's model on all ranks in fp32, and return its activations.
 
-    `states` are the first layer's input (N, E), for a model whose embeddings run outside.
+    `states` are the first layer's input (N, E), for a model without embeddings.
 
     Raises:
-        ValueError: The sizes do not divide among the ranks, or a choice is not supported.
-        CheckpointMismatchError: Tensors hold values that are not finite.
+        ValueError: the sizes do not divide among the ranks, or a setting is not supported.
+        CheckpointMismatchError: tensors hold non-finite values.
     """
     settings = RankSettings(
         tp_size=reader.tp_size,
@@ -60,53 +53,56 @@ def run_shards(
         max_len=max(len(inputs.ids), len(inputs.decoder_ids)),
         rank_timeout_s=_TIMEOUT_S,
     )
-    every = [replace(settings, rank=rank) for rank in range(reader.tp_size)]
+    rank_settings = [replace(settings, rank=rank) for rank in range(reader.tp_size)]
     architecture = reader.config.architecture()
     states = states if isinstance(architecture, EncoderArchitecture) else None
     plan = _plan(architecture, inputs, states)
     store = HashStore()
 
-    noted: Activations = {}
+    activations: Activations = {}
 
-    def run(rank: RankBase, own: RankSettings) -> None:
-        if own.rank == 0:  # a layer's output is the same on every rank
-            _tap(rank.model, noted)
-        result = rank.run(plan, states if own.rank == 0 else None)
+    def run(rank: RankBase, settings: RankSettings) -> None:
+        if settings.rank == 0:  # a layer's output is the same on every rank
+            _record_layers(rank.model, activations)
+        result = rank.run(plan, states if settings.rank == 0 else None)
         if result is not None and result.hidden is not None:
-            noted[OUTPUT] = result.hidden.float()
+            activations[OUTPUT] = result.hidden.float()
         elif result is not None:
             assert not isinstance(architecture, EncoderArchitecture)
-            noted[LOGITS] = result.logits[:, : architecture.vocab_size]
+            activations[LOGITS] = result.logits[:, : architecture.vocab_size]
 
     with ThreadPoolExecutor(
-        len(every), "rank", torch.set_num_threads, (settings.threads,)
+        reader.tp_size, "rank", torch.set_num_threads, (settings.threads,)
     ) as threads:
-        ranks = list(threads.map(make_rank, every))  # none waits for one that cannot be loaded
+        # All ranks load before any connects, so that none waits for one that cannot be loaded.
+        ranks = list(threads.map(make_rank, rank_settings))
         groups = []
-        if len(every) > 1:
-            groups = list(threads.map(lambda rank, own: rank.connect(store, own), ranks, every))
-        running = [threads.submit(run, *pair) for pair in zip(ranks, every, strict=True)]
+        if reader.tp_size > 1:
+            groups = list(
+                threads.map(lambda rank, its: rank.connect(store, its), ranks, rank_settings)
+            )
+        running = [threads.submit(run, *pair) for pair in zip(ranks, rank_settings, strict=True)]
         done, waiting = wait(running, return_when=FIRST_EXCEPTION)
-        if waiting:  # for a rank that has failed, whose error is the reason
+        if waiting:  # they wait for the rank that failed; only its error is of interest
             for group in groups:
                 group.abort()
             running = list(done)
-        for each in running:
-            each.result()
-    return noted
+        for future in running:
+            future.result()
+    return activations
 
 
 def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor | None) -> StepPlan:
-    """Return the step that computes all tokens at once."""
+    """Return one step that computes all tokens."""
     if isinstance(architecture, EncoderArchitecture):
-        assert states is not None, "nothing to begin with"
+        assert states is not None, "the model has no embeddings"
         row = EncoderRow(len(states))
         return StepPlan((), (), (), embedding_rows=row.tokens, encoder_rows=(row,))
     if isinstance(architecture, DecoderArchitecture):
         count = len(inputs.ids)
         segment = Segment(0, 0, count, position_shift(architecture.rotary, count))
         return StepPlan(inputs.ids, (segment,), range(count))
-    count = len(inputs.decoder_ids)  # none for an encoder alone
+    count = len(inputs.decoder_ids)  # 0 for an encoder without a decoder
     return StepPlan(
         inputs.decoder_ids,
         (Segment(0, 0, count),) if count else (),
@@ -116,8 +112,8 @@ def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor 
     )
 
 
-def _tap(model: Any, noted: Activations) -> None:
-    """Let a rank's model note its first layer's input, and every layer's output."""
+def _record_layers(model: Any, activations: Activations) -> None:
+    """Wrap a model's layers to record the first layer's input and the output of each."""
     stacks = {"layers": ""}
     if isinstance(model, Encoder):
         stacks = {"encoder": ""}
@@ -125,21 +121,22 @@ def _tap(model: Any, noted: Activations) -> None:
         stacks = {"encoder": "encoder ", "decoder": "decoder "}
     for name, stack in stacks.items():
         layers = enumerate(getattr(model, name))
-        setattr(model, name, [_Watched(each, noted, stack, number) for number, each in layers])
+        wrapped = [_RecordedLayer(layer, activations, stack, number) for number, layer in layers]
+        setattr(model, name, wrapped)
 
 
 @dataclass(frozen=True)
-class _Watched:
-    """A layer of a model, whose output is noted."""
+class _RecordedLayer:
+    """A wrapper of a layer that records its output."""
 
     inner: Any
-    noted: Activations
+    activations: Activations
     stack: str
     number: int
 
-    def __call__(self, x: torch.Tensor, *inputs: Any, **more: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.number == 0:
-            self.noted[self.stack + EMBEDDING] = x.to(torch.float32, copy=True)
-        y: torch.Tensor = self.inner(x, *inputs, **more)
-        self.noted[f"{self.stack}layer {self.number}"] = y.to(torch.float32, copy=True)
+            self.activations[self.stack + EMBEDDING] = x.to(torch.float32, copy=True)
+        y: torch.Tensor = self.inner(x, *args, **kwargs)
+        self.activations[f"{self.stack}layer {self.number}"] = y.to(torch.float32, copy=True)
         return y

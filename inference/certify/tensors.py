@@ -1,6 +1,6 @@
-"""Compare every stored tensor of a folder with what its source says it should hold, block by block.
+"""Compare every stored tensor of a folder with the values that its source implies, in blocks.
 
-Shapes: flat values in C order; a row is what follows one index of the first axis.
+Shapes: flat values in C order; a row is a slice along the first axis.
 """
 
 import concurrent.futures
@@ -25,20 +25,20 @@ from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import crc32
 from inference.certify.experts import expert_layers, order_of_rows
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
-from inference.certify.pair import UNREAD, Pair, stored_type
+from inference.certify.pair import OTHER_FILE, Pair, stored_type
 
-# Calibration moves errors from one value to another: how far from 1 the factor of a group of values
-# may be, and that of a whole block, and how large the mean of a group's errors next to their
-# deviation. GPTQ of 4 bits leaves 0.05, 0.007 and 0.4; zero points off by one have a mean of 3.
-_MOST_FACTOR, _MOST_SCALE, _MOST_BIAS, _GROUP = 0.2, 0.04, 0.75, 128
+# Calibration moves errors from one value to another. Bounds of such errors: distance from 1 of the
+# factor of a group of values, the same for a whole block, and the mean error of a group in standard
+# deviations. 4-bit GPTQ reaches 0.05, 0.007 and 0.4; zero points off by one have a mean of 3.
+_MAX_GROUP_FACTOR, _MAX_BLOCK_FACTOR, _MAX_BIAS, _GROUP = 0.2, 0.04, 0.75, 128
 _ORDER = "the order of experts"
 _WORKERS = 2
-_MOST_MOVED_VALUES = 1 << 26  # columns are looked for in tensors up to this size
+_MAX_EXPLAINED_VALUES = 1 << 26  # larger tensors are not searched for permutations
 _RANGES_SHOWN = 4
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # bytes compared, bytes in total
 
-# State of a tensor that is not equal -> its status, and the words of the verdict.
+# State of a tensor that is not equal -> its status and its bound in the verdict.
 _STATES: Mapping[str, tuple[Status, str]] = {
     "rounded": (UP_TO, "rounding to {}"),
     "one step": (UP_TO, "one unit in the last place of {}"),
@@ -55,13 +55,13 @@ _STATES: Mapping[str, tuple[Status, str]] = {
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """The comparison of one stored tensor, or one rank's file of it.
+    """The comparison of one stored tensor, or of one rank's file of it.
 
     Attributes:
-        state: equal, ignored (no part of the model), or one of `_STATES`.
-        largest_error: from the source's value.
-        checksum: CRC-32 of the bytes that it should hold.
-        reason: why it has that state, where that is known.
+        state: equal, ignored (not part of the model), or a key of `_STATES`.
+        largest_error: largest absolute difference from the source.
+        checksum: CRC-32 of the expected bytes.
+        reason: why it has that state, if known.
         places: where it differs, and by how much.
     """
 
@@ -77,14 +77,14 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """Errors that the stored type explains: the sum of three bounds.
+    """The largest error that a stored type explains: the sum of three bounds.
 
     Attributes:
-        method: of the quantisation or of the merge, for people; empty for plain values.
+        method: name of the quantisation or merge for messages; empty for plain values.
         relative: share of the value.
-        least: absolute.
-        of_largest: share of the largest value of its row (`by_row`) or of those near it.
-        state: of a tensor with such errors; those of a calibrated one move from value to value.
+        least: absolute bound.
+        of_largest: share of the largest value of its row (`by_row`) or of its block.
+        state: state of a tensor with such errors; "calibrated" adds the bounds of `_off_groups`.
     """
 
     method: str = ""
@@ -95,7 +95,7 @@ class _Rounding:
     state: str = "dequantised"
 
     def explains(self, source: Array, value: Array, error: Array, width: int) -> Array:
-        """Return which of some flat values are near enough to the source's."""
+        """Return which flat values are within the bound of the source's, as booleans."""
         size = np.where(np.isfinite(source), np.abs(source), 0)
         largest = size.max(initial=0)
         if self.by_row and len(size) % width == 0:
@@ -104,8 +104,7 @@ class _Rounding:
         return near & ~_off_groups(source, value) if self.state == "calibrated" else near
 
 
-# One unit in the last place of each type; fp64 is compared as fp32, and fp16 has no smaller steps
-# than 2^-24.
+# One unit in the last place of each type. fp64 is compared as fp32; fp16's smallest step is 2^-24.
 _STEPS = {
     "fp64": _Rounding(relative=2.0**-23),
     "fp32": _Rounding(relative=2.0**-23),
@@ -113,70 +112,78 @@ _STEPS = {
     "bf16": _Rounding(relative=2.0**-7),
 }
 # Values, their scales and the quotients may each have been rounded to bf16.
-_NARROW = 3 * 2.0**-9
+_BF16_OPERANDS = 3 * 2.0**-9
 _SUMS = 1e-6  # sums of products may round differently on another machine
-# e4m3 keeps 3 bits: half a step of a value, with the rounding of what is rounded, and below its
-# normal numbers half a step of 2^-9 of 1/448 of the largest.
+# e4m3 keeps 3 bits: half a step of a value, plus 8 % for rounded operands. Subnormal numbers: half
+# a step of 2^-9, of 1/448 of the largest value.
 _FP8 = _Rounding("fp8", relative=2.0**-4 * 1.08, of_largest=2.0**-18)
 
 
 def _off_groups(source: Array, value: Array) -> Array:
-    """Return which values are in a group that is the source's times or plus a number.
+    """Return which values belong to a group that was scaled or shifted as a whole.
 
-    A method that moves errors from one value to another keeps the values together.
+    Calibration moves errors between the values of a group, so they cancel over the group; a wrong
+    scale or zero point does not.
     """
     count = len(source) // _GROUP * _GROUP
-    mine, theirs = (each[:count].reshape(-1, _GROUP) for each in (source, value))
-    products, squares = (mine * theirs).sum(1), (mine * mine).sum(1)
-    is_scaled = abs(products.sum() / squares.sum() - 1) > _MOST_SCALE
-    factors = products / squares
-    errors = theirs - mine
-    is_moved = np.abs(errors.mean(1)) > _MOST_BIAS * errors.std(1)
-    off = np.repeat(is_scaled | is_moved | (np.abs(factors - 1) > _MOST_FACTOR), _GROUP)
+    expected, found = (side[:count].reshape(-1, _GROUP) for side in (source, value))
+    products, squares = (expected * found).sum(1), (expected * expected).sum(1)
+    is_block_scaled = abs(products.sum() / squares.sum() - 1) > _MAX_BLOCK_FACTOR
+    is_scaled = np.abs(products / squares - 1) > _MAX_GROUP_FACTOR
+    errors = found - expected
+    is_shifted = np.abs(errors.mean(1)) > _MAX_BIAS * errors.std(1)
+    off = np.repeat(is_block_scaled | is_shifted | is_scaled, _GROUP)
     return np.append(off, np.zeros(len(source) - count, bool))
 
 
-def _sources(pair: Pair, written: WrittenTensor) -> list[Piece]:
-    """Return the pieces of the source that a tensor is made of."""
+def _source_pieces(pair: Pair, written: WrittenTensor) -> list[Piece]:
+    """Return the pieces of the source from which a tensor is made."""
     reads = (key for item in written.items for key, _ in item.reads)
     return [piece for key in reads for piece in pair.facts.pieces(key)]
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """One stored tensor of a pair's folder, or a rank's file of one, and what it should hold."""
+    """One stored tensor of a pair's folder, or one rank's file of it, and its expected value.
+
+    Attributes:
+        written: how the source makes it.
+        stored: the tensor in the folder.
+        shape: the expected shape.
+        rank: of a folder of shards; 0 in others.
+    """
 
     pair: Pair
     key: str
     written: WrittenTensor
     stored: Piece
-    shape: tuple[int, ...]  # that it should have
-    rank: int = 0  # of a folder of shards
+    shape: tuple[int, ...]
+    rank: int = 0
 
     @property
     def sources(self) -> list[Piece]:
-        """The pieces of the source that it is made of."""
-        return _sources(self.pair, self.written)
+        """The pieces of the source from which it is made."""
+        return _source_pieces(self.pair, self.written)
 
     @property
     def source_keys(self) -> set[str | None]:
-        """The names of the source's tensors that it is made of."""
+        """The names of the source's tensors from which it is made."""
         reads = (key for item in self.written.items for key, _ in item.reads)
         return {self.pair.facts.resolve(key) for key in reads}
 
     @property
     def width(self) -> int:
-        """Values of a row."""
+        """The number of values in a row."""
         return max(1, math.prod(self.stored.shape[1:]))
 
     @property
     def is_table(self) -> bool:
-        """Whether its rows are those of tokens, so that a side may have rows of padding."""
+        """Whether it has a row for each token, so that a side may have padding rows."""
         return self.written.key.endswith(TIED_TABLES)
 
     @property
     def common_rows(self) -> int | None:
-        """The count of rows of both sides; None where the shapes do not belong together."""
+        """The number of rows that both sides have; None if the shapes are incompatible."""
         found, wanted = self.stored.shape, self.shape
         if found == wanted:
             return found[0] if found else 1
@@ -185,11 +192,14 @@ class _Unit:
         return None
 
     def values(self) -> Array:
-        """Return the stored values, flat: a view of the mapped file unless they are computed."""
+        """Return the stored values, flat: a view of the mapped file, unless they are computed."""
         return self.stored.load(self.pair.folder.facts.maps).reshape(-1)
 
     def expected(self, kind: str, count: int) -> Iterator[Array]:
-        """Yield the first values that it should hold, flat; each block until the next one."""
+        """Yield the first `count` expected values, flat, in blocks.
+
+        A block is valid until the next one is taken.
+        """
         facts, tp_size = self.pair.facts, self.pair.folder.facts.tp_size
 
         def pieces() -> Iterator[tuple[Parts, Any, str]]:
@@ -210,43 +220,45 @@ class _Unit:
             yield values
 
     def matrices(self) -> tuple[Array, Array]:
-        """Return what it should hold, and what it holds, by rows."""
+        """Return the expected and the stored values as matrices of rows."""
         values, kind = self.values(), self.stored.dtype
-        blocks = [each.copy() for each in self.expected(kind, len(values))]
-        mine, theirs = (each.reshape(-1, self.width) for each in (np.concatenate(blocks), values))
-        return mine, theirs
+        expected = np.concatenate([block.copy() for block in self.expected(kind, len(values))])
+        return expected.reshape(-1, self.width), values.reshape(-1, self.width)
 
     def roundings(self, types: set[str]) -> Sequence[_Rounding]:
-        """Return what its type may explain, the least first; none where bytes are the source's."""
+        """Return the errors that its type may explain, smallest first; none if bytes must match.
+
+        `types` are those of its pieces in the source.
+        """
         if self.pair.folder.quantised is not None and len(self.stored.stored) > 1:
             if (kind := stored_type(self.stored)) == "fp8":
                 return [_FP8]
-            # A folder does not say whether a calibration has chosen its integers.
+            # The folder does not say whether a calibration chose its integers.
             bits = int(kind.removeprefix("int"))
             level = 2 / ((1 << bits) - 1)
-            own = _Rounding(f"{bits} bits", _NARROW, of_largest=0.52 * level, by_row=True)
-            return [own, replace(own, of_largest=2.0 * level, state="calibrated")]
+            plain = _Rounding(f"{bits} bits", _BF16_OPERANDS, of_largest=0.52 * level, by_row=True)
+            return [plain, replace(plain, of_largest=2.0 * level, state="calibrated")]
         step = _STEPS.get(self.stored.dtype)
         if step is None:  # integers, such as a buffer of positions
             return []
-        if any(isinstance(getattr(each, "compute", None), Sum) for each in self.sources):
-            # Some programs round the update, and then the sum.
+        if any(isinstance(getattr(piece, "compute", None), Sum) for piece in self.sources):
+            # Some programs round the update before they add it, and then the sum.
             size = max(_SUMS, step.relative / 2)
             return [replace(step, method="a merged adapter", of_largest=size, state="merged")]
-        if any(isinstance(each.source, (Adjusted, Compute)) for each in self.written.items):
+        if any(isinstance(item.source, (Adjusted, Compute)) for item in self.written.items):
             return [replace(step, of_largest=_SUMS)]
         return [] if types == {self.stored.dtype} else [step]
 
 
 def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
-    """Yield what is to be compared, and what cannot be."""
+    """Yield the tensors to compare, and records of those that have no counterpart."""
     stored, are_shards = pair.folder.reader.tensors, pair.folder.is_shards
-    lacking = [*pair.folder.lacking()]
+    missing = [*pair.folder.missing_tensors()]
     for written in pair.tensors:
         tensor = written.items[0].tensor
         if written.key not in stored and not (are_shards and tensor.optional):
-            pieces = _sources(pair, written)
-            is_zero = written.key not in lacking and _adds_nothing(written.key, pieces, pair.facts)
+            pieces = _source_pieces(pair, written)
+            is_zero = written.key not in missing and _is_zero_bias(written.key, pieces, pair.facts)
             yield TensorRecord(written.key, "zero" if is_zero else "missing")
         for rank, piece in enumerate(stored.get(written.key, ())):
             if are_shards:
@@ -254,7 +266,7 @@ def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
             else:
                 yield _Unit(pair, written.key, written, piece, written.shape)
     expected = {written.key for written in pair.tensors}
-    for key in lacking:
+    for key in missing:
         if key not in expected:
             yield TensorRecord(key, "missing", reason="its own configuration asks for it")
     for key in stored:
@@ -262,13 +274,13 @@ def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
             yield _unexpected(pair, key)
 
 
-def _adds_nothing(key: str, pieces: Sequence[Piece], facts: Facts) -> bool:
+def _is_zero_bias(key: str, pieces: Sequence[Piece], facts: Facts) -> bool:
     """Return whether a tensor is a bias of zeros, which a side may leave out."""
-    return key.endswith(".bias") and not any(each.load(facts.maps).any() for each in pieces)
+    return key.endswith(".bias") and not any(piece.load(facts.maps).any() for piece in pieces)
 
 
 def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
-    """Return a stored tensor that has no counterpart: a copy, nothing of the model, or more."""
+    """Classify a stored tensor that the source does not imply: a copy, ignored, zero or extra."""
     mapping, facts = pair.folder.mapping, pair.folder.facts
     piece = facts.reader.tensors[key][0]
     if pair.folder.is_shards:
@@ -278,12 +290,12 @@ def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
         is_copy = key in map(facts.resolve, mapping.copies(facts, pair.config))
         is_ignored = mapping.is_ignored(key)
         if is_copy or (is_ignored and key.endswith(TIED_TABLES)):
-            for each in pair.tensors:
-                if each.key.endswith(TIED_TABLES) and each.shape[1:] == piece.shape[1:]:
-                    return _Unit(pair, key, each, piece, each.shape)
+            for table in pair.tensors:
+                if table.key.endswith(TIED_TABLES) and table.shape[1:] == piece.shape[1:]:
+                    return _Unit(pair, key, table, piece, table.shape)
         if is_ignored:
             return TensorRecord(key, "ignored", shape=piece.shape)
-    if _adds_nothing(key, [piece], facts):
+    if _is_zero_bias(key, [piece], facts):
         return TensorRecord(key, "zero", shape=piece.shape, reason="the source has none")
     reason = "the source makes no such tensor"
     return TensorRecord(key, "extra", shape=piece.shape, reason=reason)
@@ -291,10 +303,14 @@ def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
 
 @dataclass
 class _Differences:
-    """Differences of flat values seen so far, and the rows and columns of those not explained.
+    """Differences of the values compared so far.
 
-    Each value is explained by one of the roundings, the least first; `level` is the coarsest that
-    one has needed.
+    Attributes:
+        roundings: smallest first; a value is explained by the first that covers its error.
+        level: index of the largest rounding that a value has needed.
+        count: values whose bytes differ.
+        bad: values that no rounding explains; `rows` and `columns` (first, last) are theirs.
+        error: largest absolute difference.
     """
 
     unit: _Unit
@@ -307,7 +323,7 @@ class _Differences:
     columns: tuple[int, int] = (1 << 62, 0)
 
     def add(self, wide: Array, expected: Array, found: Array, at: int) -> None:
-        """Count those of a block that begins at an index; `wide` is `expected`, not rounded."""
+        """Count the differences of a block at flat index `at`; `wide` is `expected` unrounded."""
         wrong, width = _bits(expected) != _bits(found), self.unit.width
         if wide is expected and not wrong.any():
             return
@@ -326,12 +342,12 @@ class _Differences:
         if bad.any():
             self.bad += int(bad.sum())
             rows, columns = np.divmod(np.flatnonzero(bad) + at, width)
-            self.rows.update(np.unique(rows).tolist())  # of a block of millions of values
+            self.rows.update(np.unique(rows).tolist())  # a block has millions of values, few rows
             low, high = self.columns
             self.columns = (min(low, int(columns.min())), max(high, int(columns.max())))
 
     def state(self) -> tuple[str, str]:
-        """Return the state of the tensor, and why."""
+        """Return the state of the tensor and its reason, or an empty one."""
         rounding = self.roundings[self.level]
         method = rounding.method
         if self.bad:
@@ -366,12 +382,12 @@ def _bits(values: Array) -> Array:
 
 
 def _record(unit: _Unit, tokens: int | None) -> TensorRecord:
-    """Compare one unit; rows beyond the tokens of the tokenizer are padding."""
+    """Compare one unit; rows from index `tokens` on, the tokenizer's count, are padding."""
     kind, shape = unit.stored.dtype, unit.stored.shape
     record = TensorRecord(unit.key, "changed", kind, shape)
-    rows, types = unit.common_rows, {each.dtype for each in unit.sources}
+    rows, types = unit.common_rows, {piece.dtype for piece in unit.sources}
     if rows is None:
-        state = "not comparable" if unit.pair.folder.is_unread else "changed"
+        state = "not comparable" if unit.pair.folder.is_undecoded else "changed"
         reason = f"its shape is {list(shape)}, not {list(unit.shape)}"
         return replace(record, state=state, reason=reason)
     if not {kind, *types} <= FLOATING_TYPES and types != {kind}:
@@ -394,7 +410,7 @@ def _compared(
     kind, values = unit.stored.dtype, unit.values()
     seen = _Differences(unit, roundings or [_Rounding()])
     count = rows * unit.width
-    zeros = np.zeros(max(0, len(values) - count), DTYPES[kind])  # rows of padding
+    zeros = np.zeros(max(0, len(values) - count), DTYPES[kind])  # padding rows
     checksum = at = 0
     for wide in itertools.chain(unit.expected("fp32" if roundings else kind, count), (zeros,)):
         expected = wide if wide.dtype == DTYPES[kind] else _stored(wide, kind)
@@ -405,7 +421,7 @@ def _compared(
         (unit.pair.folder.facts.maps, [unit.stored]),
         (unit.pair.facts.maps, unit.sources),
     ):
-        for stored in itertools.chain.from_iterable(each.stored for each in pieces):
+        for stored in itertools.chain.from_iterable(piece.stored for piece in pieces):
             maps.forget(stored)
     state, reason = seen.state()
     if state == "changed":
@@ -413,7 +429,7 @@ def _compared(
     elif len(zeros):
         state, reason = "padded", f"{len(zeros) // unit.width} zero rows after the source's {rows}"
     elif unit.shape and rows < unit.shape[0]:
-        state, reason = _cut(f"the source's rows from {rows} to {unit.shape[0]}", rows, tokens)
+        state, reason = _cut(rows, unit.shape[0], tokens)
     return replace(
         record,
         state=state,
@@ -424,28 +440,32 @@ def _compared(
     )
 
 
-def _cut(gone: str, rows: int, tokens: int | None) -> tuple[str, str]:
-    """Return what it means that the folder lacks the source's last rows."""
+def _cut(rows: int, source_rows: int, tokens: int | None) -> tuple[str, str]:
+    """Return the state and reason of a table that lacks the source's last rows."""
+    left_out = f"the source's rows from {rows} to {source_rows} are left out"
     if tokens is None or tokens > rows:
-        return "changed", f"{gone} are left out, and the tokenizer may have tokens for them"
-    return "cut", f"{gone} are left out; the tokenizer has {tokens} tokens"
+        return "changed", f"{left_out}, and the tokenizer may have tokens for them"
+    return "cut", f"{left_out}; the tokenizer has {tokens} tokens"
 
 
 def _explanation(unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ...], str]) -> str:
-    """Return what a changed tensor holds instead, as far as that can be seen."""
+    """Say how the values of a changed tensor are related to the source's, if that can be seen.
+
+    `known` are the keys of tensors by shape, type and checksum of their expected bytes.
+    """
     values = unit.values()
     other = known.get((record.shape, record.data_type, crc32(values.tobytes(), 0)), unit.key)
     if other != unit.key:
         return f"it holds the values of {other}"
-    if record.reason or len(values) > _MOST_MOVED_VALUES:
+    if record.reason or len(values) > _MAX_EXPLAINED_VALUES:
         return record.reason
-    mine, theirs = unit.matrices()
-    theirs = theirs[: len(mine)]  # without rows of padding
-    if _row_sums(mine) == _row_sums(theirs):
+    expected, found = unit.matrices()
+    found = found[: len(expected)]  # without padding rows
+    if _row_checksums(expected) == _row_checksums(found):
         return "its rows are in another order"
-    if _row_sums(mine.T) == _row_sums(theirs.T):
+    if _row_checksums(expected.T) == _row_checksums(found.T):
         return "its columns are in another order"
-    if np.array_equal(_bits(mine).T, _bits(theirs)):
+    if np.array_equal(_bits(expected).T, _bits(found)):
         return "it is transposed"
     for kind in ("fp16", "bf16"):
         rounded = (
@@ -454,29 +474,32 @@ def _explanation(unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ..
         )
         if np.array_equal(np.concatenate([*map(_bits, rounded)]), _bits(values)):
             return f"it holds the source's values as {kind} rounds them"
-    rows = (_bits(mine) != _bits(theirs)).any(1)
-    return _arithmetic(to_float32(mine[rows]), to_float32(theirs[rows]))
+    rows = (_bits(expected) != _bits(found)).any(1)
+    return _arithmetic(to_float32(expected[rows]), to_float32(found[rows]))
 
 
 def _stored(values: Array, kind: str) -> Array:
-    """Return values as a type rounds them."""
-    found = np.empty(values.shape, DTYPES[kind])
-    store(found, values)
-    return found
+    """Return values rounded to a type."""
+    rounded = np.empty(values.shape, DTYPES[kind])
+    store(rounded, values)
+    return rounded
 
 
-def _row_sums(matrix: Array) -> list[int]:
+def _row_checksums(matrix: Array) -> list[int]:
     return sorted(crc32(row.tobytes(), 0) for row in matrix)
 
 
-def _arithmetic(mine: Array, theirs: Array) -> str:
-    """Return by what number all values were multiplied or moved, if it is one."""
+def _arithmetic(source: Array, folder: Array) -> str:
+    """Return the common factor or offset of all values, in words; empty without one."""
     with np.errstate(all="ignore"):
-        for words, numbers, none in (("times", theirs / mine, 1), ("plus", theirs - mine, 0)):
-            each = numbers[np.isfinite(numbers)]
-            number = np.median(each) if len(each) > 1 else none
-            if abs(number - none) > 0.01 and np.ptp(each) <= 0.01 * abs(number):
-                return f"its values are the source's {words} {number:.4g}"
+        for operator, results, neutral in (
+            ("times", folder / source, 1),
+            ("plus", folder - source, 0),
+        ):
+            finite = results[np.isfinite(results)]
+            number = np.median(finite) if len(finite) > 1 else neutral
+            if abs(number - neutral) > 0.01 and np.ptp(finite) <= 0.01 * abs(number):
+                return f"its values are the source's {operator} {number:.4g}"
     return ""
 
 
@@ -492,26 +515,25 @@ def compare_tensors(
 
     Args:
         pair: both sides.
-        tokens: of the tokenizer; None where it is not known.
+        tokens: number of tokens of the tokenizer; None if unknown.
         done: records of an earlier run, by key.
         keep: called with each new record, one call at a time.
-        progress: called with bytes done and in total.
+        progress: called with the bytes compared and the bytes in total.
     """
-    every = {each.key: each for each in _units(pair)}
-    if pair.folder.is_unread:  # names are those of its method
-        for key, each in every.items():
-            if isinstance(each, TensorRecord) and each.state in ("missing", "extra"):
-                every[key] = replace(each, state="not comparable")
-    units = {key: each for key, each in every.items() if isinstance(each, _Unit)}
-    records = {key: each for key, each in every.items() if isinstance(each, TensorRecord)}
+    entries = {entry.key: entry for entry in _units(pair)}
+    if pair.folder.is_undecoded:  # the quantisation method has other tensor names
+        for key, entry in entries.items():
+            if isinstance(entry, TensorRecord) and entry.state in ("missing", "extra"):
+                entries[key] = replace(entry, state="not comparable")
+    units = {key: entry for key, entry in entries.items() if isinstance(entry, _Unit)}
+    records = {key: entry for key, entry in entries.items() if isinstance(entry, TensorRecord)}
     records |= {key: done[key] for key in units if key in done}
-    total = sum(each.stored.span_bytes for each in units.values())
+    pending = [unit for key, unit in units.items() if key not in records]
+    total = sum(unit.stored.span_bytes for unit in units.values())
     with concurrent.futures.ThreadPoolExecutor(_WORKERS, "certify") as pool:
-        waiting = [
-            pool.submit(_record, each, tokens) for key, each in units.items() if key not in records
-        ]
-        left = sum(each.stored.span_bytes for key, each in units.items() if key not in records)
-        for future in concurrent.futures.as_completed(waiting):
+        futures = [pool.submit(_record, unit, tokens) for unit in pending]
+        left = sum(unit.stored.span_bytes for unit in pending)
+        for future in concurrent.futures.as_completed(futures):
             record = future.result()
             keep(record)
             records[record.key] = record
@@ -520,18 +542,18 @@ def compare_tensors(
     orders = [*_reordered_experts(pair, units, records, tokens)]
     known = {(r.shape, r.data_type, r.checksum): r.key for r in records.values() if r.checksum}
     findings = [*pair.folder.findings, *pair.findings, *orders]
-    ordered = [records[key] for key in every]
+    ordered = [records[key] for key in entries]
     for record in ordered:
         if record.state in _STATES:
-            is_seen = record.state == "changed"
-            why = _explanation(units[record.key], record, known) if is_seen else record.reason
+            is_changed = record.state == "changed"
+            reason = _explanation(units[record.key], record, known) if is_changed else record.reason
             status, _ = _STATES[record.state]
-            detail = "; ".join(filter(None, (why, record.places)))
+            detail = "; ".join(filter(None, (reason, record.places)))
             findings.append(Remark(status, record.state, record.key, detail))
     compared = f"{len(ordered)} tensors, {total:,} bytes"
-    rows = [asdict(each) for each in ordered]
+    rows = [asdict(record) for record in ordered]
     up_to = [*_up_to(ordered), *([_ORDER] if orders else [])]
-    if files := ", ".join(each.where for each in findings if each.kind == UNREAD):
+    if files := ", ".join(remark.where for remark in findings if remark.kind == OTHER_FILE):
         up_to.append(f"files that no part compares ({files})")
     return Part("tensors", compared, tuple(findings), tuple(up_to), rows)
 
@@ -542,9 +564,9 @@ def _reordered_experts(
     records: dict[str, TensorRecord],
     tokens: int | None,
 ) -> Iterator[Remark]:
-    """Yield the layers whose experts lie in another order together with the router's rows.
+    """Yield layers whose experts and router rows are permuted together: the same function.
 
-    Their records become those of a comparison in that order, if nothing in it differs.
+    Their records are replaced by those of a comparison in that order, if it finds no difference.
     """
     readers: dict[str | None, list[_Unit]] = {}
     for unit in units.values():
@@ -554,22 +576,23 @@ def _reordered_experts(
         router, *_ = readers.get(layer.router, [None])
         if router is None or records[router.key].state != "changed":
             continue
-        own = [each for name in layer.keys for each in readers.get(name, ())]
         order = order_of_rows(*router.matrices())
-        other = None if order is None else layer.reordered(order)
-        if other is None:
+        reordered = None if order is None else layer.reordered(order)
+        if reordered is None:
             continue
-        found = {each.key: _record(replace(each, pair=other), tokens) for each in own}
+        members = [unit for name in layer.keys for unit in readers.get(name, ())]
+        found = {unit.key: _record(replace(unit, pair=reordered), tokens) for unit in members}
         statuses = {_STATES[each.state][0] for each in found.values() if each.state in _STATES}
         if statuses <= {UP_TO}:
             records |= found
-            yield Remark(UP_TO, "another order", router.key, "its layer's experts are in the same")
+            yield Remark(UP_TO, "another order", router.key, "the experts are permuted alike")
 
 
 def _up_to(records: list[TensorRecord]) -> Iterator[str]:
-    for state, (status, words) in _STATES.items():
-        found = [each for each in records if each.state == state]
+    """Yield the bound of each state that some tensor has."""
+    for state, (status, bound) in _STATES.items():
+        found = [record for record in records if record.state == state]
         if found and status == UP_TO:
-            kinds = ", ".join(sorted({each.data_type for each in found}))
-            error = max(each.largest_error for each in found)
-            yield words.format(kinds) + (f" (largest error {error:.3g})" if error else "")
+            kinds = ", ".join(sorted({record.data_type for record in found}))
+            error = max(record.largest_error for record in found)
+            yield bound.format(kinds) + (f" (largest error {error:.3g})" if error else "")

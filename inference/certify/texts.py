@@ -1,4 +1,4 @@
-"""Compare tokenizers by the ids of probe texts, and chat templates by what they render."""
+"""Compare tokenizers on probe texts, and chat templates on conversations."""
 
 import contextlib
 import itertools
@@ -29,14 +29,14 @@ from inference.certify.pair import Pair
 from inference.front.guard import RejectedError
 from inference.front.openai.codec import ChatTemplate, load_chat_template
 
-_WHOLE = "tokenizer.json"  # holds vocabulary and merges, and is taken before the other files
+_WHOLE = "tokenizer.json"  # holds vocabulary and merges, and has precedence over the other files
 _VOCABULARIES = (_WHOLE, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _SPECIAL = ("special_tokens_map.json", "added_tokens.json")
-# Conversations by name: their messages, and the values of the template's variables.
+# Name of a conversation -> its messages and the values of the template's variables.
 _CHATS = json_file(Path(__file__).with_name("chats.json"))
-_MOST_SHOWN = 12
-_MOST_ADDED = 64  # tokens that probe texts are made of
-# Compared by themselves, or written by each release of transformers in its own way.
+_MAX_SHOWN = 12
+_MAX_ADDED = 64  # added tokens for which probe texts are made
+# Keys that other code compares, or that depend on the release of transformers.
 _NOT_COMPARED = (
     "version", "added_tokens_decoder", "auto_map", "backend", "chat_template", "is_local",
     "name_or_path", "processor_class", "special_tokens_map_file", "tokenizer_class",
@@ -48,9 +48,12 @@ _TOKENIZER, _CHATS_PART = "tokenizer", "chats"
 class _Encoder(NamedTuple):
     """A loaded tokenizer.
 
-    `encode` gives the ids of a text, without and with the markers that the tokenizer adds, `decode`
-    the text of ids, without and with the special tokens; `tokens` is the count of ids, from 0 to
-    the largest. Token -> id and roles of special tokens are there where the library has them.
+    Attributes:
+        encode: (text, whether to add special tokens) -> ids.
+        decode: (ids, whether to keep special tokens) -> text.
+        tokens: number of ids, 0 to the largest.
+        vocabulary: token -> id; empty if the library does not give it.
+        special: role -> special token; empty if the library does not give it.
     """
 
     library: str
@@ -61,17 +64,17 @@ class _Encoder(NamedTuple):
     special: Mapping[str, Any] = {}
 
     def read(self, text: str, *, both: bool) -> dict[str, Any]:
-        """Return what the tokenizer makes of a text; `both`: with the markers, too."""
+        """Return a text's ids and their text; with `both`, also those with special tokens."""
         found: dict[str, Any] = {}
         for special in (False, True)[: 1 + both]:
             ids = self.encode(text, special)
-            words = " with markers" * special
-            found |= {f"ids{words}": ids, f"text of ids{words}": self.decode(ids, special)}
+            suffix = " with markers" * special
+            found |= {f"ids{suffix}": ids, f"text of ids{suffix}": self.decode(ids, special)}
         return found
 
 
 def _load(folder: Path) -> _Encoder:
-    """Load the tokenizer in a folder: by transformers where the folder names a class of it.
+    """Load a folder's tokenizer, by transformers if it has tokenizer_config.json.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -79,56 +82,56 @@ def _load(folder: Path) -> _Encoder:
     if (folder / SETTINGS_FILE).is_file():
         with contextlib.suppress(NoLibraryError):
             return _load_by_transformers(folder)
-    found = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     return _Encoder(
         "Slipway",
-        lambda text, special: list(found.encode(text, special=special)),
-        lambda ids, _: found.decode(ids),
-        found.vocab_size,
+        lambda text, special: list(tokenizer.encode(text, special=special)),
+        lambda ids, _: tokenizer.decode(ids),
+        tokenizer.vocab_size,
     )
 
 
-def _load_alone(folder: Path) -> _Encoder:
-    """Load tokenizer.json as it is; what libraries add to it is left out."""
-    own = tokenizers.Tokenizer.from_file(str(folder / _WHOLE))
+def _load_whole(folder: Path) -> _Encoder:
+    """Load tokenizer.json alone, without what transformers changes."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / _WHOLE))
     return _Encoder(
         f"tokenizers {tokenizers.__version__}",
-        lambda text, special: own.encode(text, add_special_tokens=special).ids,
-        lambda ids, special: own.decode(ids, skip_special_tokens=not special),
-        own.get_vocab_size(),
+        lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids,
+        lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
+        tokenizer.get_vocab_size(),
     )
 
 
 def _load_by_transformers(folder: Path) -> _Encoder:
     transformers = import_transformers()
     try:
-        own = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # files can hold anything
         raise ValueError(f"transformers cannot load the tokenizer: {error}") from error
-    known = own.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     return _Encoder(
         f"transformers {transformers.__version__}",
-        lambda text, special: list(own.encode(text, add_special_tokens=special)),
-        lambda ids, special: own.decode(ids, skip_special_tokens=not special),
-        max(known.values(), default=-1) + 1,
-        known,
-        own.special_tokens_map,
+        lambda text, special: list(tokenizer.encode(text, add_special_tokens=special)),
+        lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
+        max(vocabulary.values(), default=-1) + 1,
+        vocabulary,
+        tokenizer.special_tokens_map,
     )
 
 
 def compare_texts(pair: Pair) -> tuple[list[Part], int | None]:
     """Compare the tokenizers and the chat templates of both sides.
 
-    The second value is how many ids the source's tokenizer has; None where it has none.
+    The second value is the number of ids of the source's tokenizer; None without one.
     """
     with tempfile.TemporaryDirectory() as scratch:
         sides = (Path(scratch, "source"), Path(scratch, "folder"))
         for folder, facts in zip(sides, (pair.facts, pair.folder.facts), strict=True):
             _write(facts.tokenizer, facts.config, folder)
-        tokenizers, tokens = _tokenizers(*sides)
-        return [tokenizers, _templates(*sides)], tokens
+        tokenizer_part, tokens = _tokenizers(*sides)
+        return [tokenizer_part, _templates(*sides)], tokens
 
 
 def _write(files: Mapping[str, Region], config: Mapping[str, Any], folder: Path) -> None:
@@ -137,66 +140,69 @@ def _write(files: Mapping[str, Region], config: Mapping[str, Any], folder: Path)
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(read_small(file))
-    if kind := config.get("model_type"):  # by which transformers chooses a class
+    if kind := config.get("model_type"):  # transformers chooses the class of a tokenizer by it
         (folder / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
 
 
 def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
-    has = [any((each / name).is_file() for name in _VOCABULARIES) for each in (source, folder)]
-    if not any(has):
+    has_vocabulary = [
+        any((side / name).is_file() for name in _VOCABULARIES) for side in (source, folder)
+    ]
+    if not any(has_vocabulary):
         return Part(_TOKENIZER, "no tokenizer on either side"), None
-    if not has[0]:
-        return not_computed(_TOKENIZER, "it has none to compare with", "source"), None
+    if not has_vocabulary[0]:
+        return not_computed(_TOKENIZER, "the source has no tokenizer", "source"), None
     try:
-        mine = _load(source)
+        expected = _load(source)
     except ValueError as error:
         return not_computed(_TOKENIZER, str(error).replace(str(source), "it"), "source"), None
     try:
-        theirs = _load(folder)
+        found = _load(folder)
     except ValueError as error:
-        reason = str(error).replace(str(folder), "it")  # a copy
-        lost = Remark(DIFFERS, "missing", "folder", reason)
-        return Part(_TOKENIZER, "", (lost,)), mine.tokens
-    probes = (*PROBES, *_around_added_tokens(source))
-    findings = [*_differences(mine, theirs, probes)]
-    if not findings and all((each / _WHOLE).is_file() for each in (source, folder)):
-        # transformers passes over some of its settings, such as the length at which texts are cut.
-        findings += _differences(_load_alone(source), _load_alone(folder), probes)
-    findings += _wordings(source, folder)
-    up_to = [each.where for each in findings if each.status == UP_TO]
+        reason = str(error).replace(str(folder), "it")  # the path is that of a temporary copy
+        remark = Remark(DIFFERS, "missing", "folder", reason)
+        return Part(_TOKENIZER, "", (remark,)), expected.tokens
+    probes = (*PROBES, *_added_token_probes(source))
+    findings = [*_differences(expected, found, probes)]
+    if not findings and all((side / _WHOLE).is_file() for side in (source, folder)):
+        # transformers ignores some settings of tokenizer.json, such as truncation.
+        findings += _differences(_load_whole(source), _load_whole(folder), probes)
+    findings += _file_differences(source, folder)
+    up_to = [remark.where for remark in findings if remark.status == UP_TO]
     return Part(
         _TOKENIZER,
-        f"{len(probes)} probe texts, {mine.library} and {theirs.library}",
+        f"{len(probes)} probe texts, {expected.library} and {found.library}",
         tuple(findings),
         (f"another wording of the tokenizer ({', '.join(up_to)})",) if up_to else (),
-    ), mine.tokens
+    ), expected.tokens
 
 
-def _around_added_tokens(source: Path) -> Iterator[str]:
-    """Yield texts with the tokens that a tokenizer finds before it splits a text."""
-    for each in _json(source / "tokenizer.json").get("added_tokens", ())[:_MOST_ADDED]:
-        yield f"a {each['content']} b{each['content']}c"
-        yield f"{each['content']}".upper()
+def _added_token_probes(source: Path) -> Iterator[str]:
+    """Yield texts with the added tokens, which a tokenizer finds before it splits a text."""
+    for token in _json(source / _WHOLE).get("added_tokens", ())[:_MAX_ADDED]:
+        yield f"a {token['content']} b{token['content']}c"
+        yield f"{token['content']}".upper()
 
 
-def _differences(mine: _Encoder, theirs: _Encoder, probes: Sequence[str]) -> Iterator[Remark]:
-    # Files alone do not say what markers there are.
-    both = bool(mine.vocabulary and theirs.vocabulary)
-    found = []
+def _differences(expected: _Encoder, found: _Encoder, probes: Sequence[str]) -> Iterator[Remark]:
+    # Without a library's vocabulary, special tokens are not known.
+    both = bool(expected.vocabulary and found.vocabulary)
+    remarks = []
     for text in probes:
-        sides = (each.read(text, both=both) for each in (mine, theirs))
+        sides = (side.read(text, both=both) for side in (expected, found))
         for kind, one, other in itertools.islice(differing(*sides), 1):
-            found.append(differs(kind, f"{text!r:.60}", one, other))
-    yield from found[:_MOST_SHOWN]
-    if more := len(found[_MOST_SHOWN:]):
+            remarks.append(differs(kind, f"{text!r:.60}", one, other))
+    yield from remarks[:_MAX_SHOWN]
+    if more := len(remarks[_MAX_SHOWN:]):
         yield Remark(DIFFERS, "ids", f"{more} more texts", "other ids")
     if not both:
         return
-    for role, one, other in differing(mine.special, theirs.special):
+    for role, one, other in differing(expected.special, found.special):
         yield differs("special token", role, one, other)
-    if words := sorted({token for token, _ in mine.vocabulary.items() ^ theirs.vocabulary.items()}):
-        shown = ", ".join(f"{word!r:.30}" for word in words[:_MOST_SHOWN])
-        detail = f"{len(words)} tokens have other ids, or are on one side alone: {shown}"
+    entries = expected.vocabulary.items() ^ found.vocabulary.items()
+    if tokens := sorted({token for token, _ in entries}):
+        shown = ", ".join(f"{token!r:.30}" for token in tokens[:_MAX_SHOWN])
+        detail = f"{len(tokens)} tokens have other ids, or are on one side alone: {shown}"
         yield Remark(DIFFERS, "vocabulary", "folder", detail)
 
 
@@ -205,37 +211,37 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """Return the settings in a file of a tokenizer, its merges as texts, without its vocabulary."""
+    """Return the settings in a tokenizer's file, with merges as texts, without the vocabulary."""
     table = _json(file)
     if isinstance(model := table.get("model"), dict):
         merges = model.get("merges") or ()
-        texts = [each if isinstance(each, str) else " ".join(each) for each in merges]
+        texts = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
         table["model"] = {**model, "vocab": None, "merges": texts}
-    return {name: each for name, each in table.items() if name not in _NOT_COMPARED}
+    return {name: value for name, value in table.items() if name not in _NOT_COMPARED}
 
 
 def _content(file: Path) -> Any:
-    """Return what a file says, whatever its spaces, and the version that heads merges."""
+    """Return a file's content without its formatting: JSON values, or lines without #version."""
     content = file.read_bytes()
     if file.suffix == ".json":
         with contextlib.suppress(ValueError):
             return json.loads(content)
     if file.suffix == ".txt":
-        return [each for each in content.splitlines() if each and not each.startswith(b"#version")]
+        return [line for line in content.splitlines() if line and not line.startswith(b"#version")]
     return content
 
 
-def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
-    """Yield other merges, which few texts may show, and what may change neither ids nor texts."""
-    have_whole = all((each / _WHOLE).is_file() for each in (source, folder))
+def _file_differences(source: Path, folder: Path) -> Iterator[Remark]:
+    """Yield differences of the files that probe texts need not show, such as rare merges."""
+    have_whole = all((side / _WHOLE).is_file() for side in (source, folder))
     for file in (*_VOCABULARIES[1:], *_SPECIAL) if have_whole else ():
-        own, found = source / file, folder / file
-        is_own = own.is_file()
-        if found.is_file() and not (is_own and _content(own) == _content(found)):
-            status = NOT_COMPUTED if is_own and file in _VOCABULARIES else UP_TO
+        original, found = source / file, folder / file
+        has_original = original.is_file()
+        if found.is_file() and not (has_original and _content(original) == _content(found)):
+            status = NOT_COMPUTED if has_original and file in _VOCABULARIES else UP_TO
             yield Remark(status, "another file", file, f"some libraries read it, not {_WHOLE}")
     for file in (_WHOLE, SETTINGS_FILE):
-        if not all((each / file).is_file() for each in (source, folder)):
+        if not all((side / file).is_file() for side in (source, folder)):
             continue
         for name, one, other in differing(_table(source / file), _table(folder / file)):
             if name == "model.merges":
@@ -248,31 +254,31 @@ def _wordings(source: Path, folder: Path) -> Iterator[Remark]:
 
 def _templates(source: Path, folder: Path) -> Part:
     try:
-        mine, theirs = map(load_chat_template, (source, folder))
-        if mine is not None and theirs is None:
+        expected, loaded = map(load_chat_template, (source, folder))
+        if expected is not None and loaded is None:
             raise ValueError("no chat template")
     except ValueError as error:
         return Part(_CHATS_PART, "", (Remark(DIFFERS, "template", "folder", str(error)),))
-    if theirs is None:
+    if loaded is None:
         return Part(_CHATS_PART, "no template on either side")
-    if mine is None:
+    if expected is None:
         return not_computed(_CHATS_PART, "it has no template, and the folder has one", "source")
-    findings, taken = [*_chats(mine, theirs)], (mine.source, theirs.source)
-    own, found = map(_named_templates, (source, folder))
-    for name in dict.fromkeys((*own, *found)):
-        pair = (own.get(name, mine.source), found.get(name, theirs.source))
-        if pair[0] != pair[1] and pair != taken:
-            detail = "some libraries take it, and it is not the source's"
+    findings, compared = [*_chats(expected, loaded)], (expected.source, loaded.source)
+    originals, found = map(_named_templates, (source, folder))
+    for name in dict.fromkeys((*originals, *found)):
+        pair = (originals.get(name, expected.source), found.get(name, loaded.source))
+        if pair[0] != pair[1] and pair != compared:
+            detail = "some libraries load it, and it is not the source's"
             findings.append(Remark(DIFFERS, "template", f"template {name}", detail))
-    up_to = () if mine.source == theirs.source else ("another wording of the chat template",)
+    up_to = () if expected.source == loaded.source else ("another wording of the chat template",)
     return Part(_CHATS_PART, f"{len(_CHATS)} conversations", tuple(findings), up_to)
 
 
 def _named_templates(folder: Path) -> dict[str, str]:
-    """Return the templates next to the one that is taken, by name: libraries choose among them."""
-    own = _json(folder / SETTINGS_FILE).get("chat_template") or []
+    """Return all chat templates of a folder by name: libraries differ in which one they load."""
+    stated = _json(folder / SETTINGS_FILE).get("chat_template") or []
     found = {}
-    for each in own if isinstance(own, list) else [{"name": "default", "template": own}]:
+    for each in stated if isinstance(stated, list) else [{"name": "default", "template": stated}]:
         table = each if isinstance(each, dict) else {"name": each}
         found[str(table.get("name"))] = str(table.get("template"))
     for path in (folder / TEMPLATES_FOLDER).glob("*.jinja"):
@@ -280,10 +286,10 @@ def _named_templates(folder: Path) -> dict[str, str]:
     return found
 
 
-def _chats(mine: ChatTemplate, theirs: ChatTemplate) -> Iterator[Remark]:
+def _chats(source: ChatTemplate, folder: ChatTemplate) -> Iterator[Remark]:
     for name, chat in _CHATS.items():
         for answers in (True, False):
-            one, other = (_rendered(each, answers=answers, **chat) for each in (mine, theirs))
+            one, other = (_rendered(side, answers=answers, **chat) for side in (source, folder))
             if one != other:
                 where = name if answers else f"{name}, without the beginning of an answer"
                 yield differs("chat", where, one, other)
@@ -296,7 +302,7 @@ def _rendered(
     values: Mapping[str, Any],
     answers: bool,
 ) -> str:
-    """Return what a template renders, or that it refuses; each side may refuse alike."""
+    """Return the rendered chat; "refused" if the template refuses it, as both sides may."""
     try:
         tools = values.get("tools", ())
         return template.render(messages, values=values, tools=tools, answers=answers)

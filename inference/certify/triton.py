@@ -1,18 +1,18 @@
-"""Answers of a Triton server to rows of token ids against the source's.
+"""Compare a Triton server's answers to rows of token ids with the source's.
 
-What is compared depends on the model that is served:
+The comparison depends on the served model:
 
-* BERT: the hidden states it makes of the source's own embeddings of the row.
-* T5 encoder: its hidden states.
-* GPT and T5: a greedy answer. The source then reads prompt and answer in one pass, so that a token
-  for which two logits nearly tie does not lead the two apart: compared are the log probabilities of
-  the answer's tokens, and whether each token is the source's most probable.
+* BERT: hidden states, computed from the source's embeddings of the row.
+* T5 encoder: hidden states.
+* GPT and T5: a greedy answer. The source reads prompt and answer in one forward pass, so that a
+  near tie of two logits does not make the texts diverge. The log probabilities of the answer's
+  tokens are compared, and whether each token is the source's most probable.
 
-Errors are relative to the source's largest value (its largest logit for log probabilities). How
-large rounding makes them depends on the types of weights and computation.
+Errors are relative to the source's largest value (for log probabilities, its largest logit). The
+tolerance depends on the types of weights and computation.
 """
 
-# Shapes: S padded prompt, N tokens of the prompt, R of the answer, E hidden
+# Shapes: S padded prompt, N tokens of the prompt, R tokens of the answer, E hidden
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -44,8 +44,8 @@ _MODEL = "fastertransformer"
 class RowDifference(NamedTuple):
     """The difference between the server's answer to one row and the source's.
 
-    `relative` is of the source's largest value or logit; `same_tokens` is None where no tokens are
-    generated.
+    `relative` is a share of the source's largest value or logit; `same_tokens` is None for a model
+    that generates no tokens.
     """
 
     relative: float
@@ -61,9 +61,9 @@ def compare_triton(
     types: Iterable[str],
     timeout_s: float,
 ) -> Part:
-    """Ask a Triton server for answers to rows, and compare them with the source's.
+    """Send rows to a Triton server, and compare its answers with the source's.
 
-    `types` are those in which the folder keeps its weights; the server says in which it computes.
+    `types` are those of the folder's stored weights; the server states those of its computation.
     """
     url, model = str(options.endpoint), options.model or _MODEL
     table, findings = [], []
@@ -77,7 +77,7 @@ def compare_triton(
                 found = [
                     each
                     for first in range(0, len(rows), size)
-                    for each in _compared(
+                    for each in _compare_batch(
                         source, rows[first : first + size], served, options.output_len
                     )
                 ]
@@ -100,43 +100,41 @@ def compare_triton(
     compared = f"{len(rows)} rows, {source.title} and {url} ({model}), batch sizes {sizes}"
     largest = max(row["relative"] for row in table)
     up_to = [f"served answers within {largest:.2g} of their largest value"] * (largest > 0)
-    same = min(row["same_tokens"] for row in table)
-    if same < 1:
-        up_to.append(f"{same:.0%} of greedy answers the source's own")
+    share = min(row["same_tokens"] for row in table)
+    if share < 1:
+        up_to.append(f"{share:.0%} of greedy answers the source's own")
     return Part(name, compared, tuple(findings), tuple(up_to), table)
 
 
 def _served_types(client: TritonClient, model: str) -> list[str]:
-    """Return the types in which a served model computes, as its config.pbtxt states them."""
+    """Return the types of a served model's computation, from its config.pbtxt."""
     stated = client.parameters(model)
     types = [stated["data_type"]] if "data_type" in stated else []
     return [*types, *["int8"] * (stated.get("int8_mode", "0") != "0")]
 
 
-def _compared(
+def _compare_batch(
     source: Source, rows: Sequence[Ids], model: ServedModel, output_len: int
 ) -> list[RowDifference]:
-    """Send rows in one request and compare the answer to each.
+    """Send rows in one request, and compare each answer.
 
     Raises:
         RequestFailedError: the server refused, failed or did not answer in time.
     """
     if not generates(model):
-        return _compared_states(source, rows, model)
+        return _compare_states(source, rows, model)
     has_encoder = model.is_encoder_decoder
     request = generation_request(rows, output_len, GREEDY_WITH_LOG_PROBS, has_encoder=has_encoder)
     outputs = model.infer(request, ("output_ids", "sequence_length", "output_log_probs"))
     found = answers(rows, outputs, has_encoder=has_encoder)
     return [
-        _compared_answer(source, ids, answer, log_probs[0, : len(answer)])
+        _compare_answer(source, ids, answer, log_probs[0, : len(answer)])
         for ids, answer, log_probs in zip(rows, found, outputs["output_log_probs"], strict=True)
     ]
 
 
-def _compared_states(
-    source: Source, rows: Sequence[Ids], model: ServedModel
-) -> list[RowDifference]:
-    """Compare hidden states, each (N, E) with what the server gave, (S, E)."""
+def _compare_states(source: Source, rows: Sequence[Ids], model: ServedModel) -> list[RowDifference]:
+    """Compare the source's hidden states (N, E) of each row with the server's (S, E)."""
     ids, lengths = padded(rows)
     computed = [source.run(ModelInputs(tuple(row))) for row in rows]
     request = {"input_ids": ids, "sequence_length": lengths}
@@ -147,15 +145,15 @@ def _compared_states(
     served = model.infer(request, ("output_hidden_state",))["output_hidden_state"]
     found = []
     for expected, states in zip((each[OUTPUT] for each in computed), served, strict=True):
-        own = torch.tensor(np.asarray(states[: len(expected)], np.float32))
+        unpadded = torch.tensor(np.asarray(states[: len(expected)], np.float32))
         largest = float(expected.abs().max())
-        found.append(RowDifference(relative_error(expected, own, largest=largest)))
+        found.append(RowDifference(relative_error(expected, unpadded, largest=largest)))
     return found
 
 
-def _compared_answer(source: Source, ids: Ids, answer: Ids, log_probs: Any) -> RowDifference:
+def _compare_answer(source: Source, ids: Ids, answer: Ids, log_probs: Any) -> RowDifference:
     if not answer:
-        raise RequestFailedError("an answer without a token cannot be compared")
+        raise RequestFailedError("the server's answer is empty and cannot be compared")
     inputs = ModelInputs((*ids, *answer[:-1]))
     if source.start is not None:
         inputs = ModelInputs(tuple(ids), (source.start, *answer[:-1]))

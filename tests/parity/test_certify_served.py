@@ -125,7 +125,7 @@ def test_endpoint_that_reads_other_ids_is_not_called_equal(
     words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
     assert main(words) == 3
     (found,) = parts(tmp_path)["served"]["findings"]
-    assert "reads [16, " in found["detail"]
+    assert "has read [16, " in found["detail"]
 
 
 def test_endpoint_without_log_probabilities_is_not_called_equal(
@@ -264,12 +264,15 @@ def test_a_log_probability_that_is_no_number_differs(server: Server, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"response_length": 5, "logprobs": [-1.0] * 3}, "3 log probabilities of 5 tokens"),
-        ({"logprobs": [-1.0] * 9}, "has 6 tokens, and 9 values of them"),
+        ({"response_length": 5, "logprobs": [-1.0] * 3}, "3 log probabilities for the 5 tokens"),
+        ({"logprobs": [-1.0] * 9}, "has 9 values for 6 tokens"),
         ({"logprobs": [0.0, "x"]}, "logprobs: Input should be a valid number"),
         ({"token_ids": [1, 2.7]}, "token_ids: .*fractional part, not 2.7"),
         ({"token_ids": [1, -100]}, "token_ids: .*greater than or equal to 0, not -100"),
-        ({"token_ids": [[1, 2], [3, 4]], "loss_mask": [[1, 1]]}, "loss_mask of 1 rows, and"),
+        (
+            {"token_ids": [[1, 2], [3, 4]], "loss_mask": [[1, 1]]},
+            "loss_mask has 1 rows; ",
+        ),
         ({"cu_seqlens": [0, 3, 6]}, "several sequences"),
         ({"logprobs": [-1.0] * 6, "position_ids": [0, 1, 2, 0, 1, 2]}, "several sequences"),
     ],
@@ -302,12 +305,15 @@ def test_fields_that_are_not_of_rows_are_passed_over(tmp_path: Path) -> None:
         (["--training", "{file}"], "--training is for a server"),
         ([], "name SOURCE and FOLDER"),
         (["--endpoint", "http://127.0.0.1:9"], "name SOURCE and FOLDER"),
-        (["a", "--endpoint", "a:9", "--min-input-len", "40"], "exceeds --input_len=32"),
+        (
+            ["a", "--endpoint", "a:9", "--min-input-len", "40"],
+            "exceeds --input-len=32",
+        ),
         (
             ["--training", "{file}", "--endpoint", "http://127.0.0.1:9"],
             "row 0: it has no such field; expected",
         ),
-        (["--training", "{code}", "--endpoint", "http://127.0.0.1:9"], "lists and tensors alone"),
+        (["--training", "{code}", "--endpoint", "http://127.0.0.1:9"], "only lists and tensors"),
         (["--training", "{number}", "--endpoint", "http://127.0.0.1:9"], "a row is int"),
     ],
 )
