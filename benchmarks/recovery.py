@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -69,7 +68,7 @@ def deployed(work_dir: Path, restarts: int, server: str) -> Iterator[tuple[int, 
         folder = work_dir / "gpt_books_5m" / "export_tp2_pp1_fp16_fp32" / "deploy"
         yield command.pid, folder / "endpoint.json"
     finally:
-        command.send_signal(signal.SIGINT)
+        command.terminate()  # in the background of a script SIGINT would be ignored
         command.wait()
 
 
