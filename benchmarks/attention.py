@@ -1,9 +1,9 @@
-"""Attention of prompts: our kernels next to FlashAttention 3, cuDNN and torch's, on one GPU.
+"""Attention of prompts: our kernels next to FlashAttention 4, cuDNN and torch's, on one GPU.
 
 python -m benchmarks.attention --record benchmarks/results/NAME.json
 
 A value is the rate of the products of a causal layer in fp16, from the kernels' time alone: keys
-and values are in the paged cache (64 tokens a block) for ours and "FlashAttention 3, paged", and
+and values are in the paged cache (64 tokens a block) for ours and "FlashAttention 4, paged", and
 side by side for the others.
 """
 
@@ -68,7 +68,7 @@ def contenders(
     attention(query, layer=0, new=qkv[:, query_heads:])
     yield "slipway", functools.partial(attention, query, layer=0)
     if flash_attention.serves(rules, cache, longest=tokens):
-        yield "FlashAttention 3, paged", functools.partial(layout(), query, layer=0)
+        yield "FlashAttention 4, paged", functools.partial(layout(), query, layer=0)
     dense = [part.view(prompts, tokens, -1, size).transpose(1, 2).contiguous()
              for part in (query, keys, values)]  # fmt: skip
     attend = functools.partial(

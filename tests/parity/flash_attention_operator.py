@@ -1,17 +1,8 @@
-"""FlashAttention 3's operator as its schema describes it, in torch, for machines without it."""
+"""FlashAttention 4's forward pass as the engine calls it, in torch, for machines without it."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
-
-_SCHEMA = (
-    "fwd(Tensor q, Tensor k, Tensor v, *, Tensor(out!) out, Tensor cu_seqlens_q, "
-    "Tensor seqused_q, Tensor seqused_k, int max_seqlen_q, Tensor page_table, "
-    "float? softmax_scale, bool is_causal, int window_size_left, float softcap, int num_splits) "
-    "-> ()"
-)
 
 
 def forward(
@@ -26,13 +17,12 @@ def forward(
     max_seqlen_q: int,
     page_table: torch.Tensor,
     softmax_scale: float | None,
-    is_causal: bool,
-    window_size_left: int,
-    softcap: float,
-    num_splits: int,
+    causal: bool,
+    window_size_left: int | None,
+    tile_mn: tuple[int, int] | None,
 ) -> None:
-    assert is_causal
-    assert num_splits == 1
+    assert causal
+    assert tile_mn in (None, (128, k.shape[1]))
     assert max_seqlen_q == seqused_q.max()
     assert all(part.dtype == torch.int32 for part in (cu_seqlens_q, seqused_q, seqused_k))
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
@@ -46,16 +36,9 @@ def forward(
             for part in (k, v)
         )
         scores = query @ keys.permute(1, 2, 0) * scale
-        if softcap:
-            scores = softcap * (scores / softcap).tanh()
         back = torch.arange(cached - count, cached).unsqueeze(1) - torch.arange(cached)
-        hidden = (back < 0) | ((back > window_size_left) & (window_size_left >= 0))
+        hidden = back < 0
+        if window_size_left is not None:
+            hidden |= back > window_size_left
         weights = scores.masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
         out[start : start + count] = (weights @ values.transpose(0, 1)).transpose(0, 1).to(q.dtype)
-
-
-OPERATOR_INSTALLED = importlib.util.find_spec("flash_attn_3") is not None
-if not OPERATOR_INSTALLED:
-    LIBRARY = torch.library.Library("flash_attn_3", "DEF")
-    LIBRARY.define(_SCHEMA)
-    LIBRARY.impl("fwd", forward, "CompositeExplicitAutograd")

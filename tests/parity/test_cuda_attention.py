@@ -19,7 +19,7 @@ from inference.model.layers import alibi_slopes
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules, attention_bias
 from tests.parity.conftest import skip_without_gpu
-from tests.parity.flash_attention_operator import OPERATOR_INSTALLED
+from tests.parity.flash_attention_operator import forward
 
 pytestmark = pytest.mark.gpu
 skip_without_gpu(can_interpret=True)
@@ -286,7 +286,7 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
     [
         ((8, 2, 128), AttentionRules()),
         ((4, 4, 80), AttentionRules(sliding_window=9)),
-        ((2, 2, 256), AttentionRules(scale=0.2, softcap=2.0)),
+        ((2, 2, 256), AttentionRules(scale=0.2)),
     ],
     ids=str,
 )
@@ -297,9 +297,9 @@ def test_prompts_by_flash_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    if not OPERATOR_INSTALLED:
-        monkeypatch.setattr(flash_attention, "_installed", lambda _: True)
-    monkeypatch.setattr(flash_attention, "_LEAST_TOKENS", (2, 2))
+    if flash_attention._installed(device) is None:
+        monkeypatch.setattr(flash_attention, "_installed", lambda _: forward)
+    monkeypatch.setattr(flash_attention, "_LEAST_TOKENS", 2)
     sequences = Sequences(MIXED, heads=heads, rules=rules, dtype=torch.half, device=device)
     for _ in range(2):
         y = sequences.attended(flash=True).float()

@@ -1,16 +1,19 @@
-"""Attention of prompts by FlashAttention 3, where a Hopper GPU and its package are there.
+"""Attention of prompts by FlashAttention 4, where a Hopper GPU and its package are there.
 
-The package is `flash-attn-3` of PyTorch's wheels; it reads keys and values where the cache has
-them. Biases of scores and batch-invariant steps, which it does not know, stay with the kernels of
-`attention_kernels`, as do steps that CUDA graphs serve and single tokens.
+The package is `flash-attn-4`, whose kernels are compiled at their first call, for each kind of
+attention; it reads keys and values where the cache has them. Biases of scores and batch-invariant
+steps, which it does not know, stay with the kernels of `attention_kernels`, as do soft caps, with
+which it is slower, steps that CUDA graphs serve and single tokens.
 """
 
 # Shapes: N new tokens, B segments, H query heads, D head size
 
 import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +23,11 @@ from inference.model.step import AttentionRules
 
 logger = logging.getLogger(__name__)
 
+_MODULE = "flash_attn.cute.interface"
 _HOPPER = 9  # major compute capability
+_TILE = 128, 64  # queries and keys
 _MOST_SIZE = 256  # of a head; sizes are multiples of 8
-# New tokens of the longest prompt from which on it is faster, for heads of up to 96 and larger
-# ones; benchmarks.attention compares.
-_LEAST_TOKENS = (1024, 256)
+_LEAST_TOKENS = 256  # of the longest prompt, from which on it is faster: benchmarks.attention
 
 
 def spans(segments: Array) -> tuple[Array, ...]:
@@ -57,7 +60,11 @@ class Prompts:
         """
         keys, values = (part.transpose(1, 2) for part in self.cache.blocks(layer))
         window = rules.window(layer)
-        torch.ops.flash_attn_3.fwd(
+        # Tiles of a block are read by TMA, which pays for large heads.
+        is_tiled = self.cache.shape.block_tokens == _TILE[1] and query.shape[2] > 96
+        attend = _installed(self.cache.device)
+        assert attend is not None
+        attend(
             query,
             keys,
             values,
@@ -68,39 +75,39 @@ class Prompts:
             max_seqlen_q=self.longest,
             page_table=self._tables,
             softmax_scale=rules.scale,
-            is_causal=True,
-            window_size_left=-1 if window is None else window - 1,
-            softcap=rules.softcap or 0.0,
-            num_splits=1,
+            causal=True,
+            window_size_left=None if window is None else window - 1,
+            tile_mn=_TILE if is_tiled else None,
         )
 
 
 def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
-    """Whether FlashAttention 3 attends for prompts of at most `longest` new tokens."""
+    """Whether FlashAttention 4 attends for prompts of at most `longest` new tokens."""
     size = cache.shape.size_per_head
     return (
-        longest >= _LEAST_TOKENS[size > 96]
+        longest >= _LEAST_TOKENS
         and rules.causal
         and rules.alibi_slopes is None
         and rules.distance_bias is None
+        and rules.softcap is None
         and not rules.batch_invariant
         and cache.dtype in (torch.float16, torch.bfloat16)
         and size % 8 == 0
         and size <= _MOST_SIZE
-        and _installed(cache.device)
+        and _installed(cache.device) is not None
     )
 
 
 @cache
-def _installed(device: torch.device) -> bool:
+def _installed(device: torch.device) -> Callable[..., Any] | None:
+    """Return the library's forward pass; None where it is not, or is for other GPUs."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
-        return False
+        return None
     try:
-        importlib.import_module("flash_attn_3._C")  # registers its operators with torch
-    except ModuleNotFoundError:
-        return False
-    except (ImportError, OSError) as error:  # built for another torch or CUDA
-        logger.warning("FlashAttention 3 is installed and cannot be loaded: %s", error)
-        return False
-    logger.info("FlashAttention 3 attends for long prompts")
-    return True
+        attend: Callable[..., Any] = importlib.import_module(_MODULE)._flash_attn_fwd
+    except (ImportError, OSError, AttributeError) as error:  # for another torch or CUDA
+        if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute"):  # absent
+            logger.warning("FlashAttention 4 is installed and cannot be loaded: %s", error)
+        return None
+    logger.info("FlashAttention 4 attends for long prompts")
+    return attend

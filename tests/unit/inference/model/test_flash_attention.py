@@ -1,17 +1,18 @@
-"""FlashAttention 3 gets prompts at any place, among single tokens, in a paged cache."""
+"""FlashAttention 4 gets prompts at any place, among single tokens, in a paged cache."""
 
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import tests.parity.flash_attention_operator  # noqa: F401 - registers the operator
 from inference.model.gpu import flash_attention
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.step import AttentionRules, attention_bias
+from tests.parity.flash_attention_operator import forward
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 4
 SEGMENTS = np.array([(2, 0, 7), (0, 9, 1), (1, 5, 6), (3, 0, 1), (4, 11, 2)])  # slot, place, count
@@ -32,15 +33,16 @@ def kv_cache() -> KVCache:
     "rules",
     [
         AttentionRules(),
-        AttentionRules(scale=0.7, softcap=2.0),
+        AttentionRules(scale=0.7),
         AttentionRules(sliding_window=3, sliding_layers=(False, True)),
         AttentionRules(sliding_window=3, sliding_layers=(True, False)),
     ],
-    ids=["plain", "capped", "window", "window elsewhere"],
+    ids=["plain", "scaled", "window", "window elsewhere"],
 )
 def test_prompts_see_their_own_tokens_and_single_tokens_stay(
-    rules: AttentionRules, kv_cache: KVCache
+    rules: AttentionRules, kv_cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(flash_attention, "_installed", lambda _: forward)
     sent = [torch.tensor(each, dtype=torch.int32) for each in flash_attention.spans(SEGMENTS)]
     prompts = flash_attention.Prompts(kv_cache, 7, *sent)
     query = torch.randn(17, HEADS + 3, SIZE, dtype=torch.float16)[:, :HEADS]
@@ -57,8 +59,6 @@ def test_prompts_see_their_own_tokens_and_single_tokens_stay(
             keys, values = stored.repeat_interleave(HEADS // KV_HEADS, 2).permute(1, 2, 0, 3)
             scores = query[first : first + count].float().transpose(0, 1) @ keys.transpose(1, 2)
             scores = scores * (rules.scale or SIZE**-0.5)
-            if rules.softcap:
-                scores = rules.softcap * (scores / rules.softcap).tanh()
             starts = torch.tensor([place])
             bias = attention_bias(starts, count, end, rules, rules.window(1))[0]
             expected = ((scores + bias).softmax(-1) @ values).transpose(0, 1).flatten(1)
@@ -70,8 +70,9 @@ def test_prompts_see_their_own_tokens_and_single_tokens_stay(
     ("rules", "dtype", "size", "served"),
     [
         (AttentionRules(), torch.float16, 136, True),
-        (AttentionRules(), torch.float16, 96, False),  # a longer prompt would
-        (AttentionRules(sliding_window=3, softcap=2.0), torch.bfloat16, 256, True),
+        (AttentionRules(), torch.float16, 64, True),
+        (AttentionRules(sliding_window=3), torch.bfloat16, 256, True),
+        (AttentionRules(softcap=2.0), torch.bfloat16, 256, False),
         (AttentionRules(), torch.float32, 136, False),
         (AttentionRules(), torch.float16, 140, False),
         (AttentionRules(), torch.float16, 264, False),
@@ -91,34 +92,38 @@ def test_only_what_the_library_can_do_goes_there(
     shape = CacheShape(1, 1, 2, 4, size, block_tokens=4, blocks=1)
     cache = KVCache(shape, dtype=dtype, device=torch.device("cpu"))
     assert not flash_attention.serves(rules, cache, longest=2000)  # a CPU
-    monkeypatch.setattr(flash_attention, "_installed", lambda _: True)
+    monkeypatch.setattr(flash_attention, "_installed", lambda _: forward)
     assert flash_attention.serves(rules, cache, longest=500) == served
     assert not flash_attention.serves(rules, cache, longest=100)
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("module", "error", "said"),
     [
-        (None, "attends for long prompts"),
-        (ModuleNotFoundError("flash_attn_3"), ""),
-        (OSError("undefined symbol"), "cannot be loaded: undefined symbol"),
+        (SimpleNamespace(_flash_attn_fwd=forward), None, "attends for long prompts"),
+        (None, ModuleNotFoundError(name="flash_attn"), ""),
+        (None, OSError("undefined symbol"), "cannot be loaded: undefined symbol"),
+        (SimpleNamespace(), None, "cannot be loaded: 'types.SimpleNamespace' object has no"),
     ],
-    ids=["there", "absent", "broken"],
+    ids=["there", "absent", "broken", "another release"],
 )
 def test_the_log_says_whether_the_library_is_used(
+    module: object,
     error: Exception | None,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def load(name: str) -> None:
-        assert name == "flash_attn_3._C"
+    def load(name: str) -> object:
+        assert name == "flash_attn.cute.interface"
         if error is not None:
             raise error
+        return module
 
     monkeypatch.setattr(importlib, "import_module", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with caplog.at_level("INFO"):
-        assert flash_attention._installed.__wrapped__(torch.device("cuda")) == (error is None)
+        attend = flash_attention._installed.__wrapped__(torch.device("cuda"))
+    assert attend is getattr(module, "_flash_attn_fwd", None)
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
