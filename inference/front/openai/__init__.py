@@ -1,5 +1,5 @@
-"""OpenAI's protocol, at a port of its own.
+"""OpenAI's protocol, on a port of its own.
 
-It translates between text and token ids with the served tokenizer, and asks the served model. The
-meaning of each field is that of OpenAI's API reference.
+It translates between text and token ids with the served tokenizer, and runs the served model.
+Fields mean what OpenAI's API reference says.
 """

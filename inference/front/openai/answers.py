@@ -1,6 +1,6 @@
 """Incremental answer text, finish reason and log probabilities in OpenAI's format."""
 
-# Shapes: A answer, L prompt and answer, W best tokens of a place
+# Shapes: A answer, L prompt and answer, W top tokens per position
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,92 +13,92 @@ import numpy as np
 from inference.backend.tokenizer import REPLACEMENT
 from inference.front.openai.codec import WINDOW, Codec
 
-_MOST_WINDOWS = 3  # of tokens that are decoded again with the next ones
-_MOST_PENDING = 16  # tokens that are held back for a character that does not end
+_MOST_WINDOWS = 3  # length of the context that is decoded again with new tokens, in WINDOWs
+_MOST_PENDING = 16  # tokens to hold back while a character is incomplete
 Array = np.ndarray[Any, np.dtype[Any]]
 TokenLogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate, as far as it has grown; its scores are those of prompt and answer."""
+    """One candidate so far; its scores cover prompt and answer."""
 
-    ids: Sequence[int]  # generated tokens, an end token included
-    own: Array | None = None  # (L,)
+    ids: Sequence[int]  # generated tokens, including an end token
+    log_probs: Array | None = None  # (L,)
     top_ids: Array | None = None  # (L, W)
-    top: Array | None = None  # (L, W)
+    top_log_probs: Array | None = None  # (L, W)
 
-    def place(self, index: int, *, best: int) -> TokenLogProbs:
-        """Return the log probability of the token in a place, and the best tokens there."""
-        if self.own is None or self.top_ids is None or self.top is None:
+    def scores_at(self, index: int, *, top_n: int) -> TokenLogProbs:
+        """Return the log probability of the token at a position, and the top tokens there."""
+        if self.log_probs is None or self.top_ids is None or self.top_log_probs is None:
             return None, ()
-        tops = (each[index, :best].tolist() for each in (self.top_ids, self.top))
-        return float(self.own[index]), tuple(zip(*tops, strict=True))
+        tops = (values[index, :top_n].tolist() for values in (self.top_ids, self.top_log_probs))
+        return float(self.log_probs[index]), tuple(zip(*tops, strict=True))
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """One token of a text: its piece of it, where that begins and ends, and its scores."""
+    """One token of a text, with its piece of the text and its scores."""
 
-    index: int
+    index: int  # token id
     piece: str
-    first: int
-    last: int
+    first: int  # character at which the piece begins
+    last: int  # character after its end
     log_prob: float | None  # None for the first token of a text
-    names: tuple[tuple[str, float], ...]  # of the best tokens
-    top_ids: tuple[int, ...] = ()  # these
+    names: tuple[tuple[str, float], ...]  # text and log probability of each top token
+    top_ids: tuple[int, ...] = ()  # ids of the top tokens
 
 
 @dataclass(eq=False)
 class Answer:
-    """One choice, which grows with each frame of the model and follows the tokens of `prompt`."""
+    """One choice, which grows with each frame of the model and continues the tokens of `prompt`."""
 
     codec: Codec
     prompt: Sequence[int]
-    limit: int  # tokens after which it ends
-    stops: Sequence[str] = ()  # texts at which it ends
-    end_ids: frozenset[int] = frozenset()  # tokens at which it ends
-    best: int | None = None  # number of best tokens to report in each place, None to report none
-    shows_special: bool = False  # special tokens are part of its text
-    text: str = field(default="", init=False)  # without what could become one of the stops
-    tokens: int = field(default=0, init=False)  # that count, the end token included
+    limit: int  # maximum number of tokens
+    stops: Sequence[str] = ()  # texts that end it
+    end_ids: frozenset[int] = frozenset()  # tokens that end it
+    top_n: int | None = None  # number of top tokens to report per position, None for no scores
+    shows_special: bool = False  # include special tokens in the text
+    text: str = field(default="", init=False)  # without an end that may become a stop text
+    tokens: int = field(default=0, init=False)  # tokens so far, including the end token
     finish_reason: Literal["stop", "length", None] = field(default=None, init=False)
     scored: list[ScoredToken] = field(default_factory=list, init=False)
-    has_begun: bool = field(default=False, init=False)  # a chunk of it was sent
+    has_begun: bool = field(default=False, init=False)  # a chunk was sent
 
     def __post_init__(self) -> None:
         self._longest_stop = max(map(len, self.stops), default=0)
-        self._whole = ""  # with what is held back
-        self._decoded = 0  # number of tokens whose text it has
+        self._whole = ""  # the text including what is held back
+        self._decoded = 0  # number of tokens in `_whole`
         self._ids: list[int] = []  # without the end token
-        self.end_id: int | None = None  # that it has ended with
-        # Tokens before those to decode next, and their text.
+        self.end_id: int | None = None  # the end token that ended it
+        # Context for decoding the next tokens: the tokens before them, and their text.
         self._window = self._shown(self.prompt[-WINDOW:])
         self._start: str | None = None
         self._is_sent = False
         self._sent_characters = self._sent_tokens = self._sent_ids = 0
 
     def update(self, candidate: Candidate, *, final: bool) -> None:
-        """Take in what the model has generated so far, or, if `final`, in all."""
+        """Add the tokens that are new in `candidate`; `final` says that it is complete."""
         if self.finish_reason is not None:
             return
         new = candidate.ids[self.tokens : self.limit]
         end = None
         if not self.end_ids.isdisjoint(new):
-            end = next(number for number, each in enumerate(new) if each in self.end_ids)
+            end = next(number for number, token in enumerate(new) if token in self.end_ids)
         is_ended, shown = end is not None, new[:end]
         self._ids += shown
         self.tokens += len(shown) + is_ended
         self.end_id = None if end is None else new[end]
         more = not (final or is_ended or self.tokens == self.limit)
-        if self.best is not None:
+        if self.top_n is not None:
             first = len(self.prompt) + len(self.scored)
             counted = new[: len(shown) + is_ended]
             self.scored += scored_tokens(
                 self.codec,
                 [*self.prompt[-WINDOW:], *(token.index for token in self.scored[-WINDOW:])],
                 counted,
-                (candidate.place(first + n, best=self.best) for n in range(len(counted))),
+                (candidate.scores_at(first + n, top_n=self.top_n) for n in range(len(counted))),
                 at=self.scored[-1].last if self.scored else 0,
                 shown=self.end_ids,
             )
@@ -118,16 +118,16 @@ class Answer:
             )
             self.finish_reason = "stop"
         elif more:
-            held_back = max((_beginning(text, each) for each in self.stops), default=0)
+            held_back = max((_beginning(text, stop) for stop in self.stops), default=0)
             self.text = text[: len(text) - held_back] if held_back else text
         else:
             self.text = text
-            # The model ends short of the limit only at an end token or a stop word.
+            # Below the limit, a model ends only at an end token or a stop word.
             is_short = is_ended or self.tokens < self.limit
             self.finish_reason = "stop" if is_short else "length"
 
     def token_ids(self, first: int = 0) -> list[int]:
-        """Return its tokens from one on, the end token included."""
+        """Return its tokens from number `first` on, including the end token."""
         end = [] if self.end_id is None else [self.end_id]
         return [*self._ids[first : self.tokens], *end][: self.tokens - first]
 
@@ -140,12 +140,12 @@ class Answer:
         return self.codec.extended(before, start, self._shown(ids))[1]
 
     def unsent(self) -> tuple[str, list[ScoredToken], list[int]] | None:
-        """Return the text, the scored and all tokens to send in a chunk now; None for nothing."""
+        """Return the new text, scored tokens and token ids for a chunk, None if there are none."""
         is_last = self.finish_reason is not None
         if self._is_sent or not (self.tokens or is_last):
             return None
         text = self.text[self._sent_characters :]
-        # A token goes with the text that it ends in; what is held back may never be sent.
+        # A token is sent with the end of its text; text that is held back may never be sent.
         rest = self.scored[self._sent_tokens :]
         ready = [*takewhile(lambda token: is_last or token.last <= len(self.text), rest)]
         if not (text or ready or is_last) and self.has_begun:
@@ -158,9 +158,10 @@ class Answer:
         return text, ready, ids
 
     def _new_text(self, *, more: bool) -> str:
-        """Return the text that is sure now; with `more`, other tokens will follow.
+        """Return the text of tokens that are not decoded yet; with `more`, others will follow.
 
-        Each is decoded once. The prompt's tokens decide about the first space.
+        With `more`, an incomplete character is held back. The prompt's tokens decide whether the
+        text begins with a space.
         """
         if not (pending := self._ids[self._decoded :]):
             return ""
@@ -181,21 +182,21 @@ def scored_tokens(
     codec: Codec,
     before: Sequence[int],
     ids: Iterable[int],
-    places: Iterable[TokenLogProbs],
+    scores: Iterable[TokenLogProbs],
     *,
     at: int = 0,
     shown: frozenset[int] = frozenset(),
 ) -> Iterator[ScoredToken]:
-    """Yield the tokens `ids` with the scores of their places; they follow the tokens `before`.
+    """Yield the tokens `ids`, which follow the tokens `before`, with their scores.
 
-    The first begins at character `at`; those in `shown` add nothing to the text.
+    The first begins at character `at`; tokens in `shown` add nothing to the text.
     """
     before = list(before[-WINDOW:])
-    for index, (log_prob, top) in zip(ids, places, strict=True):
+    for index, (log_prob, top) in zip(ids, scores, strict=True):
         piece = codec.piece(before, index)
-        names = tuple((codec.name(before, each), score) for each, score in top)
+        names = tuple((codec.name(before, token), score) for token, score in top)
         last = at if index in shown else at + len(piece)
-        top_ids = tuple(each for each, _ in top)
+        top_ids = tuple(token for token, _ in top)
         yield ScoredToken(index, piece, at, last, log_prob, names, top_ids)
         before.append(index)
         at = last
@@ -212,7 +213,7 @@ def completion_log_probs(tokens: Sequence[ScoredToken], *, offset: int = 0) -> d
 
 
 def _by_name(token: ScoredToken) -> dict[str, float] | None:
-    """Return the best tokens by name, and the token itself; of equal names the likelier counts."""
+    """Return the top tokens and the token itself by text; of equal texts the likelier one."""
     if token.log_prob is None:
         return None
     found: dict[str, float] = {}
@@ -241,7 +242,7 @@ def chat_log_probs(tokens: Sequence[ScoredToken], codec: Codec) -> dict[str, Any
 
 
 def prompt_log_probs(tokens: Sequence[ScoredToken]) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`; the rank of a token is null where it is none of the best."""
+    """Return vLLM's `prompt_logprobs`; the rank is null for a token that is not a top token."""
     found: list[dict[str, Any] | None] = []
     for token in tokens:
         entries: dict[str, dict[str, Any]] = {
@@ -257,7 +258,7 @@ def prompt_log_probs(tokens: Sequence[ScoredToken]) -> list[dict[str, Any] | Non
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a stop."""
+    """Return the length of the longest end of `text` with which `stop` begins."""
     at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

@@ -1,7 +1,7 @@
-"""Texts and tokens of a served model: what its tokenizer and its chat template say.
+"""Translates between text and tokens with a served model's tokenizer and chat template.
 
-Templates come with checkpoints, which are not trusted: they run in Jinja's sandbox. What they have
-in addition to Jinja's own is that of transformers (utils/chat_template_utils.py).
+Templates come with checkpoints, which are not trusted: they run in Jinja's sandbox. Their
+additional filters and functions are those of transformers (utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from inference.backend.tokenizer import REPLACEMENT, Tokenizer, load_tokenizer
 from inference.front.guard import RejectedError
 from inference.front.openai.requests import ChatRequest, Sampling
 
-# So many tokens before others are enough to decode these as within a text: a character has at most
-# four bytes, each perhaps a token, and SentencePiece looks at the token before.
+# Tokens of context that are enough to decode others as within a text: a character has at most four
+# bytes, each possibly a token, and SentencePiece depends on the token before.
 WINDOW = 8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -38,8 +38,8 @@ class Codec:
     """Encodes prompts and decodes answers.
 
     Attributes:
-        end_ids: tokens that end an answer and are not part of its text, the model's own first.
-        defaults: values of what a request leaves open, by the names of its fields.
+        end_ids: tokens that end an answer and are not part of its text; the model's own is first.
+        defaults: default values of request fields.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Codec:
         suffix: Sequence[int] = (),
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take what a served model was exported with; `suffix` has tokens after every prompt.
+        """`suffix` are tokens to append to every prompt.
 
-        The end token of the tokenizer's settings ends an answer, too.
+        The end token in the tokenizer's settings is added to `end_ids`.
         """
         self.tokenizer = tokenizer
         self._template = template
@@ -65,18 +65,21 @@ class Codec:
         self._hidden = tokenizer.special_ids | {*self.end_ids}
 
     def check_template(self) -> None:
-        """Compile the chat template, if there is one. Raises ValueError if it is none."""
+        """Compile the chat template, if there is one. Raises ValueError if it is invalid."""
         try:
             _ = self._template and self._template.compiled
         except (TemplateError, RecursionError, ValueError) as error:
-            raise ValueError(f"the chat template of the tokenizer is not one: {error}") from error
+            raise ValueError(f"the chat template of the tokenizer is invalid: {error}") from error
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the tokens of a prompt, with the markers that the model expects around it."""
+        """Return the tokens of a prompt; with `special`, including the model's special tokens."""
         return (*self.tokenizer.encode(text, special=special), *self._suffix)
 
     def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
-        """Return the tokens of a conversation, which the template may refuse, or none is there."""
+        """Return the tokens of a conversation.
+
+        Raises RejectedError without a chat template, or if the template refuses the messages.
+        """
         if self._template is None:
             raise RejectedError(
                 "the tokenizer of this model has no chat template; use /v1/completions",
@@ -89,11 +92,11 @@ class Codec:
             answers=request.add_generation_prompt,
             continues=request.continue_final_message,
         )
-        # A template writes every marker itself.
+        # A template writes the special tokens itself.
         return tuple(self.tokenizer.encode(prompt, special=request.add_special_tokens))
 
     def description(self) -> dict[str, str | None]:
-        """Return the tokens that mark the end and the beginning of a text, and the template."""
+        """Return the end token, the begin token and the template, for /tokenizer_info."""
         end, prefix = self.end_ids[:1], self.tokenizer.prefix_ids
         return {
             "eos_token": self.tokenizer.decode(end) if end else None,
@@ -102,43 +105,47 @@ class Codec:
         }
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of a text; that of the end token, spelled, is the end token."""
+        """Return the tokens of a text; the text of the end token becomes the end token."""
         end = self.end_ids[:1]
         if end and text == self.tokenizer.decode(end):
             return [*end]
         return list(self.encode(text)) if special else self.tokenizer.encode(text)
 
     def shown(self, ids: Sequence[int], *, special: bool) -> list[int]:
-        """Return the tokens that are text, `special` ones as spelled where they are wanted."""
+        """Return the tokens that are part of the text; `special` includes special tokens."""
         return [*ids] if special else [index for index in ids if index not in self._hidden]
 
     def extended(
         self, window: list[int], start: str, ids: list[int], *, partial: bool = False
     ) -> tuple[str, str]:
-        """Return the text of a window, alone `start`, with `ids` after it, and what these add."""
+        """Return the text of `window` followed by `ids`, and the part that `ids` add to `start`.
+
+        `start` is the text of `window` alone.
+        """
         whole = self.tokenizer.decode([*window, *ids], partial=partial)
         if whole.startswith(start):
             return whole, whole[len(start) :]
         return whole, self.tokenizer.decode(ids)
 
     def piece(self, before: Sequence[int], token: int) -> str:
-        """Return what a token adds to a text; markers as they are spelled.
+        """Return the text that a token adds, including that of special tokens.
 
-        A token that leaves a character incomplete adds nothing, the one that completes it all.
+        A token that leaves a character incomplete adds nothing; the one that completes it adds the
+        whole character.
         """
         window = list(before[-WINDOW:])
         start = self.tokenizer.decode(window, partial=True)
         return self.extended(window, start, [token], partial=True)[1]
 
     def name(self, before: Sequence[int], token: int) -> str:
-        """Return what an alternative token would add, by itself where that is not a text."""
+        """Return the text that an alternative token would add, or else its text alone."""
         piece = self.piece(before, token)
         return self.tokenizer.decode([token]) if not piece or REPLACEMENT in piece else piece
 
     def bytes_of(self, token: int, piece: str) -> bytes:
         """Return the bytes of a token, which may be a part of a character.
 
-        `piece` is what it adds to its text, whose beginning has no space of a tokenizer's own.
+        `piece` is the text that it adds, without the space that a tokenizer puts before a text.
         """
         own = self.tokenizer.token_bytes(token)
         is_part = own is not None and REPLACEMENT in own.decode(errors="replace")
@@ -147,30 +154,30 @@ class Codec:
 
 @dataclass(frozen=True)
 class CodecFiles:
-    """The files of a codec; each process that needs it reads them once."""
+    """The files of a codec; each process that needs the codec reads them once."""
 
     folder: Path
-    kind: str | None = None  # of the tokenizer; None finds it out
+    kind: str | None = None  # of the tokenizer; None detects it
     end_ids: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    own_template: Path | None = None  # in place of the folder's
+    own_template: Path | None = None  # replaces the folder's chat template
     template_values: str = "{}"  # JSON
-    uses_defaults: bool = True  # those of the folder's generation_config.json
-    changed_ns: int = 0  # the last change of a file; later files make another codec
+    uses_defaults: bool = True  # use the folder's generation_config.json
+    changed_ns: int = 0  # latest modification time of the files; distinguishes changed ones
 
     def codec(self) -> Codec:
         """Return the codec. Raises ValueError if a file cannot be read."""
         return _codec(self)
 
     def load(self) -> None:
-        """Read the files, and compile the template, in a process of `Workers`.
+        """Read the files and compile the template; runs in a worker process.
 
-        Raises ValueError if that is impossible.
+        Raises ValueError for files that cannot be read or are invalid.
         """
         self.codec().check_template()
 
 
-@functools.lru_cache(maxsize=2)  # that of a server that ends, and of its successor
+@functools.lru_cache(maxsize=2)  # enough for a repository and its successor
 def _codec(files: CodecFiles) -> Codec:
     tokenizer = load_tokenizer(files.folder, kind=files.kind)
     values = json.loads(files.template_values)
@@ -180,7 +187,7 @@ def _codec(files: CodecFiles) -> Codec:
 
 
 def load_defaults(folder: Path) -> dict[str, Any]:
-    """Return what the model in a folder advises for requests. Raises ValueError."""
+    """Return the sampling defaults of a folder's generation_config.json. Raises ValueError."""
     try:
         found = sampling_defaults(folder)
         Sampling.model_validate(found)
@@ -189,25 +196,22 @@ def load_defaults(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = ", ".join(f"{each['loc'][0]} = {each['input']!r:.40}" for each in error.errors())
         raise ValueError(
-            f"generation_config.json in {folder}: {wrong}: no request may ask for that; correct "
-            "it, or do without it: deploy.openai.sampling_defaults=openai"
+            f"generation_config.json in {folder}: {wrong} is outside of what requests may ask for; "
+            "correct it, or ignore the file with deploy.openai.sampling_defaults=openai"
         ) from error
     return found
 
 
 class ChatTemplate:
-    """A template, its `source`, and the special tokens that it may name.
+    """A chat template with its `source` and the special tokens that it may name.
 
-    `end_token` ends an answer, as text; "" if the tokenizer's settings name none.
+    `end_token` is the text of the end token, "" if the tokenizer's settings name none.
     """
 
     def __init__(
         self, source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None = None
     ) -> None:
-        """Take a template, which is compiled when it is first needed.
-
-        A request may give other `values` to its variables.
-        """
+        """The template is compiled on first use; `values` are defaults of its variables."""
         self._values = dict(values or {})
         self.source = source
         self.end_token = tokens.get("eos_token", "")
@@ -215,21 +219,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def _names(self) -> set[str]:
-        """The variables that the template reads and does not make itself."""
+        """The variables that the template reads without setting them."""
         return find_undeclared_variables(self.compiled.environment.parse(self.source))
 
     @functools.cached_property
     def compiled(self) -> Template:
-        """The compiled template. Raises TemplateError, RecursionError or ValueError for others.
+        """The compiled template. Raises TemplateError, RecursionError or ValueError if invalid.
 
-        Jinja computes some constants while it compiles: only a process of `Workers`, whose time
-        and memory are bounded, may ask.
+        Jinja evaluates some constants while compiling: use it only in a worker process, whose time
+        and memory are limited.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _Generation],
-            optimized=False,  # which would compute constants, however large, while it compiles
+            optimized=False,  # the optimizer evaluates constant expressions, however large
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
@@ -239,9 +243,9 @@ class ChatTemplate:
         return environment.from_string(self.source)
 
     def effort(self, effort: str | None) -> dict[str, Any]:
-        """Return the variables for a request's `reasoning_effort`, as vLLM has them.
+        """Return the template variables for a request's `reasoning_effort`, as in vLLM.
 
-        Raises RejectedError where the template reads none of them.
+        Raises RejectedError if the template reads none of them.
         """
         if effort is None:
             return {}
@@ -261,10 +265,10 @@ class ChatTemplate:
         answers: bool = True,
         continues: bool = False,
     ) -> str:
-        """Return the prompt for the answer to a conversation, unless the template refuses it.
+        """Return the prompt for a conversation. Raises RejectedError if the template refuses it.
 
-        `values` are variables of the template. With `answers` an answer begins; a prompt that
-        `continues` ends within the last message.
+        `values` are variables of the template. With `answers` the prompt ends with the beginning
+        of an answer; with `continues` it ends inside the last message.
         """
         variables = {"documents": None, **self._values, **(values or {})}
         own = {"messages": messages,
@@ -275,7 +279,7 @@ class ChatTemplate:
                 raise RejectedError("tools: the chat template has no place for them", param="tools")
             rendered = self.compiled.render(variables | own)
             return _up_to(rendered, str(messages[-1]["content"])) if continues else rendered
-        # Whatever a template does, from an addition of text to a number to endless recursion.
+        # A template can fail in many ways, from adding text to a number to endless recursion.
         except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError,
                 AttributeError) as error:  # fmt: skip
             raise RejectedError(
@@ -286,9 +290,9 @@ class ChatTemplate:
 def load_chat_template(
     folder: Path, *, own: Path | None = None, values: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
-    """Return the template of the tokenizer in a folder, or the file `own`; None if it has none.
+    """Return the chat template in a tokenizer's folder, or in the file `own`; None without one.
 
-    `values` are those of its variables. Raises ValueError.
+    `values` are defaults of its variables. Raises ValueError.
     """
     settings: dict[str, Any] = {}
     path, own = folder / SETTINGS_FILE, own or folder / TEMPLATE_FILE
@@ -301,11 +305,10 @@ def load_chat_template(
             source = own.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"{read} cannot be read: {error}") from error
-    if isinstance(source, list):  # of several templates the one called default
-        named = (
-            each for each in source if isinstance(each, dict) and each.get("name") == "default"
-        )
-        source = next(named, {}).get("template")
+    if isinstance(source, list):  # several templates: take the one named default
+        entries = (entry for entry in source if isinstance(entry, dict))
+        default = next((entry for entry in entries if entry.get("name") == "default"), {})
+        source = default.get("template")
     if source is None:
         return None
     if not isinstance(source, str):
@@ -320,12 +323,12 @@ def load_chat_template(
 
 
 class _Generation(Extension):
-    """The block in which templates mark the assistant's words, which only training uses."""
+    """The block with which templates mark the assistant's words for training; it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: Parser) -> list[Node]:
-        """Return the content of the block, as if the block were not there."""
+        """Return the content of the block without the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -337,17 +340,17 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON; the arguments, and their order, are those of transformers' filter."""
+    """Return JSON; the arguments and their order are those of transformers' filter."""
     options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _up_to(prompt: str, text: str) -> str:
-    """Return a prompt up to the end of the text of its last message, as transformers does."""
+    """Cut a prompt after the text of its last message, as transformers does."""
     bare = text.strip()
     start = prompt.rindex(bare)
-    kept = text.lstrip() if prompt.startswith(text.lstrip(), start) else bare
-    return prompt[: start + len(kept)]
+    message = text.lstrip() if prompt.startswith(text.lstrip(), start) else bare
+    return prompt[: start + len(message)]
 
 
 def _raise(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Runs one request: its prompts together, its answers whole or in chunks."""
+"""Runs one request: all its prompts concurrently, with complete or streamed answers."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from inference.front.openai.answers import (
 from inference.front.openai.codec import Codec
 from inference.front.openai.prepare import ModelFacts, PreparedRequest, Prompt, generation_jobs
 
-_MOST_JOBS = 64  # of one request that run at a time
-_MOST_SHORT = 1 << 12  # tokens, whose text takes a few milliseconds
+_MOST_JOBS = 64  # concurrent jobs of one request
+_MOST_SHORT = 1 << 12  # tokens that the event loop encodes in a few milliseconds
 
 
 class TokenModel(Protocol):
@@ -32,7 +32,7 @@ class TokenModel(Protocol):
     def generate(
         self, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[Sequence[Candidate], None]:
-        """Yield the candidates as they grow, and whole."""
+        """Yield the candidates while they grow, and at last complete."""
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
         """Return a vector for each row."""
@@ -45,7 +45,7 @@ class PromptRun:
     number: int
     prompt: Prompt
     answers: Sequence[Answer]
-    # The tokens of the prompt, where log probabilities were asked for with it.
+    # The tokens of the prompt, if its log probabilities were requested.
     scored: list[ScoredToken] = field(default_factory=list)
 
     @property
@@ -55,13 +55,13 @@ class PromptRun:
 
 
 class CompletionRun:
-    """A prepared request on its way through a model."""
+    """Runs a prepared request on a model."""
 
     def __init__(self, model: TokenModel, codec: Codec, request: PreparedRequest) -> None:
         self._model, self._codec, self._request = model, codec, request
         self._runs: list[PromptRun] = []
         sampling = request.sampling
-        self._is_scored = sampling.best is not None or sampling.prompt_best is not None
+        self._is_scored = sampling.top_n is not None or sampling.prompt_top_n is not None
         for number, prompt in enumerate(request.prompts):
             begin = partial(
                 Answer,
@@ -70,7 +70,7 @@ class CompletionRun:
                 model.facts.room(len(prompt.ids)) if request.limit is None else request.limit,
                 request.sampling.stop,
                 request.end_ids,
-                request.sampling.best,
+                request.sampling.top_n,
                 shows_special=not request.sampling.skip_special_tokens,
             )
             answers = [begin() for _ in range(request.sampling.n)]
@@ -83,17 +83,17 @@ class CompletionRun:
 
     @property
     def is_short(self) -> bool:
-        """Whether its answers are written in a moment."""
+        """Whether the event loop can encode the answers without delay."""
         return not self._is_scored and self.usage["total_tokens"] < _MOST_SHORT
 
     @property
     def ends(self) -> list[str | None]:
-        """Why each answer has ended."""
+        """The finish reason of each answer, None while it runs."""
         return [answer.finish_reason for run in self._runs for answer in run.answers]
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens so far."""
+        """Token counts so far, in OpenAI's form."""
         prompt = sum(len(run.prompt.ids) for run in self._runs)
         answers = sum(answer.tokens for run in self._runs for answer in run.answers)
         return {
@@ -104,12 +104,12 @@ class CompletionRun:
 
     @property
     def operation(self) -> str:
-        """Name of what is asked for, by OpenTelemetry's conventions for generative AI."""
+        """Name of the operation in OpenTelemetry's conventions for generative AI."""
         return "chat" if self._request.sampling.kind == "chat" else "text_completion"
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Attributes of the request by these conventions; it has no word of prompts and answers."""
+        """Attributes of the request in these conventions; none holds text of prompts or answers."""
         sampling, usage = self._request.sampling, self.usage
         return {
             "gen_ai.request.max_tokens": self._request.limit,
@@ -125,7 +125,7 @@ class CompletionRun:
 
     @property
     def about_prompt(self) -> dict[str, Any]:
-        """The fields of a chat's answer about its prompt."""
+        """The fields about the prompt in a chat's answer."""
         return self._about(self._runs[0]) if self._request.sampling.kind == "chat" else {}
 
     def _about(self, run: PromptRun) -> dict[str, Any]:
@@ -136,44 +136,44 @@ class CompletionRun:
             about["prompt_logprobs"] = prompt_log_probs(run.scored)
         return about
 
-    async def whole(self) -> Iterator[dict[str, Any]]:
-        """Return the choices, once all of them are there."""
+    async def choices(self) -> Iterator[dict[str, Any]]:
+        """Return the complete choices."""
         async with contextlib.aclosing(
             self._frames(streams=bool(self._request.sampling.stop))
         ) as frames:
             async for _ in frames:
                 pass
-        every = ((run, answer) for run in self._runs for answer in run.answers)
-        parts = (self._part(*each, number, whole=True) for number, each in enumerate(every))
-        return (part for part in parts if part is not None)
+        answers = ((run, answer) for run in self._runs for answer in run.answers)
+        choices = (self._choice(*pair, number, whole=True) for number, pair in enumerate(answers))
+        return (choice for choice in choices if choice is not None)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the choices of each chunk of a stream as they come, those of all prompts mixed."""
+        """Yield the chunks of all choices as they arrive, interleaved."""
         async with contextlib.aclosing(self._frames(streams=True)) as frames:
             async for run, answers in frames:
                 for place in answers:
                     number = run.number * self._request.sampling.n + place
-                    part = self._part(run, run.answers[place], number, whole=False)
+                    part = self._choice(run, run.answers[place], number, whole=False)
                     if part is not None:
                         yield part
 
     async def _frames(self, *, streams: bool) -> AsyncGenerator[tuple[PromptRun, range], None]:
-        """Run all jobs; yield after each frame of one which answers of which prompt it concerns."""
+        """Run all jobs; yield after each frame the prompt and the answers that have grown."""
         jobs = self._jobs()
         if len(self._runs) == 1 and self._request.sampling.n <= self._model.facts.max_rows:
             (only,) = jobs
-            async with contextlib.aclosing(self._ran(*only, streams=streams)) as frames:
+            async with contextlib.aclosing(self._run_job(*only, streams=streams)) as frames:
                 async for frame in frames:
                     yield frame
             return
-        # None where a worker has done its last job, its error where one has failed.
+        # A worker puts None after its last job, or its error.
         queue: asyncio.Queue[tuple[PromptRun, range] | Exception | None] = asyncio.Queue()
 
         async def work() -> None:  # each takes the next job
             try:
                 for run, answers, job in jobs:
                     async with contextlib.aclosing(
-                        self._ran(run, answers, job, streams=streams)
+                        self._run_job(run, answers, job, streams=streams)
                     ) as frames:
                         async for frame in frames:
                             queue.put_nowait(frame)
@@ -185,13 +185,13 @@ class CompletionRun:
         try:
             working = len(tasks)
             while working:
-                if isinstance(each := await queue.get(), Exception):
-                    raise each
-                if each is None:
+                if isinstance(item := await queue.get(), Exception):
+                    raise item
+                if item is None:
                     working -= 1
                 else:
-                    yield each
-        finally:  # where one fails, or the client has left, the others are given up
+                    yield item
+        finally:  # after a failure, or when the client has left, cancel the others
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -204,47 +204,48 @@ class CompletionRun:
                 yield run, answers, job
                 first = answers.stop
 
-    async def _ran(
+    async def _run_job(
         self, run: PromptRun, answers: range, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[tuple[PromptRun, range], None]:
-        """Ask the model; yield after each frame of use and at the end; leave when all ended."""
+        """Run one job; yield after each frame and at the end; stop once all answers have ended."""
         last: Sequence[Candidate] | None = None
         async with contextlib.aclosing(self._model.generate(job, streams=streams)) as frames:
             async for last in frames:
                 if streams:
-                    await self._take(run, answers, last, final=False)
+                    await self._update(run, answers, last, final=False)
                     yield run, answers
                     if all(run.answers[place].finish_reason for place in answers):
                         return
         assert last is not None, "a model that has answered has sent a frame"
-        await self._take(run, answers, last, final=True)
+        await self._update(run, answers, last, final=True)
         yield run, answers
 
-    async def _take(
+    async def _update(
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
-        """Take in a frame; names for scores take long, and are looked up in a thread."""
+        """Add a frame to the answers; scores are handled in a thread, as decoding them is slow."""
         if self._is_scored:
-            await asyncio.to_thread(self._take_now, run, answers, candidates, final=final)
+            await asyncio.to_thread(self._update_now, run, answers, candidates, final=final)
         else:
-            self._take_now(run, answers, candidates, final=final)
+            self._update_now(run, answers, candidates, final=final)
 
-    def _take_now(
+    def _update_now(
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
-        of_prompt, ids = self._request.sampling.prompt_best, run.prompt.ids
-        if of_prompt is not None and not run.scored:
+        prompt_top_n, ids = self._request.sampling.prompt_top_n, run.prompt.ids
+        if prompt_top_n is not None and not run.scored:
             first = candidates[0]
+            others = (first.scores_at(n, top_n=prompt_top_n) for n in range(1, len(ids)))
             # The first token of a text has no scores.
-            places = (first.place(n, best=of_prompt) if n else (None, ()) for n in range(len(ids)))
-            run.scored = [*scored_tokens(self._codec, (), ids, places)]
+            scores = [(None, ()), *others][: len(ids)]
+            run.scored = [*scored_tokens(self._codec, (), ids, scores)]
         for place, candidate in zip(answers, candidates, strict=True):
             run.answers[place].update(candidate, final=final)
 
-    def _part(
+    def _choice(
         self, run: PromptRun, answer: Answer, number: int, *, whole: bool
     ) -> dict[str, Any] | None:
-        """Return what a choice has that was not sent yet, None if there is nothing."""
+        """Return the unsent part of a choice, None if there is nothing."""
         sampling, is_first = self._request.sampling, not answer.has_begun
         if (new := answer.unsent()) is None:
             return None
@@ -252,10 +253,10 @@ class CompletionRun:
         part: dict[str, Any] = {"index": number, "finish_reason": answer.finish_reason}
         if sampling.return_token_ids:
             part["token_ids"] = ids
-        is_scored, offset = sampling.best is not None, run.end
+        is_scored, offset = sampling.top_n is not None, run.end
         if self._request.sampling.kind == "chat":
-            said = ({"role": "assistant"} if is_first else {}) | {"content": text}
-            part |= {"message": {**said, "refusal": None}} if whole else {"delta": said}
+            message = ({"role": "assistant"} if is_first else {}) | {"content": text}
+            part |= {"message": {**message, "refusal": None}} if whole else {"delta": message}
             return part | {"logprobs": chat_log_probs(tokens, self._codec) if is_scored else None}
         if is_first:
             part |= self._about(run)

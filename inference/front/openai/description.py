@@ -1,4 +1,4 @@
-"""The OpenAPI description of the endpoint, made of the records of its requests."""
+"""The OpenAPI description of the endpoint, from the pydantic models of its requests."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ KINDS: dict[str, type[RequestRecord]] = {
 }
 
 
-def described() -> dict[str, Any]:
-    """Return the description; fields that change nothing here have the values that are taken."""
+def openai_description() -> dict[str, Any]:
+    """Return the description; fields without effect list the values that are accepted."""
     schemas = schemas_of(KINDS.values())
     for kind in KINDS.values():
         properties = schemas[kind.__name__]["properties"]
@@ -34,6 +34,6 @@ def described() -> dict[str, Any]:
             if name.startswith("guided_"):
                 properties[name] = {"type": ["string", "array", "object"]}
         for name, (values, reason) in kind.fixed().items():
-            taken = {} if values is None else {"enum": [*values, None]}
-            properties[name] = {"description": reason, **taken}
+            accepted = {} if values is None else {"enum": [*values, None]}
+            properties[name] = {"description": reason, **accepted}
     return openapi({("post", path): kind for path, kind in KINDS.items()}, schemas)

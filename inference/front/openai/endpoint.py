@@ -1,4 +1,4 @@
-"""OpenAI's protocol over HTTP: routes, and answers as JSON or server-sent events."""
+"""OpenAI's protocol over HTTP: routes, and responses as JSON or server-sent events."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.http_server import event_stream
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun, TokenModel
-from inference.front.openai.description import described
+from inference.front.openai.description import openai_description
 from inference.front.openai.prepare import (
     detokenize,
     model_facts,
@@ -43,11 +43,11 @@ HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 _RUN_KEY = "slipway_run"
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
-# A kind of request, what its id begins with, and the kinds of a whole answer and of a chunk.
+# Request type, prefix of ids, and `object` of a complete answer and of a chunk.
 _COMPLETION = (CompletionRequest, "cmpl", "text_completion", "text_completion")
 _CHAT = (ChatRequest, "chatcmpl", "chat.completion", "chat.completion.chunk")
 
-# In a small body that has none of them, no form of an answer is to be compiled: it is read at once.
+# A small body without any of these words needs no grammar compiled: the event loop reads it.
 _SLOW_WORDS = (b"\\u", *(name.encode() for name in SPELLINGS["structured_outputs"]))
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ Answer = Awaitable[web.StreamResponse]
 
 
 class OpenAIEndpoint:
-    """Answers OpenAI's requests with the models of one server, by the name that requests give.
+    """Answers OpenAI's requests with the models of one server, by the name in the request.
 
-    Processes of `workers` find the codec of their texts in `texts`. `is_ready` returns whether the
+    `texts` are the files from which worker processes load the codec. `is_ready` returns whether the
     server would answer a request now.
     """
 
@@ -72,8 +72,8 @@ class OpenAIEndpoint:
     ) -> None:
         self._models = dict(models)
         facts = {name: model.facts for name, model in models.items()}
-        self._generators = {name: each for name, each in facts.items() if not each.encodes}
-        self._encoders = {name: each for name, each in facts.items() if each.encodes}
+        self._generators = {name: model for name, model in facts.items() if not model.encodes}
+        self._encoders = {name: model for name, model in facts.items() if model.encodes}
         self._texts = texts
         self._codec = texts.codec()
         self._guard = guard
@@ -84,32 +84,32 @@ class OpenAIEndpoint:
             ("GET", HEALTH_PATH): self._health,
             ("HEAD", HEALTH_PATH): self._health,
             ("GET", _MODELS_PATH): self._list,
-            ("POST", "/v1/completions"): partial(self._generated, _COMPLETION),
-            ("POST", "/v1/chat/completions"): partial(self._generated, _CHAT),
+            ("POST", "/v1/completions"): partial(self._generate, _COMPLETION),
+            ("POST", "/v1/chat/completions"): partial(self._generate, _CHAT),
             ("POST", "/v1/embeddings"): self._embeddings,
-            # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
+            # vLLM's routes; with them lm-evaluation-harness needs no tokenizer of its own.
             ("GET", "/tokenizer_info"): self._tokenizer_info,
-            ("POST", "/tokenize"): partial(self._converted, tokenize),
-            ("POST", "/detokenize"): partial(self._converted, detokenize),
+            ("POST", "/tokenize"): partial(self._convert, tokenize),
+            ("POST", "/detokenize"): partial(self._convert, detokenize),
             ("GET", "/openapi.json"): self._description,
         }
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; errors have OpenAI's form.
 
-        Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org).
+        Web pages of admitted origins get CORS headers (fetch.spec.whatwg.org).
         """
         try:
             return await self._with_headers(request)
         finally:
             if (run := request.get(_RUN_KEY)) is not None:
                 _describe(request, run.operation, run.model, run.attributes)
-                # No word of prompts and answers.
+                # The log holds no text of prompts or answers.
                 request[ABOUT] = {"model": run.model, **run.usage, "ends": run.ends}
 
     async def _with_headers(self, request: web.BaseRequest) -> web.StreamResponse:
         headers = self._page_headers(request)
-        if headers and request.method == "OPTIONS":  # a browser asks first, without the token
+        if headers and request.method == "OPTIONS":  # a browser's preflight, without the token
             headers |= _PREFLIGHT | {
                 "Access-Control-Allow-Headers": request.headers.get(
                     "Access-Control-Request-Headers", "authorization, content-type"
@@ -133,10 +133,10 @@ class OpenAIEndpoint:
             if request.path != HEALTH_PATH:
                 self._guard.token_owner(request.headers.get("Authorization"))
             return await self._handler(request)(request)
-        except ConnectionError:  # the client has left, in the middle of its body or of a stream
+        except ConnectionError:  # the client has left before the end of its body or of a stream
             raise
         except Exception as error:
-            return refusal(*refused(error, request_id(request)))
+            return refusal(*error_answer(error, request_id(request)))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -144,7 +144,7 @@ class OpenAIEndpoint:
             return found
         if method == "GET" and path.startswith(f"{_MODELS_PATH}/"):
             return self._model
-        is_known = any(path == each for _, each in self._routes)
+        is_known = any(path == route for _, route in self._routes)
         status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
         reason = f"{method[:20]} {path[:200]}: {status.phrase.lower()}"
         raise RejectedError(reason, status, code="unknown_url")
@@ -155,30 +155,30 @@ class OpenAIEndpoint:
         return web.json_response(words, status=200 if is_ready else 503)
 
     async def _list(self, _: web.BaseRequest) -> web.Response:
-        data = [self._described(name) for name in self._models]
+        data = [self._model_entry(name) for name in self._models]
         return web.json_response({"object": "list", "data": data})
 
     async def _model(self, request: web.BaseRequest) -> web.Response:
         name = request.path.removeprefix(f"{_MODELS_PATH}/")
-        return web.json_response(self._described(model_facts(self._models, name).facts.name))
+        return web.json_response(self._model_entry(model_facts(self._models, name).facts.name))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _model_entry(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "slipway"}
         facts = self._models[name].facts
         return about | {"max_model_len": facts.context_len, **dict(facts.about)}
 
     def _fingerprint(self, name: str) -> str | None:
-        """Return a word for what is served, which changes with it; None where it is not known."""
+        """Return a fingerprint of the served checkpoint, None if it is unknown."""
         about = dict(self._models[name].facts.about)
         if not about.get("checkpoint"):
             return None
         return "fp_" + hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
 
-    async def _generated(
+    async def _generate(
         self, kind: tuple[type[Sampling], str, str, str], request: web.BaseRequest
     ) -> web.StreamResponse:
         record, prefix, whole_object, chunk_object = kind
-        # A template of a checkpoint, which may compute anything, is never rendered here.
+        # A checkpoint's chat template may compute anything: render it in a worker only.
         is_quick = record is CompletionRequest
         work = partial(prepare_generation, record)
         prepared = await self._read(request, work, self._generators, is_quick=is_quick)
@@ -196,15 +196,15 @@ class OpenAIEndpoint:
             about["service_tier"] = "default"
         if asked.stream:
             headers = self._page_headers(request)
-            return await _streamed(request, run, about, headers, asked.stream_options)
-        whole = await run.whole()
+            return await _stream(request, run, about, headers, asked.stream_options)
+        choices = await run.choices()
 
         def write() -> list[bytes]:
-            return [to_json(each) for each in whole]
+            return [to_json(choice) for choice in choices]
 
-        choices = write() if run.is_short else await asyncio.to_thread(write)
+        encoded = write() if run.is_short else await asyncio.to_thread(write)
         rest = json.dumps({"usage": _usage(run), **run.about_prompt}).encode()
-        body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
+        body = _prefix_of(about) + b", ".join(encoded) + b"], " + rest[1:]
         return web.Response(body=body, content_type="application/json")
 
     async def _embeddings(self, request: web.BaseRequest) -> web.Response:
@@ -215,14 +215,14 @@ class OpenAIEndpoint:
 
         def body() -> bytes:
             if asked.encoding_format == "float":
-                written = vectors.tolist()
+                encoded = vectors.tolist()
             else:
-                written = [
-                    base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors
+                encoded = [
+                    base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors
                 ]
             data = [
-                {"object": "embedding", "index": number, "embedding": each}
-                for number, each in enumerate(written)
+                {"object": "embedding", "index": number, "embedding": vector}
+                for number, vector in enumerate(encoded)
             ]
             usage = {"prompt_tokens": count, "total_tokens": count}
             answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
@@ -233,19 +233,19 @@ class OpenAIEndpoint:
     async def _read(
         self, request: web.BaseRequest, work: Callable[..., Any], *args: Any, is_quick: bool = True
     ) -> Any:
-        """Return what a function makes of a body: where it `is_quick`, of a small one at once."""
+        """Apply `work` to the body in a worker process; if `is_quick`, to small bodies directly."""
         data = await self._guard.body(request, limit=MOST_JSON_BYTES)
-        is_quick = is_quick and not any(each in data for each in _SLOW_WORDS)
+        is_quick = is_quick and not any(word in data for word in _SLOW_WORDS)
         run = self._workers.check if is_quick else self._workers.run
         return await run(work, self._texts, *args, data, size_bytes=len(data))
 
     async def _description(self, _: web.BaseRequest) -> web.Response:
-        return web.json_response(described())
+        return web.json_response(openai_description())
 
     async def _tokenizer_info(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(self._codec.description())
 
-    async def _converted(
+    async def _convert(
         self, work: Callable[[CodecFiles, bytes], Any], request: web.BaseRequest
     ) -> web.Response:
         return web.json_response(await self._read(request, work))
@@ -258,13 +258,13 @@ def _describe(
     describe_span(operation, model, {**own, **attributes})
 
 
-def refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:
-    """Return the error that a client gets, and the same as OpenAI's API sends it."""
-    if not isinstance(error, RejectedError):  # of this program, for the log alone
+def error_answer(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]:
+    """Return the error that a client gets, and its body in OpenAI's form."""
+    if not isinstance(error, RejectedError):  # an internal error, whose details only the log gets
         logger.error("request %s failed", name, exc_info=error)
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         error = RejectedError("the endpoint failed; its log says why", status)
-    # LiteLLM knows a wrong key by the code and the first words.
+    # LiteLLM recognizes a wrong key by the code and the first words.
     is_key = error.status == HTTPStatus.UNAUTHORIZED
     is_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     body = {
@@ -277,27 +277,30 @@ def refused(error: Exception, name: str) -> tuple[RejectedError, dict[str, Any]]
 
 
 def _usage(run: CompletionRun) -> dict[str, Any]:
-    """Return a request's tokens in OpenAI's form; which of them were cached is not known here."""
+    """Return a request's token counts in OpenAI's form; their details are unknown here."""
     return {**run.usage, "prompt_tokens_details": None, "completion_tokens_details": None}
 
 
-def _opened(about: Mapping[str, Any]) -> bytes:
-    """Return what every part of an answer carries, up to its choices."""
+def _prefix_of(about: Mapping[str, Any]) -> bytes:
+    """Return the beginning of every response or chunk, up to its choices."""
     return json.dumps(about).encode()[:-1] + b', "choices": ['
 
 
-async def _streamed(
+async def _stream(
     request: web.BaseRequest,
     run: CompletionRun,
     about: Mapping[str, Any],
     headers: Mapping[str, str],
     options: StreamOptions,
 ) -> web.StreamResponse:
-    """Send the chunks; an error before the first is an answer of its own, later a last chunk."""
-    start, first = b"data: " + _opened(about), b"data: " + _opened({**about, **run.about_prompt})
+    """Send the chunks. Raises an error before the first chunk; later ones are sent as a chunk."""
+    start, first = (
+        b"data: " + _prefix_of(about),
+        b"data: " + _prefix_of({**about, **run.about_prompt}),
+    )
     end = b'], "usage": null}\n\n' if options.include_usage else b"]}\n\n"
     response: web.StreamResponse | None = None
-    last = b""  # goes out with the end of the stream, which follows at once
+    last = b""  # final chunks, sent together with the end of the stream
     try:
         async for chunk in run.chunks():
             opening = start
@@ -315,10 +318,10 @@ async def _streamed(
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
-        body = json.dumps(refused(error, request_id(request))[1]).encode()
+        body = json.dumps(error_answer(error, request_id(request))[1]).encode()
         await response.write_eof(last + b"data: " + body + b"\n\n")
         return response
-    assert response is not None, "every answer has a chunk"
+    assert response is not None, "every answer has at least one chunk"
     if options.include_usage:
         last += start + b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
     await response.write_eof(last + b"data: [DONE]\n\n")

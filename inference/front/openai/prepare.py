@@ -1,6 +1,6 @@
-"""From the body of a request to the jobs of a model: tokens, and tensors of the contract.
+"""Turns the body of a request into the jobs of a model: token ids and the model's input tensors.
 
-Bodies are read, checked and encoded in a process of `Workers`.
+Worker processes parse, check and tokenize bodies.
 """
 
 # Shapes: S prompt, W width of a word list
@@ -33,12 +33,12 @@ from inference.front.openai.requests import (
 from inference.front.strict_json import parse_json
 
 _T = TypeVar("_T", Sampling, EmbeddingRequest)
-# Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
+# Difference of the seeds of a request's candidates: odd, and unlike seeds that users choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _WHOLE_BOUNDARY = "nucleus_include_boundary"
 _SEED = "random_seed"
 _REQUIRED = {"input_lengths", "request_output_len", "sequence_length", "max_output_len"}
-# Tensors to the field of a request that needs them, where that has another name.
+# The request field behind each tensor that has another name.
 _FIELD_OF = {
     "logit_bias_ids": "logit_bias",
     "min_length": "min_tokens",
@@ -50,25 +50,25 @@ _FIELD_OF = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A served model."""
+    """The facts about a served model that the endpoint needs."""
 
     name: str
-    inputs: frozenset[str]  # names of the tensors it takes
-    max_rows: int  # most candidates of a request
-    context_len: int  # most tokens of prompt and answer together, as far as the files say
-    encoder_decoder: bool = False  # the prompt is not part of what it returns
+    inputs: frozenset[str]  # names of its input tensors
+    max_rows: int  # candidates per job
+    context_len: int  # limit for prompt plus answer in tokens, as far as known
+    encoder_decoder: bool = False  # its output does not include the prompt
     encodes: bool = False  # it answers with hidden states
-    vocab_size: int | None = None  # None where the files do not say
-    about: tuple[tuple[str, str], ...] = ()  # what is served, see `served_identity`
+    vocab_size: int | None = None  # None if unknown
+    about: tuple[tuple[str, str], ...] = ()  # the checkpoint, see `served_identity`
 
     def room(self, prompt_len: int) -> int:
-        """Return the most tokens of an answer to a prompt."""
+        """Return the maximum number of answer tokens after a prompt."""
         return self.context_len - (0 if self.encoder_decoder else prompt_len)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, and its text where that is part of the answer."""
+    """One prompt: its tokens, and its text if the answer includes it."""
 
     ids: array[int]
     text: str = ""
@@ -76,19 +76,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that the model can answer."""
+    """A checked and tokenized request."""
 
     sampling: Sampling  # without the prompts
     prompts: tuple[Prompt, ...]
-    limit: int | None  # most tokens of an answer, None for all that the model has room for
-    stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end an answer
+    limit: int | None  # maximum answer tokens, None for all that fit the context
+    stop_ids: tuple[int, ...]  # end tokens, and tokens that are a whole stop text
     end_ids: frozenset[int] = frozenset()  # tokens that end an answer
 
 
 def prepare_generation(
     kind: type[Sampling], texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
-    """Return the request that a body states. Raises RejectedError."""
+    """Return the request in a body. Raises RejectedError."""
     codec = texts.codec()
     request, facts = _read(kind, models, codec, data)
     limit = request.max_tokens
@@ -99,7 +99,7 @@ def prepare_generation(
     else:
         assert isinstance(request, CompletionRequest)
         prompts = [_prompt(codec, request, given) for given in cast(list[Any], request.prompt)]
-    # The prompts need not come back.
+    # The texts of the prompts need not be sent back from the worker.
     rest = request.model_copy(
         update={"model": facts.name, **dict.fromkeys(("prompt", "messages", "tools"), ())}
     )
@@ -125,12 +125,12 @@ def _prompt(codec: Codec, request: CompletionRequest, given: str | list[int]) ->
 def prepare_embeddings(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> tuple[EmbeddingRequest, list[array[int]]]:
-    """Return what a body of /v1/embeddings asks for, and its rows. Raises RejectedError."""
+    """Return the request in a body of /v1/embeddings, and its token rows. Raises RejectedError."""
     codec = texts.codec()
     request, facts = _read(EmbeddingRequest, models, codec, data)
     rows = [
-        array("I", codec.encode(e) if isinstance(e, str) else e)
-        for e in cast(list[Any], request.input)
+        array("I", codec.encode(row) if isinstance(row, str) else row)
+        for row in cast(list[Any], request.input)
     ]
     for number, row in enumerate(rows):
         _check_ids(facts, "input", row)
@@ -145,22 +145,22 @@ def prepare_embeddings(
 
 
 def tokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
-    """Return the answer to a body of /tokenize: the tokens of a text. Raises RejectedError."""
+    """Answer a body of /tokenize. Raises RejectedError."""
     request = read_request(TokenizeRequest, parse_json(data))
     tokens = texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
     return {"tokens": tokens, "count": len(tokens)}
 
 
 def detokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
-    """Return the answer to a body of /detokenize: the text of tokens. Raises RejectedError."""
+    """Answer a body of /detokenize. Raises RejectedError."""
     request = read_request(DetokenizeRequest, parse_json(data))
     return {"prompt": texts.codec().tokenizer.decode(request.tokens)}
 
 
 def model_facts(models: Mapping[str, Any], name: str) -> Any:
-    """Return the entry of a model, which a request need not name where there is no other.
+    """Return the entry of a model; "" stands for the only one.
 
-    Raises RejectedError with the names that there are.
+    Raises RejectedError, which names the existing models.
     """
     if name in models:
         return models[name]
@@ -178,16 +178,16 @@ def model_facts(models: Mapping[str, Any], name: str) -> Any:
 def _read(
     kind: type[_T], models: Mapping[str, ModelFacts], codec: Codec, data: bytes
 ) -> tuple[_T, ModelFacts]:
-    """Return a request, with the model's defaults, and the model."""
+    """Return a request with the model's defaults filled in, and the model."""
     defaults = {name: value for name, value in codec.defaults.items() if name != "max_tokens"}
     request = read_request(kind, parse_json(data), defaults)
     return request, model_facts(models, request.model)
 
 
 def _stop_ids(codec: Codec, request: Sampling) -> tuple[int, ...]:
-    """Return the tokens at which the model shall stop, next to its `end_id`.
+    """Return the tokens at which the model should stop, in addition to its `end_id`.
 
-    FasterTransformer's own backend knows no other end token.
+    FasterTransformer's own backend has a single end token.
     """
     forms = (ids for stop in request.stop for ids in codec.tokenizer.word_forms(stop))
     singles = (ids[0] for ids in forms if len(ids) == 1)
@@ -196,12 +196,13 @@ def _stop_ids(codec: Codec, request: Sampling) -> tuple[int, ...]:
 
 
 def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
-    """Return a request that the model has room and tokens for. Raises RejectedError."""
+    """Check a request against the model's inputs, vocabulary and context. Raises RejectedError."""
     sampling, scores = request.sampling, 0
     _check_ids(facts, "logit_bias", sampling.biases)
-    if facts.encoder_decoder and sampling.prompt_best is not None:
+    if facts.encoder_decoder and sampling.prompt_top_n is not None:
         raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
-    for name in {each for each, _, _ in _values(facts, request, ())} - facts.inputs - _REQUIRED:
+    names = {name for name, _, _ in _values(facts, request, ())}
+    for name in names - facts.inputs - _REQUIRED:
         needs = _FIELD_OF.get(name, name)
         raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     field = "messages" if sampling.kind == "chat" else "prompt"
@@ -210,18 +211,18 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
         prompt_len = len(prompt.ids)
         output_len = _output_len(facts, request, prompt_len)
         if output_len > facts.room(prompt_len) or prompt_len > facts.context_len:
-            each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
-            raise RejectedError(  # many clients look for the code, and some for these first words
-                f"This model's maximum context length is {facts.context_len} tokens{each}. The "
+            scope = " for prompt and answer each" if facts.encoder_decoder else ""
+            raise RejectedError(  # clients match the code, and some also the first words
+                f"This model's maximum context length is {facts.context_len} tokens{scope}. The "
                 f"prompt has {prompt_len} and the answer up to {output_len}: shorten the prompt, "
                 "or lower max_tokens",
                 param=field,
                 code="context_length_exceeded",
             )
-        if sampling.best is not None:
-            scores += sampling.n * output_len * (sampling.best + 1)
-        if sampling.prompt_best is not None:
-            scores += prompt_len * (sampling.prompt_best + 1)
+        if sampling.top_n is not None:
+            scores += sampling.n * output_len * (sampling.top_n + 1)
+        if sampling.prompt_top_n is not None:
+            scores += prompt_len * (sampling.prompt_top_n + 1)
     if scores > MOST_SCORES:
         raise RejectedError(
             f"the request asks for {scores} log probabilities, {MOST_SCORES} at most; send fewer "
@@ -232,12 +233,12 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
 
 
 def _output_len(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:
-    """Return the tokens to ask for: all there is room for, where no number is given."""
+    """Return the number of tokens to generate: without a limit, all that fit the context."""
     return max(facts.room(prompt_len) if request.limit is None else request.limit, 1)
 
 
 def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
-    """Refuse a token that the model does not have before any of the prompts runs."""
+    """Refuse token ids outside of the vocabulary. Raises RejectedError."""
     if facts.vocab_size is not None and (largest := max(ids, default=0)) >= facts.vocab_size:
         raise RejectedError(
             f"{field}: the model has no token {largest}; its ids are below {facts.vocab_size}",
@@ -249,7 +250,7 @@ def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
 def generation_jobs(
     facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]
 ) -> Iterator[dict[str, Array]]:
-    """Yield the tensors of each job of one prompt: no more rows than a request of the model has."""
+    """Yield the tensors of each job of one prompt; a job has at most `max_rows` candidates."""
     sampling = request.sampling
     row = _row(facts, request, prompt)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -271,17 +272,17 @@ def _row(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> 
 def _values(
     facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]
 ) -> Iterator[tuple[str, type, Any]]:
-    """Yield name, type and value of each tensor; those that would change nothing are left out."""
+    """Yield name, type and value of each tensor; values without effect are left out."""
     sampling, biases = request.sampling, request.sampling.biases
     lengths = ("input_lengths", "request_output_len")
     if facts.encoder_decoder:
         lengths = ("sequence_length", "max_output_len")
-    best, prompt_best = sampling.best, sampling.prompt_best
-    is_scored = best is not None or prompt_best is not None
+    top_n, prompt_top_n = sampling.top_n, sampling.prompt_top_n
+    is_scored = top_n is not None or prompt_top_n is not None
     is_greedy = sampling.temperature == 0
     drawn = {"runtime_top_p": sampling.top_p, "temperature": sampling.temperature,
              "min_p": sampling.min_p or None}  # fmt: skip
-    # As OpenAI's API has it; FasterTransformer's own backend knows its own rule alone.
+    # OpenAI's top_p rule; FasterTransformer's own backend has only its own rule.
     is_whole = not is_greedy and sampling.top_p != 1 and _WHOLE_BOUNDARY in facts.inputs
     structure = sampling.structured_outputs
     values: dict[type, dict[str, Any]] = {
@@ -290,8 +291,8 @@ def _values(
             lengths[0]: len(prompt),
             lengths[1]: _output_len(facts, request, len(prompt)),
             "runtime_top_k": 1 if is_greedy else max(sampling.top_k, 0),
-            "num_log_probs": max(best or 0, 1) if is_scored else None,
-            "num_prompt_log_probs": None if prompt_best is None else max(prompt_best, 1),
+            "num_log_probs": max(top_n or 0, 1) if is_scored else None,
+            "num_prompt_log_probs": None if prompt_top_n is None else max(prompt_top_n, 1),
         },
         np.uint64: {_SEED: None if is_greedy else 0},
         np.float32: {
@@ -322,5 +323,5 @@ def _unless(nothing: float, value: float) -> float | None:
 
 
 def _words(ids: Sequence[int]) -> list[Sequence[int]] | None:
-    """Return words of one token each, (2, W): ids above the offsets at which they end."""
+    """Return a word list of single tokens, (2, W): ids, and the offsets at which words end."""
     return [ids, range(1, len(ids) + 1)] if ids else None

@@ -1,7 +1,7 @@
-"""The records of requests: their fields, types and ranges, checked by pydantic.
+"""The pydantic models of requests: fields, types and ranges.
 
-A field that is null is as good as absent. Every wrong field is reported in one error. Fields that
-change nothing here are in fields.tsv.
+A null field counts as absent. One error reports every wrong field. Fields that are accepted without
+effect are in fields.tsv.
 """
 
 import functools
@@ -30,19 +30,19 @@ MOST_PROMPTS = 2048
 MOST_CHOICES = 128
 MOST_STOP_IDS = 64
 MOST_LOG_PROBS = 20
-# Each costs a comparison or a place in each step; OpenAI's own limits are lower, or not known.
+# Each one costs time in every step; OpenAI's own limits are lower or unknown.
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_BIASES = 1024
-MOST_TEXT_BYTES = 1 << 20  # of one prompt, as of the text models
-MOST_TOKENS = 1 << 18  # to decode
+MOST_TEXT_BYTES = 1 << 20  # one prompt; the same limit as in the text models
+MOST_TOKENS = 1 << 18  # of a /detokenize request
 MOST_TOOLS = 128
-MOST_FIELDS = 256  # each wrong one is named in the answer
-# Products of what one request asks for.
+MOST_FIELDS = 256  # an error names each wrong field
+# Limits for a whole request: prompts x n, and scores over all positions.
 MOST_SEQUENCES = 2048
 MOST_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
-# Values that this server itself gives to a chat template.
+# Variables of chat templates that only the server sets.
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "tools",
                   "bos_token", "eos_token", "pad_token", "unk_token", "chat_template")  # fmt: skip
 BAN = -100.0  # a token with this bias is never chosen
@@ -57,7 +57,7 @@ _Stops = Annotated[
         f"{MOST_STOP_CHARACTERS} characters each"
     ),
     AfterValidator(
-        lambda value: [each for each in ([value] if isinstance(value, str) else value) if each]
+        lambda value: [stop for stop in ([value] if isinstance(value, str) else value) if stop]
     ),
 ]
 
@@ -86,7 +86,7 @@ def _check_length(text: str) -> str:
 
 
 def _one_by_one(value: Any) -> Any:
-    """Return a list of prompts where there is one."""
+    """Return a list of prompts, also for a single prompt."""
     return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 
 
@@ -109,7 +109,7 @@ _Prompts = Annotated[
 
 
 def _one_structure(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the structure that the fields of a request ask for, by their names."""
+    """Return the structure that a request asks for in one of several fields."""
     found = [each for name, value in given.items() if (each := _structure(name, value))]
     if len(found) > 1:
         raise ValueError(f"only one of {', '.join(given)} is possible")
@@ -119,7 +119,7 @@ def _one_structure(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _structure(name: str, value: Any) -> dict[str, Any]:
-    """Return a structure as `grammars.compiled` takes it, nothing for a text of any form."""
+    """Return a structure in the form that `grammars.compiled` takes, empty for free text."""
     if name.startswith("guided_"):
         if not isinstance(value, dict | list | str):
             raise ValueError("must be a text, a list or an object")
@@ -142,12 +142,12 @@ def _structure(name: str, value: Any) -> dict[str, Any]:
 
 def _check_names(values: dict[str, Any]) -> dict[str, Any]:
     if wrong := ", ".join(name[:40] for name in values if name in TEMPLATE_NAMES):
-        raise ValueError(f"{wrong}: is a field of the request, or the server's")
+        raise ValueError(f"{wrong} is a request field or is set by the server")
     return values
 
 
 class _Fixed(NamedTuple):
-    """A field of fields.tsv: the values that it may have, None for any, and why others are not."""
+    """A field of fields.tsv: the accepted values, None for any, and the reason."""
 
     values: list[Any] | None
     reason: str
@@ -157,13 +157,13 @@ def _fixed_fields() -> Iterator[tuple[str, str, _Fixed]]:
     text = Path(__file__).with_name("fields.tsv").read_text(encoding="utf-8")
     for line in text.splitlines()[3:]:
         name, kinds, values, reason = line.split("\t")
-        taken = None if values == "any" else [json.loads(each) for each in values.split()]
-        yield from ((kind, name, _Fixed(taken, reason)) for kind in kinds.split())
+        accepted = None if values == "any" else [json.loads(text) for text in values.split()]
+        yield from ((kind, name, _Fixed(accepted, reason)) for kind in kinds.split())
 
 
 _FIXED = tuple(_fixed_fields())
-# Names of an answer's length, of which each is a bound, and of its form: OpenAI's, vLLM's former
-# ones and its present one.
+# Alternative names: of the answer's length, where the smallest counts, and of its structure:
+# OpenAI's, vLLM's former ones and its current one.
 SPELLINGS = {
     "max_tokens": ("max_completion_tokens", "max_tokens", "max_new_tokens"),
     "structured_outputs": (
@@ -174,7 +174,7 @@ SPELLINGS = {
 
 
 class RequestRecord(BaseModel):
-    """A request, or a part of one: strict types, and no other fields."""
+    """A request or a part of one: strict types, unknown fields refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     kind: ClassVar[str] = ""
@@ -182,41 +182,41 @@ class RequestRecord(BaseModel):
     @classmethod
     @functools.cache
     def fixed(cls) -> dict[str, _Fixed]:
-        """Return the fields that change nothing here."""
+        """Return the fields of fields.tsv that this kind of request accepts."""
         return {name: field for kind, name, field in _FIXED if kind in ("*", cls.kind)}
 
     @model_validator(mode="before")
     @classmethod
     def _with_one_spelling(cls, value: Any) -> Any:
-        """Drop nulls; some languages write a whole number as 4.0."""
+        """Drop nulls, and turn 4.0 into 4: some languages write whole numbers so."""
         if not isinstance(value, dict):
             return value
-        return {name: _whole_number(each) for name, each in value.items() if each is not None}
+        return {name: _whole_number(v) for name, v in value.items() if v is not None}
 
 
 class StreamOptions(RequestRecord):
     """Options of a stream."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # in each chunk; not OpenAI's
+    continuous_usage_stats: bool = False  # usage in each chunk; vLLM's
     include_obfuscation: Literal[False] = False
 
 
 class _Open(RequestRecord):
-    """A part of a conversation; the chat template reads what else it has."""
+    """A part of a conversation; further fields are passed on to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class CalledFunction(_Open):
-    """A function that an answer has called; templates want its arguments as an object."""
+    """A function call in an answer; templates expect its arguments as an object."""
 
     name: str
     arguments: dict[str, Any] | Json[dict[str, Any]] = {}
 
 
 class ToolCall(_Open):
-    """A call in an answer."""
+    """A tool call in an answer."""
 
     function: CalledFunction
 
@@ -243,13 +243,13 @@ class Message(_Open):
     @model_validator(mode="after")
     def _with_content(self) -> "Message":
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("a message has no content of text")
+            raise ValueError("a message has no text content")
         if (self.model_extra or {}).get("function_call"):
             raise ValueError("function_call is not supported; tool_calls are")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as a template takes it: what was stated, and a text."""
+        """Return the message for a template: the fields that were sent, with text content."""
         return {**self.model_dump(exclude_unset=True), "content": self.content}
 
 
@@ -267,7 +267,7 @@ class Tool(_Open):
 
 
 class Sampling(RequestRecord):
-    """Options of the choice of answers, which both kinds of requests have."""
+    """Options that completions and chats share."""
 
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     temperature: float = Field(1.0, ge=0.0, le=2.0)
@@ -281,7 +281,7 @@ class Sampling(RequestRecord):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     model: str = ""
-    # Not OpenAI's; spelled as in other servers.
+    # Not OpenAI's: the names of vLLM and others.
     top_k: int = Field(0, ge=-1, le=_INT32)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(1.0, ge=1e-3, le=1e3)
@@ -291,42 +291,42 @@ class Sampling(RequestRecord):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
     return_token_ids: bool = False
-    # One of the keys of `grammars.STRUCTURES`, and its value; empty for any text.
+    # A key of `grammars.STRUCTURES` with its value; empty for free text.
     structured_outputs: Annotated[dict[str, Any], BeforeValidator(_one_structure)] = {}
 
     echo: bool = False
 
     @property
-    def best(self) -> int | None:
-        """Tokens to report in each place of an answer, None to report nothing."""
+    def top_n(self) -> int | None:
+        """Number of top tokens to report per position of an answer, None for no scores."""
         raise NotImplementedError
 
     @property
-    def prompt_best(self) -> int | None:
-        """Likewise in each place of the prompt."""
-        return self.best if self.echo else self.prompt_logprobs
+    def prompt_top_n(self) -> int | None:
+        """Number of top tokens to report per position of the prompt, None for no scores."""
+        return self.top_n if self.echo else self.prompt_logprobs
 
     @property
     def banned(self) -> list[int]:
-        """Tokens that no answer has; a word list cannot hold token 0."""
+        """Tokens that are never generated; token 0 is left out, as word lists cannot hold it."""
         return [
             int(token) for token, bias in self.logit_bias.items() if bias == BAN and token != "0"
         ]
 
     @property
     def biases(self) -> dict[int, float]:
-        """Additions to the logits of the other tokens."""
+        """Biases to add to the logits of tokens that are not banned."""
         banned = set(self.banned)
         pairs = ((int(token), bias) for token, bias in self.logit_bias.items())
         return {token: bias for token, bias in pairs if bias and token not in banned}
 
     def problems(self) -> dict[str, str]:
-        """Return the fields that do not go together, and why."""
+        """Return the fields that conflict with others, and why."""
         found: dict[str, str] = {}
         if self.stream_options != StreamOptions() and not self.stream:
             found["stream_options"] = "needs stream=true"
         if self.presence_penalty and self.repetition_penalty != 1:
-            found["repetition_penalty"] = "must be 1 next to a presence_penalty"
+            found["repetition_penalty"] = "must be 1 if presence_penalty is set"
         if self.stream and self.prompt_logprobs is not None:
             found["prompt_logprobs"] = "needs stream=false"
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -344,12 +344,12 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
 
     @property
-    def best(self) -> int | None:
-        """Tokens to report in each place of an answer, None to report nothing."""
+    def top_n(self) -> int | None:
+        """Number of top tokens to report per position of an answer, None for no scores."""
         return self.logprobs
 
     def problems(self) -> dict[str, str]:
-        """Return the fields that do not go together, and why."""
+        """Return the fields that conflict with others, and why."""
         found = super().problems()
         if self.max_tokens == 0 and not self.echo:
             found["max_tokens"] = "must be at least 1; 0 needs echo=true"
@@ -368,14 +368,14 @@ class ChatRequest(Sampling):
     messages: list[Message] = Field(
         min_length=1,
         fail_fast=True,
-        description="a list of at least one message, each with a role and a content of text; "
-        "this server takes nothing else",
+        description="a list of at least one message, each with a role and text content; this "
+        "server takes nothing else",
     )
-    # As a template takes them; an answer is the text that the model makes of them.
+    # Passed to the template; the answer is the model's text, without parsed tool calls.
     tools: list[Tool] = Field([], max_length=MOST_TOOLS)
-    tool_choice: Literal["none", "auto"] = "auto"  # no answer is made to call a tool
+    tool_choice: Literal["none", "auto"] = "auto"  # a tool call cannot be forced
     parallel_tool_calls: bool = True
-    # A template has its own words for it.
+    # Each template defines its own values.
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -385,12 +385,12 @@ class ChatRequest(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
 
     @property
-    def best(self) -> int | None:
-        """Tokens to report in each place of an answer, None to report nothing."""
+    def top_n(self) -> int | None:
+        """Number of top tokens to report per position of an answer, None for no scores."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def problems(self) -> dict[str, str]:
-        """Return the fields that do not go together, and why."""
+        """Return the fields that conflict with others, and why."""
         found = super().problems()
         if self.top_logprobs and not self.logprobs:
             found["top_logprobs"] = "needs logprobs=true"
@@ -430,9 +430,9 @@ class DetokenizeRequest(RequestRecord):
 def read_request(
     kind: type[_T], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> _T:
-    """Return the request that a JSON object states, with `defaults` for what it leaves open.
+    """Return the request in a JSON object, with `defaults` for absent fields.
 
-    Raises RejectedError with every problem.
+    Raises RejectedError, which names every problem.
     """
     if len(body) > MOST_FIELDS:
         raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
@@ -441,7 +441,7 @@ def read_request(
     values = {name: value for name, value in stated.items() if name not in fixed}
     spelled = _with_one_name(values)
     for name, value in (defaults or {}).items():
-        # A request's presence_penalty takes the place of a repetition_penalty.
+        # A request's presence_penalty replaces a default repetition_penalty.
         is_replaced = name == "repetition_penalty" and values.get("presence_penalty")
         if name in kind.model_fields and values.get(name) is None and not is_replaced:
             values[name] = value
@@ -452,13 +452,14 @@ def read_request(
         problems = request.problems() if isinstance(request, Sampling) else {}
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        found.sort(key=lambda each: each["type"] != "extra_forbidden")  # they come last
-        for each in found:
-            problems.setdefault(str(each["loc"][0])[:100], _words(kind, each))
+        # Pydantic reports unknown fields last; report them first.
+        found.sort(key=lambda problem: problem["type"] != "extra_forbidden")
+        for problem in found:
+            problems.setdefault(str(problem["loc"][0])[:100], _words(kind, problem))
         if found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1:
             code = "unknown_parameter"
-    for name, (taken, reason) in fixed.items():
-        if name in stated and taken is not None and stated[name] not in taken:
+    for name, (accepted, reason) in fixed.items():
+        if name in stated and accepted is not None and stated[name] not in accepted:
             problems[name] = reason
     problems = {spelled.get(name, name): words for name, words in problems.items()}
     if problems:
@@ -468,13 +469,13 @@ def read_request(
 
 
 def _with_one_name(values: dict[str, Any]) -> dict[str, str]:
-    """Gather what several names stand for; return the client's name of each such field."""
+    """Merge alternative names of a field; return the name that the client used for each field."""
     spelled: dict[str, str] = {}
     for field, names in SPELLINGS.items():
         if given := {name: values.pop(name) for name in names if name in values}:
             if field == "structured_outputs":
                 spelled[field], values[field] = next(iter(given)), given
-            else:  # a value of another type comes first, and is refused by its name
+            else:  # a value of a wrong type ranks first, so that it is refused under its own name
                 spelled[field] = min(given, key=lambda name: _rank(given[name]))
                 values[field] = given[spelled[field]]
     return spelled

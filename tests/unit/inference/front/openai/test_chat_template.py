@@ -61,7 +61,7 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> N
 def test_what_is_not_a_template_is_refused_by_the_process_that_compiles_it(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     template = load_chat_template(tmp_path)
-    with pytest.raises(ValueError, match="is not one: Expected an expression"):
+    with pytest.raises(ValueError, match="is invalid: Expected an expression"):
         Codec(Letters(), template).check_template()
 
 

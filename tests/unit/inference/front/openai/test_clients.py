@@ -231,7 +231,7 @@ def test_what_a_request_leaves_open_is_as_the_model_says() -> None:
 def test_advice_that_no_request_may_follow_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\na\n")
     (tmp_path / "generation_config.json").write_text('{"temperature": 9, "top_k": "x"}')
-    with pytest.raises(ValueError, match=r"temperature = 9, top_k = 'x': no request may ask"):
+    with pytest.raises(ValueError, match=r"temperature = 9, top_k = 'x' is outside of what"):
         CodecFiles(tmp_path).codec()
     assert CodecFiles(tmp_path, uses_defaults=False).codec().defaults == {}
 
