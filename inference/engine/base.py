@@ -1,7 +1,7 @@
 """Base class of the engines: a thread that accepts requests and runs planned steps on all ranks.
 
-The scheduler decides what a step computes. A rank that ends or hangs fails the requests in flight,
-and later ones, with the reason.
+The scheduler decides what a step computes. When a rank exits or hangs, the requests in flight and
+all later ones fail with the reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0  # between pings of idle ranks
 _WATCH_S = 0.1
-_LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
+_EXIT_WAIT_S = 1.0  # a connection breaks shortly before its peer process has exited
 _STOPPED = "the engine was stopped"
 _EXCHANGING = "weights are being exchanged; send the request again later"
 
 
-# A step that the ranks run, and the time of its start.
+# A step in flight, its pending result, and its start time.
 _Launched = tuple[PlannedStep, StepResult, float]
 
 # Engines of this process whose ranks use a GPU. cuBLAS keeps a workspace of 32 MiB for each stream,
@@ -55,16 +55,16 @@ _gpu_lock = threading.Lock()
 
 
 class EngineBase(ABC):
-    """Serves one FT folder; subclasses accept requests.
+    """An engine that serves one FT folder; subclasses accept requests.
 
-    The engine's own thread sets the futures; their callbacks must be quick.
+    The engine's thread sets the futures; their callbacks must be quick.
 
     Attributes:
-        steps: How many every rank has finished.
+        steps: Number of steps that all ranks have finished.
         queued_rows: Rows of all requests that have not begun.
-        after_step: Called when the results of a step have been reported.
-        when_failed: Called once with the reason, after every request has got it.
-        description: Of the engine's capacity, from `_fit` on.
+        after_step: Called after the results of a step were reported.
+        when_failed: Called once with the reason, after every request has failed with it.
+        description: The capacity in words, set by `_fit`.
     """
 
     architecture: Architecture
@@ -84,8 +84,8 @@ class EngineBase(ABC):
             ft_dir: The folder of weights, split for `placement.tp_size` ranks.
             placement: Sizes, types and device of the ranks.
             options: Budgets and bounds.
-            rendezvous: With the ranks that a launcher started, perhaps on several
-                nodes; None starts the other ranks on this node.
+            rendezvous: Joins the ranks that a launcher started, possibly on several nodes; None
+                starts the other ranks on this node.
 
         Raises:
             ValueError: Sizes, types or budgets do not fit the model or the machine, or the engine
@@ -117,7 +117,7 @@ class EngineBase(ABC):
         self.steps = 0
         self.queued_rows = 0
         self.after_step: Callable[[], None] = lambda: None
-        self.when_failed: Callable[[str], None] = _pass_over
+        self.when_failed: Callable[[str], None] = _ignore
         self._arrivals = 0
         self._stopping = False
         self._failure: str | None = "the engine is not started"
@@ -131,18 +131,18 @@ class EngineBase(ABC):
 
     @abstractmethod
     def _served_architecture(self) -> Architecture:
-        """Return the architecture of the folder; raise ValueError if it is not one to serve."""
+        """Return the folder's architecture; raise ValueError if this engine cannot serve it."""
 
     @abstractmethod
     def _fit(self, settings: RankSettings) -> RankSettings:
-        """Return the settings with what requests need; raise ValueError if that does not fit."""
+        """Return the settings with the engine's sizes; raise ValueError if these do not fit."""
 
     def _read_limits(self, folder: str) -> None:  # noqa: B027 - encoders have none
-        """Take the limits of requests from what a folder says."""
+        """Read the limits of requests from a folder."""
 
     @abstractmethod
     def _warm_up(self) -> tuple[StepPlan, Tensor | None]:
-        """Return a step of one token, which makes the ranks ready for requests."""
+        """Return a step of one token, which warms the ranks up."""
 
     @abstractmethod
     def _make_scheduler(self) -> StepScheduler:
@@ -156,15 +156,15 @@ class EngineBase(ABC):
         self.stop()
 
     def start(self) -> None:
-        """Load the model on every rank, until it can answer; the process's end stops the engine.
+        """Load the model on every rank and return once it can answer; process exit stops it.
 
         Raises:
-            EngineFailedError: Some rank could not load or connect; every reason is given.
+            EngineFailedError: A rank could not load or connect; the message has every reason.
         """
-        # A thread that the interpreter's end cuts off within torch ends the process with an abort.
+        # A thread cut off inside torch at interpreter exit would abort the process.
         atexit.register(self.stop)
         self._thread.start()
-        # This ends: the others may load for start_timeout_s; every wait among ranks has a limit.
+        # Bounded: ranks load within start_timeout_s, and every wait between ranks has a timeout.
         self._ready.wait()
         if self._failure is not None:
             atexit.unregister(self.stop)
@@ -175,19 +175,19 @@ class EngineBase(ABC):
         logger.info("ready: %s", self.description)
 
     def exchange(self, ft_dir: Path) -> None:
-        """Answer with the weights of another folder from now on, once all requests have ended.
+        """Switch to the weights of another folder once all requests have ended.
 
-        Nothing that the former ones have computed is used any more. Requests that come meanwhile
-        are refused.
+        The cache is emptied. Requests that arrive during the exchange are refused.
 
         Raises:
-            ValueError: The folder's config.ini is not that of the present one; the engine goes on
-                as it was.
-            EngineFailedError: Some rank could not load; the engine cannot be used any more.
+            ValueError: The folder's config.ini differs from the current one; the engine continues
+                with its current weights.
+            EngineFailedError: A rank could not load; the engine is unusable from then on.
         """
         if read_config(ft_dir) != (self.family, self.config):
             raise ValueError(
-                f"{ft_dir} holds another model than {self._settings.ft_dir}, by its config.ini"
+                f"{ft_dir} holds another model than {self._settings.ft_dir}: their config.ini "
+                "differ; start another engine for it"
             )
         with self._wake:
             if self._failure is not None:
@@ -195,14 +195,14 @@ class EngineBase(ABC):
             self._ready.clear()
             self._next_dir = str(ft_dir)
             self._wake.notify_all()
-        self._ready.wait()  # as at the start
+        self._ready.wait()  # bounded as in `start`
         if self._failure is not None:
             raise EngineFailedError(self._failure)
 
     def stop(self) -> None:
-        """Fail the requests in flight, end every rank, and give all memory back."""
+        """Fail the requests in flight, end every rank, and free all memory."""
         atexit.unregister(self.stop)
-        self.when_failed = _pass_over
+        self.when_failed = _ignore
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -210,17 +210,17 @@ class EngineBase(ABC):
             self._thread.join(self.options.rank_timeout_s)
         self._fail(_STOPPED)
         if self._thread.is_alive():
-            # This ends: a single rank's work does, and every wait among ranks has a limit.
+            # Bounded: a rank's computation ends, and every wait between ranks has a timeout.
             self._thread.join()
         if self._watcher.is_alive():
             self._watcher.join()
 
     def healthy(self) -> str | None:
-        """Return None if requests can be answered, else the reason why not."""
+        """Return None if requests can be answered, else the reason they cannot."""
         return self._failure
 
     def load(self) -> EngineLoad:
-        """Return how much waits and runs; may be called from any thread."""
+        """Return the load, queued rows included; may be called from any thread."""
         scheduler = self.scheduler
         load = EngineLoad() if scheduler is None else scheduler.load()
         return replace(load, waiting=self.queued_rows)
@@ -254,12 +254,12 @@ class EngineBase(ABC):
             self._wake.notify_all()
 
     def _run(self) -> None:
-        """Start the ranks and serve until stopped, or until they fail."""
+        """Start the ranks and serve until stopped or until a rank fails."""
         if self._settings.device == "cuda":
             with _gpu_lock:
                 _gpu_engines.add(self)
         self._run_ranks()
-        # Nothing refers to the ranks any more; those of other engines need their memory.
+        # No reference to the ranks is left; other engines of this process may need their memory.
         give_back_memory()
         if self._settings.device == "cuda":
             with _gpu_lock:
@@ -277,28 +277,28 @@ class EngineBase(ABC):
         )
         try:
             ranks.start()
-            self._serve_as_loaded(ranks)
+            self._serve_weights(ranks)
             while self._failure == _EXCHANGING:
                 folder = str(self._next_dir)
                 self.scheduler = None  # the new ranks' cache is empty
                 ranks.exchange(folder)
                 self._settings = replace(self._settings, ft_dir=folder)
                 self._read_limits(folder)
-                self._serve_as_loaded(ranks)
+                self._serve_weights(ranks)
             self._fail(self._failure or _STOPPED)
         except RankError as error:
             self._fail(str(error))
         except Exception as error:  # any failure ends the ranks
             logger.exception("the engine failed")
-            deadline = monotonic() + _LOOK_S
+            deadline = monotonic() + _EXIT_WAIT_S
             while (problem := ranks.problem()) is None and monotonic() < deadline:
                 sleep(_WATCH_S)
             self._fail(problem or f"{type(error).__name__}: {error}")
         ranks.end(grace_s=0)
         self._ranks = self.scheduler = None
 
-    def _serve_as_loaded(self, ranks: RankGroup) -> None:
-        """Serve until stopped, or until weights are to be exchanged; requests are refused then."""
+    def _serve_weights(self, ranks: RankGroup) -> None:
+        """Serve until stopped, or until an exchange of weights makes the engine refuse requests."""
         self.scheduler = self._make_scheduler()
         ranks.run(*self._warm_up())
         with self._wake:
@@ -341,14 +341,14 @@ class EngineBase(ABC):
     def _launch(
         self, ranks: RankGroup, scheduler: StepScheduler, step: PlannedStep
     ) -> _Launched | None:
-        """Run a step on the ranks; on a GPU they may not be done when this returns."""
+        """Start a step on the ranks; on a GPU it may still run when this returns."""
         began = perf_counter()
         try:
             return step, ranks.run(step.plan, step.embeddings), began
-        except Exception as error:  # any error becomes the answer to what runs
+        except Exception as error:  # the answer to the requests that run
             if self._settings.layout.world_size > 1:
                 raise  # the ranks no longer agree on the next step
-            self._give_up(scheduler, step, error)
+            self._fail_step(scheduler, step, error)
             return None
 
     def _finish(self, ranks: RankGroup, scheduler: StepScheduler, launched: _Launched) -> None:
@@ -360,13 +360,13 @@ class EngineBase(ABC):
             self._last_finished = perf_counter()
             scheduler.finish(step, result, seconds=self._last_finished - began)
             self.after_step()
-        except Exception as error:  # any error becomes the answer to what runs
-            self._give_up(scheduler, step, error)
+        except Exception as error:  # the answer to the requests that run
+            self._fail_step(scheduler, step, error)
 
-    def _give_up(self, scheduler: StepScheduler, step: PlannedStep, error: Exception) -> None:
+    def _fail_step(self, scheduler: StepScheduler, step: PlannedStep, error: Exception) -> None:
         logger.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # its frames would keep the model alive
-        # Others that have begun may read what this step was to store, such as a shared beginning.
+        # Other running requests may need what this step should have stored, such as a prefix.
         begun = [request for request in scheduler.requests if request.has_begun]
         for request in dict.fromkeys((*step.owners, *begun)):
             request.fail(error)
@@ -374,7 +374,7 @@ class EngineBase(ABC):
                 scheduler.drop(request)
 
     def _watch(self) -> None:
-        """Watch for ranks that end or hang while the engine's own thread waits for them."""
+        """Watch for ranks that exit or hang while the engine's thread waits for them."""
         while not self._stopping:
             ranks = self._ranks
             if ranks is not None and self._failure is None and (problem := ranks.problem()):
@@ -384,7 +384,7 @@ class EngineBase(ABC):
     def _fail(self, reason: str) -> None:
         """Fail all requests in flight with the reason, and end the other ranks."""
         with self._wake:
-            # The first reason is kept: later ones follow from it.
+            # Keep the first reason: later failures follow from it.
             if self._failure is None or self._stopping or not self._ready.is_set():
                 self._failure = reason
             waiting = list(self._inbox)
@@ -396,9 +396,9 @@ class EngineBase(ABC):
             request.fail(EngineFailedError(reason))
         if ranks is not None:
             ranks.end(grace_s=0)
-        when_failed, self.when_failed = self.when_failed, _pass_over
+        when_failed, self.when_failed = self.when_failed, _ignore
         when_failed(reason)
 
 
-def _pass_over(_: str) -> None:
-    """Do nothing: the engine has no owner."""
+def _ignore(_: str) -> None:
+    """Do nothing; the default of `when_failed`."""

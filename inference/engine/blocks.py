@@ -1,7 +1,7 @@
 """Free and occupied blocks of the cache.
 
-A slot is a running sequence's place in steps. Its blocks hold its tokens; it takes them as it
-grows, from those that were reserved for it if it may not be preempted.
+A slot is a running sequence's place in steps, and its blocks hold its tokens. It takes blocks as it
+grows; those of a sequence that cannot be preempted are reserved in advance.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from inference.model.kv_cache import Move, TableEntry
 class BlockPool:
     """The blocks of a cache.
 
-    Sequences share the blocks of equal prefixes: a full block may be registered under the hash of
-    its sequence up to its end, and serves other slots until it is needed for other tokens. Slots
-    that `fork` share their full blocks, too.
+    Sequences share the blocks of equal prefixes: a full block can be registered under the hash of
+    all tokens up to its end, and serves other slots until it is reused for other tokens. Slots that
+    `fork` share their full blocks, too.
 
     Attributes:
-        total: Number of blocks; None where every slot has its own block.
+        total: Number of blocks; None where every slot has one fixed block.
     """
 
     def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
         self.total = blocks
         self.block_tokens = block_tokens
-        # Free blocks, the one to be taken next first.
+        # Free blocks; the first is taken next.
         self._free = OrderedDict.fromkeys(range(blocks or 0))
         self._users = [0] * (blocks or 0)
         self._held: dict[int, list[int]] = {}
-        # Most blocks that the slots forked from each other need together.
+        # Slots that fork from each other -> the most blocks that they need together.
         self._reservations: dict[tuple[int, ...], int] = {}
         self._entries: dict[tuple[int, int], int] = {}
         self._registered: dict[bytes, int] = {}
@@ -43,24 +43,24 @@ class BlockPool:
 
     @property
     def reserved(self) -> int:
-        """Number of blocks that are reserved, whether slots hold them yet or not."""
+        """Number of reserved blocks, whether slots hold them already or not."""
         return sum([*self._reservations.values()])
 
     @property
     def free(self) -> int:
         """Number of blocks that are neither held nor reserved; may be read by any thread."""
-        promised = 0
+        outstanding = 0
         for slots, most in [*self._reservations.items()]:
             blocks = [self._held.get(slot, ()) for slot in slots]
-            promised += most - (len(blocks[0]) if len(blocks) == 1 else len({*chain(*blocks)}))
-        return len(self._free) - promised
+            outstanding += most - (len(blocks[0]) if len(blocks) == 1 else len({*chain(*blocks)}))
+        return len(self._free) - outstanding
 
     def count(self, tokens: int) -> int:
-        """Return the number of blocks that hold a number of tokens."""
+        """Return the number of blocks that `tokens` tokens take."""
         return 0 if self.total is None else -(-tokens // self.block_tokens)
 
     def extend(self, slot: int, tokens: int) -> int:
-        """Give a slot the blocks for its first `tokens` tokens; return the tokens they can hold.
+        """Give a slot blocks for its first `tokens` tokens; return the tokens that fit into them.
 
         The blocks must be free, or reserved for the slot.
         """
@@ -71,7 +71,7 @@ class BlockPool:
         return len(self._held.get(slot, ())) * self.block_tokens
 
     def used(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of a sequence's first blocks that other slots hold now."""
+        """Return how many of a sequence's first blocks other slots hold now."""
         used = (
             self._users[self._registered[each]] if each in self._registered else 0
             for each in hashes
@@ -79,10 +79,10 @@ class BlockPool:
         return sum(1 for _ in itertools.takewhile(bool, used))
 
     def share(self, slot: int, first: int, hashes: Sequence[bytes]) -> int:
-        """Give a slot the registered blocks of its prefix, the `first`-th on; return their number.
+        """Give a slot the registered blocks of its prefix from index `first`; return their number.
 
-        Its own blocks at these places, which hold nothing yet, are free then. `hashes` are those of
-        the sequence up to the end of each of its first blocks.
+        They replace blocks of the slot that hold nothing yet, which become free. `hashes` are those
+        of the sequence up to the end of each of its first blocks.
         """
         held, shared = self._held.setdefault(slot, []), 0
         for nth, prefix in enumerate(hashes[first:], first):
@@ -91,12 +91,12 @@ class BlockPool:
                 break
             self._put(slot, nth, block)
             shared += 1
-        if shared:  # ranks drop what lies beyond a slot's newest entries
+        if shared:  # ranks drop the table entries beyond a slot's newest one
             self._entries[slot, len(held) - 1] = held[-1]
         return shared
 
     def register(self, slot: int, nth: int, prefix: bytes) -> None:
-        """Register a slot's block for sharing; all of its tokens are being computed."""
+        """Register a slot's block for sharing; all its tokens are computed or being computed."""
         if prefix not in self._registered:
             block = self._held[slot][nth]
             self._forget(block)
@@ -104,17 +104,17 @@ class BlockPool:
             self._hashes[block] = prefix
 
     def reserve(self, slots: Sequence[int], most: int) -> None:
-        """Reserve the most blocks that slots need together; those they hold already count."""
+        """Reserve the most blocks that slots will need together, including those they hold."""
         self._reservations[tuple(slots)] = most
         assert self.free >= 0, "more blocks are reserved than are free"
 
     def fork(self, sources: dict[int, int], tokens: int) -> list[Move]:
-        """Let slots go on from other slots of their reservation; return the copies this takes.
+        """Let slots continue from other slots of their reservation; return the necessary copies.
 
-        A slot shares the full blocks of its source, and gets room for one more token. One of the
+        A slot shares the full blocks of its source, and gets space for one more token. One of the
         slots with the same source takes over its partly filled block, the others copy it. Slots of
-        the reservation that continue none lose their blocks. `sources` maps a slot to its source,
-        each of which holds `tokens` tokens.
+        the reservation without a source lose their blocks. `sources` maps a slot to its source;
+        every source holds `tokens` tokens.
         """
         start = tokens - tokens % self.block_tokens
         copies = _copies(sources) if start < tokens else {}
@@ -138,8 +138,8 @@ class BlockPool:
     ) -> list[tuple[int, int, float]]:
         """Free the blocks of slots; with `forget` they are no longer shared.
 
-        Slots of one reservation are released together. Returns the tokens that no slot holds any
-        more as runs: a slot, and the run's first token and its end.
+        Slots of one reservation must be released together. Returns the tokens that no other slot
+        holds as runs (slot, first token, end).
         """
         for reserved in [each for each in self._reservations if each[0] in slots]:
             del self._reservations[reserved]
@@ -161,13 +161,13 @@ class BlockPool:
         return own
 
     def take_entries(self) -> list[TableEntry]:
-        """Return the blocks that slots got since the last call."""
+        """Return the table entries added since the last call."""
         entries = [(slot, place, block) for (slot, place), block in self._entries.items()]
         self._entries.clear()
         return entries
 
     def _put(self, slot: int, nth: int, block: int) -> None:
-        """Put a block at a place of a slot, and drop the one that was there."""
+        """Make a block the `nth` of a slot, in place of the one that was there."""
         held = self._held.setdefault(slot, [])
         self._free.pop(block, None)
         self._users[block] += 1
@@ -176,7 +176,7 @@ class BlockPool:
         self._entries[slot, nth] = block
 
     def _drop(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):  # a prefix is more useful than the blocks after it
+        for block in reversed(blocks):  # so that earlier blocks, the more useful ones, stay longer
             self._users[block] -= 1
             if not self._users[block]:
                 self._free[block] = None
@@ -191,8 +191,8 @@ class BlockPool:
 def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> list[bytes]:
     """Return the hash of a sequence up to the end of each of its full blocks.
 
-    `shift` is that of the sequence's positions, on which its keys depend. The hashes are
-    cryptographic: clients choose the tokens, and no two prefixes may collide.
+    `shift` is the shift of the sequence's positions, on which its keys depend. The hash is
+    cryptographic, because clients choose the tokens and must not be able to cause collisions.
     """
     hashes, digest = [], b"%d" % shift
     values = np.asarray(tokens, np.int64)
@@ -203,9 +203,9 @@ def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> l
 
 
 def most_blocks(request: GenerationRequest, row: SequenceRequest, block_tokens: int) -> int:
-    """Return the most blocks that all slots of a row ever hold, those of its encoder included.
+    """Return the most blocks that all slots of a row ever hold, including its encoder's output.
 
-    Beams share the full blocks of their prompt, unless their session forgets its first tokens.
+    Beams share the full blocks of their prompt, except with `memory_len`.
     """
     shared = 0 if request.memory_len else row.context_len // block_tokens
     own = -(-request.slot_tokens(row) // block_tokens) - shared
@@ -214,8 +214,8 @@ def most_blocks(request: GenerationRequest, row: SequenceRequest, block_tokens: 
 
 
 def _copies(sources: dict[int, int]) -> dict[int, int]:
-    """Return the slots that copy their source's last block, since another one takes it over."""
+    """Return the slots that must copy their source's last block, as another slot takes it over."""
     successors = {source: slot for slot, source in reversed(sources.items())}
-    # A slot that continues itself does so, since a `Move` to itself is not a copy.
+    # A slot that continues itself keeps its block: a `Move` to itself would not be a copy.
     successors |= {slot: slot for slot, source in sources.items() if slot == source}
     return {slot: source for slot, source in sources.items() if successors[source] != slot}

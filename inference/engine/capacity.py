@@ -24,32 +24,32 @@ from inference.ranks.base import MOST_PROMPT_TOKENS, cache_shape
 from inference.ranks.settings import RankSettings
 from inference.system.control_groups import memory_room
 
-_CPU_SHARE = 0.25  # share of available memory for keys and values
-_CUDA_SHARE = 0.8  # the same of the memory that the weights leave
-_MOST_SLOTS = {"cpu": 64, "cuda": 512}
+_CPU_SHARE = 0.25  # of the available memory, for keys and values
+_CUDA_SHARE = 0.8  # of the memory that the weights leave
+_MAX_SLOTS = {"cpu": 64, "cuda": 512}
 _GPU_BLOCK_TOKENS = 64  # what attention reads at once
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Slots, length and cache of an engine.
+    """Slots, sequence length and cache size of an engine.
 
-    Sequences share `blocks` blocks of `block_tokens` tokens; 0 where each part of one, which is
-    what was encoded or what was generated, has a block of its own.
+    Sequences share `blocks` blocks of `block_tokens` tokens. Both are 0 without paging: then the
+    encoder's output and the tokens of a sequence each have one block.
     """
 
     device: str  # cpu or cuda
     slots: int  # most sequences that run at once
-    max_len: int  # most tokens of a sequence; with an encoder, of its input and of its output
+    max_len: int  # most tokens of a sequence; with an encoder, of input and output each
     cache_bytes: int  # on each rank
     blocks: int = 0
     block_tokens: int = 0
     parts: int = 1  # 2 with an encoder
-    model_len: int | None = None  # most tokens that the model was made for
+    model_len: int | None = None  # the model's own maximum length
 
     @property
     def tokens(self) -> int:
-        """Tokens that all sequences together can hold."""
+        """Tokens that the cache can hold, over all sequences."""
         if self.blocks:
             return self.blocks * self.block_tokens
         return self.slots * self.parts * self.max_len
@@ -73,7 +73,7 @@ class Capacity:
     def room_problems(
         self, request: GenerationRequest, rows: Sequence[SequenceRequest]
     ) -> list[str]:
-        """Return the reasons why rows of a request cannot run side by side to their ends."""
+        """Return the reasons why rows of a request cannot run to completion at the same time."""
         about = f"beam_width={request.beam_width}: rows need"
         problems, sequences = [], len(rows) * request.beam_width
         if sequences > self.slots:
@@ -105,7 +105,7 @@ class Capacity:
                     for name, size in sizes.items()
                     if size > self.max_len
                 ]
-            elif request.slot_tokens(row) > self.max_len:  # the last token is never fed back
+            elif request.slot_tokens(row) > self.max_len:
                 problems.append(
                     f"input_ids[{b}]: prompt ({row.context_len}) + request_output_len "
                     f"({row.output_len}) {limit}"
@@ -125,12 +125,12 @@ def model_limits(
 ) -> ModelLimits:
     """Return the limits of requests to the model in a folder.
 
-    It ends at `end_ids`, or where these are None at those that the folder names. Raises ValueError
-    if the folder names something else than tokens.
+    Answers end at `end_ids`; None takes the end tokens that the folder names. Raises ValueError if
+    these are not token ids.
     """
     tokens: Any = config  # a generating model's config has start and end ids
     ends = end_ids or all_end_tokens(folder, tokens.end_id)
-    # A decoder with other positions states what it was trained for.
+    # With other kinds of positions, max_pos_seq_len is only the trained length.
     has_table = architecture.position in ("learned", "absolute")
     return ModelLimits(
         vocab_size=architecture.vocab_size,
@@ -153,34 +153,34 @@ def plan_capacity(
     """Return the capacity of ranks that have passed `check_ranks`.
 
     Raises:
-        ValueError: with every problem found.
+        ValueError: The memory cannot hold one sequence of the longest length.
     """
     longest = architecture.max_pos_seq_len or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
     one_slot = cache_shape(architecture, replace(placement, slots=1, max_len=max_len))
-    # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
+    # A CPU may compute 16-bit types in fp32, and its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
-    most = options.max_lanes or _MOST_SLOTS[placement.device]
+    max_slots = options.max_lanes or _MAX_SLOTS[placement.device]
     block_tokens = options.kv_block_tokens
     if block_tokens is None:
         block_tokens = _GPU_BLOCK_TOKENS if placement.device == "cuda" else 0
     if block_tokens >= max_len:
-        block_tokens = 0  # each sequence has a block of its own
+        block_tokens = 0  # one block per sequence
     block_bytes = (block_tokens or max_len) * token_bytes
     sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
-    least_bytes = (sequence_blocks + 1) * block_bytes  # the cache has a block of its own
+    least_bytes = (sequence_blocks + 1) * block_bytes  # one more block takes padding tokens
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // placement.world_size
     if placement.device == "cuda":
-        budget = _cuda_budget(architecture, placement, options, most, least_bytes)
+        budget = _cuda_budget(architecture, placement, options, max_slots, least_bytes)
     if budget < least_bytes:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
             f"{least_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
         )
-    blocks = min(most * sequence_blocks, budget // block_bytes - 1)
-    slots = min(most, blocks // one_slot.parts)
+    blocks = min(max_slots * sequence_blocks, budget // block_bytes - 1)
+    slots = min(max_slots, blocks // one_slot.parts)
     if not block_tokens:
         blocks = slots * one_slot.parts
     return Capacity(
@@ -198,9 +198,9 @@ def plan_capacity(
 def available_bytes() -> int:
     """Return the memory in bytes that this process may still take."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8").split("MemAvailable:")[1]
-    of_machine = int(text.split()[0]) * 1024
-    room = memory_room()
-    return of_machine if room is None else min(of_machine, room)
+    machine_bytes = int(text.split()[0]) * 1024
+    limit_bytes = memory_room()
+    return machine_bytes if limit_bytes is None else min(machine_bytes, limit_bytes)
 
 
 def _cuda_budget(
@@ -210,7 +210,7 @@ def _cuda_budget(
     slots: int,
     least_bytes: int,
 ) -> int:
-    """Return the bytes for keys and values on each GPU: those wanted, or a share of what is free.
+    """Return the bytes for keys and values on each GPU: as configured, or a share of what is free.
 
     Raises:
         ValueError: Weights, logits, and keys and values exceed the free memory.
@@ -226,7 +226,7 @@ def _cuda_budget(
     logits += marks_bytes(slots, architecture.vocab_size)
     free, _ = torch.cuda.mem_get_info()
     share = max(free // options.sharing_engines - weights - logits, 0)
-    # The largest step takes about what a layer's MLP reads and gives.
+    # The largest step needs about the memory of one MLP's inputs and outputs.
     inner = architecture.inter_size // placement.tp_size
     left = share - MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
     budget = options.kv_cache_bytes or max(min(int(share * _CUDA_SHARE), left), least_bytes)

@@ -1,4 +1,4 @@
-"""The engine of encoders: BERT, a T5 encoder, or the encoder of a whole T5, on all their ranks."""
+"""The engine of encoders: BERT, a T5 encoder, or the encoder of a whole T5, on all ranks."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,12 +23,12 @@ from inference.engine.encoding import (
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
 
-_COPIES = 3  # copies of an answer in memory: the ranks', the engine's, the server's
-_SMALL_BYTES = 64 << 20  # an answer that is not compared with the free memory
+_COPIES = 3  # of an answer in memory: the ranks', the engine's, the server's
+_SMALL_BYTES = 64 << 20  # answers up to this size are not checked against the free memory
 
 
 class EncoderEngine(EngineBase):
-    """Serves one FT folder's encoder."""
+    """An engine that serves the encoder of one FT folder."""
 
     architecture: EncoderArchitecture | EncoderDecoderArchitecture
 
@@ -88,10 +88,10 @@ class EncoderEngine(EngineBase):
         if size <= _SMALL_BYTES or _COPIES * size <= (free := available_bytes()):
             return []
         return [
-            f"{name}: the answer of {size / 2**20:.0f} MiB takes {_COPIES} times as much to make, "
+            f"{name}: the answer of {size / 2**20:.0f} MiB needs {_COPIES} times that memory, and "
             f"{free / 2**20:.0f} MiB are free; send fewer rows, or shorter ones"
         ]
 
     def encode(self, request: EncodingRequest) -> EncodingResult:
-        """Return the result of a request, waiting for it."""
+        """Submit a request and wait for its result."""
         return self.submit(request).result()

@@ -1,4 +1,4 @@
-"""The engine of models that generate: it answers many requests at once, on all ranks."""
+"""The engine of generating models: it answers many requests at once, on all ranks."""
 
 import itertools
 from concurrent.futures import Future
@@ -45,14 +45,14 @@ from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement, RankSettings
 
-# Names that a program needs to compute in its own process.
+# The names for use from Python, without a server.
 __all__ = ["Engine", "EngineOptions", "Placement"]
 
 _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 
 
 class Engine(EngineBase):
-    """Serves one FT folder with a decoder; `on_step` callbacks must be quick."""
+    """An engine that serves one FT folder with a decoder; `on_step` callbacks must be quick."""
 
     architecture: GeneratorArchitecture
 
@@ -100,12 +100,12 @@ class Engine(EngineBase):
 
         Args:
             request: Parsed by `parse_request` with this engine's `limits`.
-            on_step: Called after each step that gave the request tokens but did not finish it, with
-                the results so far.
-            only_tokens: It is called with the new tokens alone, a list for each sequence.
-            turn: The session that the request belongs to. If the request does not fit the session,
-                or other sessions hold the slots it needs, its future fails with one of the errors
-                below. A session's last turn ends it, answered or not.
+            on_step: Called with the results so far after each step that produced tokens for the
+                request but did not finish it.
+            only_tokens: Call `on_step` with the new tokens only, a list for each sequence.
+            turn: The request's turn of a session. If the request does not fit the session, or
+                other sessions hold the slots it needs, its future fails with one of the errors
+                below. A last turn ends its session even if it is refused.
 
         Raises:
             RequestError: The request does not fit the engine's cache.
@@ -141,16 +141,16 @@ class Engine(EngineBase):
         """End a session whose last turn cannot be submitted; other turns may be sent again."""
         if turn is None or not turn.ends:
             return
-        # A turn without rows ends its session. It is queued, as the session's START may still be.
+        # A turn without rows ends its session; it is queued since the START may still be queued.
         last = SessionTurn(turn.session_id, ends=True)
-        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future(), turn=last)
+        empty = RunningRequest(GenerationRequest((), padded_len=0), Future(), turn=last)
         with suppress(EngineFailedError):  # a failed engine has no sessions
-            self._queue(nothing)
+            self._queue(empty)
 
     def generate(
         self, request: GenerationRequest, *, turn: SessionTurn | None = None
     ) -> GenerationResult:
-        """Return the result of a request, waiting for it; arguments as of `submit`."""
+        """Submit a request and wait for its result; arguments as for `submit`."""
         return self.submit(request, turn=turn).result()
 
     def _make_scheduler(self) -> Scheduler:
@@ -182,8 +182,8 @@ class Engine(EngineBase):
 
 
 def _table_rows(config: FTConfig) -> tuple[dict[int, int], int]:
-    """Return the first row of each prompt task's table among all of them, and the total."""
-    # Prefixes are not embeddings.
+    """Return each prompt task's first row in the concatenated prompt tables, and all their rows."""
+    # A prefix prompt is keys and values, not embeddings.
     tasks = () if config.prompt_learning_type == PREFIX_PROMPT else config.tasks
     *first, total = itertools.accumulate((task.prompt_length for task in tasks), initial=0)
     return dict(enumerate(first)), total

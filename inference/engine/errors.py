@@ -6,12 +6,12 @@ class EngineBusyError(RuntimeError):
 
 
 class EngineFailedError(RuntimeError):
-    """The engine cannot answer: it was stopped, or a rank is gone."""
+    """The engine cannot answer: it was stopped, or a rank has failed."""
 
 
 class RowError(RuntimeError):
-    """One row could not be decoded; other rows go on."""
+    """One row could not be decoded; other rows continue."""
 
 
 class FormError(RowError, ValueError):
-    """No token can follow in the form that a row's request asks for."""
+    """No token can follow within the grammar that a row's request asks for."""

@@ -1,4 +1,4 @@
-"""The load of an engine and the times of its requests, for whoever watches it."""
+"""The load of an engine and the timing of its requests, for metrics."""
 
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -6,9 +6,9 @@ from time import perf_counter
 
 @dataclass
 class RequestTimes:
-    """The moments of one request, in seconds of `perf_counter`; None for what has not happened.
+    """Timestamps of one request, in `perf_counter` seconds; None until the event.
 
-    `steps` counts the steps that gave it tokens. Tokens and reasons are known once it has ended.
+    `steps` counts the steps that produced its tokens. Token counts and reasons are set at its end.
     """
 
     arrived: float = field(default_factory=perf_counter)
@@ -18,19 +18,19 @@ class RequestTimes:
     steps: int = 0
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
-    reasons: tuple[str, ...] = ()  # why each of its sequences has ended
+    reasons: tuple[str, ...] = ()  # finish reason of each sequence
 
     def note_token(self, at: float) -> None:
-        """Note that a step has given the request a token."""
+        """Record that a step has produced a token for the request."""
         if self.last_token == at:
-            return  # another row of the request has counted this step
+            return  # already counted for another row of the request
         self.first_token = self.first_token or at
         self.last_token = at
         self.steps += 1
 
     @property
     def queued_s(self) -> float | None:
-        """Time until the first sequence held a slot."""
+        """Time until the first sequence got a slot."""
         return _between(self.arrived, self.began)
 
     @property
@@ -40,7 +40,7 @@ class RequestTimes:
 
     @property
     def prefill_s(self) -> float | None:
-        """Time from the first slot to the first token: that of the prompts."""
+        """Time from the first slot to the first token, spent on the prompts."""
         return _between(self.began, self.first_token)
 
     @property
@@ -50,7 +50,7 @@ class RequestTimes:
 
     @property
     def between_tokens_s(self) -> float | None:
-        """Mean time between two steps that gave it tokens."""
+        """Mean time between steps that produced its tokens."""
         return None if self.decode_s is None or self.steps < 2 else self.decode_s / (self.steps - 1)
 
 
@@ -60,15 +60,15 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The load of an engine at one moment, and its sums since the start.
+    """The load of an engine at one moment, and its totals since the start.
 
     Attributes:
-        waiting, running: sequences; a beam search runs one for each beam.
-        slots: most sequences that can run.
-        blocks, blocks_used: of the cache, with reserved ones; 0 where each slot has its own.
-        prompt_tokens: of all prompts that were begun, those of encoders included.
-        shared_tokens: of the prompts, those that earlier sequences had left in the cache.
-        generated_tokens: of all answers, finished or not; a token of each beam counts.
+        waiting, running: Sequences; a running beam search counts one per beam.
+        slots: Most sequences that can run.
+        blocks, blocks_used: Of the cache; reserved blocks count as used. 0 without paging.
+        prompt_tokens: Tokens of all prompts begun so far, encoder inputs included.
+        shared_tokens: Prompt tokens found in the cache, computed for other sequences.
+        generated_tokens: Tokens of all answers, finished or not, counted for each beam.
     """
 
     waiting: int = 0

@@ -10,15 +10,15 @@ from inference.ranks.settings import RANK_TIMEOUT_S
 class EngineOptions:
     """Budgets and bounds of an engine.
 
-    `export_scripts.triton.parameters` says what the parameters of the same names mean and checks
-    them. None stands for what is said there for a missing one.
+    `export_scripts.triton.parameters` documents and checks the parameters of the same names, and
+    gives the default that None stands for.
 
     Attributes:
-        max_lanes: A beam search takes one sequence per beam.
-        kv_cache_bytes: None for a share of what is free.
-        sharing_engines: Engines that divide what is free on the same devices, this one included.
-        kv_block_tokens: On CPU attention reads blocks of whole sequences fastest.
-        share_prefixes: Equal beginnings of prompts are shared where blocks hold a few tokens.
+        max_lanes: Most running sequences; a beam search counts one per beam.
+        kv_cache_bytes: Per rank; None takes a share of the free memory.
+        sharing_engines: Engines that share the free memory of the same devices, including this one.
+        kv_block_tokens: On a CPU attention reads blocks of whole sequences fastest.
+        share_prefixes: Whether prompts share the blocks of common prefixes, in a paged cache.
         session_idle_s: How long an interactive session may pause before its memory is freed.
     """
 

@@ -1,4 +1,4 @@
-"""One step of the scheduler: its chunks of sequences, laid out as the plan that ranks run."""
+"""One step of the scheduler: chunks of sequences, laid out as the plan that ranks run."""
 
 # Shapes: E hidden
 
@@ -21,23 +21,23 @@ from inference.ranks.plan import EncoderRow, StepPlan
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens of a sequence that a step computes, on one of its slots."""
+    """Tokens of a sequence that a step computes in one of its slots."""
 
     sequence: RunningSequence
     slot: int
     ids: list[int]
-    outputs: int = 1  # number of last tokens whose logits are wanted
-    samples: bool = True  # whether the last of them is for choosing a token
+    outputs: int = 1  # logits are wanted for the last `outputs` tokens
+    samples: bool = True  # whether a token is chosen from the last logits
     first: int = 0  # index of `ids[0]` in the conversation
     is_prompt: bool = False
 
 
 @dataclass(frozen=True)
 class EncoderWork:
-    """The sequences that go through some of the encoder's layers in a step.
+    """The sequences for which a step runs some of the encoder's layers.
 
-    `begins` marks the first step of their pass; `tokens` is the number of tokens whose whole pass
-    would cost as much.
+    `begins` marks the first step of their pass. `tokens` is the cost, as the number of tokens that
+    all layers could process in the same time.
     """
 
     sequences: tuple[RunningSequence, ...] = ()
@@ -48,7 +48,7 @@ class EncoderWork:
 
 @dataclass(frozen=True)
 class GeneratingStep(PlannedStep):
-    """A step, and the sequences it works for."""
+    """A step of generation with its chunks and its encoder work."""
 
     chunks: Sequence[Chunk]
     prompt_tokens: int
@@ -64,9 +64,9 @@ def lay_out(
     ranks_choose: bool,
     embedding_base: int,
 ) -> GeneratingStep:
-    """Return the step of chunks, which are in this order: by ascending slot, then prompts.
+    """Return the step for chunks: decoding ones by ascending slot, then prompts.
 
-    Ids from `embedding_base` on name the rows of embeddings that are sent with a step.
+    Ids from `embedding_base` on name rows of the embeddings that are sent with a step.
     """
     ids: list[int] = []
     outputs: list[int] = []
@@ -86,7 +86,7 @@ def lay_out(
     for sequence in begun:
         encoder_ids += _with_sent(sequence, sequence.encoder_ids or [], sent, embedding_base)
     prompts = [chunk for chunk in chunks if chunk.is_prompt]
-    # Whether the host needs some of the logits.
+    # Whether the host needs logits of each chunk.
     needed = [
         (chunk.samples and not chunk.sequence.answer.rank_chooses)
         or (chunk.is_prompt and chunk.sequence.prompt_outputs.wants_logits)
@@ -101,7 +101,7 @@ def lay_out(
         entries=entries,
         **choices,
         with_logits=any(needed) or not choices,
-        # A chunk need not hold any of the rows that its request sent.
+        # A chunk may contain none of the rows that its request sent.
         has_virtual=bool(sent)
         or any(sequence.has_table for sequence in (*begun, *(chunk.sequence for chunk in prompts))),
         embedding_rows=len(sent),
@@ -114,7 +114,7 @@ def lay_out(
     )
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(chunk.ids) for chunk in prompts) + encoding.tokens
-    # The next step depends on what the host reads.
+    # The host reads logits and pooled states before it can plan the next step.
     overlaps = not (plan.with_logits or plan.pool)
     sequences = [*encoding.sequences, *(chunk.sequence for chunk in chunks)]
     owners = list(dict.fromkeys(sequence.owner for sequence in sequences))
@@ -122,10 +122,10 @@ def lay_out(
 
 
 def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """Return the fields of `StepPlan` that say what ranks choose."""
+    """Return the fields of `StepPlan` by which ranks choose tokens."""
     choices: list[tuple[int, int]] = []
     draws: list[DrawParameters] = []
-    penalties: dict[int, Penalty] = {}  # by place among the choices
+    penalties: dict[int, Penalty] = {}  # by index of the choice
     marks: list[tuple[int, TokenMarks]] = []
     for chunk in chunks:
         sequence, answer = chunk.sequence, chunk.sequence.answer
@@ -135,7 +135,7 @@ def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:
         draws += [ARG_MAX] * unread
         if chooses:
             assert isinstance(answer, SampledAnswer)
-            forbidden = answer.forbidden_ids(sequence.produced)  # one at most
+            forbidden = answer.forbidden_ids(sequence.produced)  # at most one
             choices.append((chunk.slot, forbidden[0] if forbidden else -1))
             if answer.options.has_marks:
                 penalties[len(draws)] = answer.penalty(sequence.produced)
@@ -154,7 +154,7 @@ def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:
 def _with_sent(
     sequence: RunningSequence, ids: list[int], sent: list[Array], embedding_base: int
 ) -> list[int]:
-    """Return ids that name the embeddings sent with the step, which are added to `sent`."""
+    """Return `ids` with sent embeddings numbered as rows of `sent`, to which they are added."""
     if sequence.embeddings is None:
         return ids
     named = []

@@ -1,4 +1,4 @@
-"""The base classes of a request to an engine, of the steps that compute it, and of schedulers."""
+"""Base classes of an engine's requests, steps and schedulers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from inference.ranks.plan import StepPlan
 
 
 class QueuedRequest:
-    """A request that waits or runs; `waiting` are its rows that have not begun."""
+    """A queued or running request; `waiting` holds its rows that have not begun."""
 
     future: Future[Any]
     arrival: int
@@ -23,25 +23,25 @@ class QueuedRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Whether steps may have stored something for it."""
+        """Whether steps may have stored data for it."""
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an error, unless the client has gone."""
+        """Answer with an error, unless the client has left."""
         with suppress(InvalidStateError):
             self.future.set_exception(error)
 
     def succeed(self, result: object) -> None:
-        """Answer, unless the client has gone."""
+        """Answer, unless the client has left."""
         with suppress(InvalidStateError):
             self.future.set_result(result)
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan for every rank, and the requests with work in it, each once.
+    """A plan for every rank, and the requests (`owners`) with work in it, without duplicates.
 
-    With `overlaps` the next step may be planned before this one is finished.
+    If `overlaps`, the next step may be planned before this one has finished.
     """
 
     plan: StepPlan
@@ -51,18 +51,18 @@ class PlannedStep:
 
 
 class StepScheduler(ABC):
-    """Decides what the steps of an engine compute; belongs to the thread of its loop."""
+    """Decides what each step of an engine computes; only the engine's thread may use it."""
 
     def __init__(self) -> None:
         # Requests without an answer, in order of arrival.
         self.requests: dict[Any, None] = {}
 
     def load(self) -> EngineLoad:
-        """Return how much runs; may be called from any thread."""
+        """Return the current load; may be called from any thread."""
         return EngineLoad()
 
     def add(self, request: Any) -> None:
-        """Add a request, or fail it with the reason."""
+        """Add a request, or fail it with a reason."""
         self.requests[request] = None
 
     def drop(self, request: Any) -> None:
@@ -73,9 +73,9 @@ class StepScheduler(ABC):
     def plan(self, *, under_way: bool = False) -> PlannedStep | None:
         """Return the next step, or None if nothing can run.
 
-        `under_way` means that the step before is not finished.
+        `under_way` means that the previous step has not finished.
         """
 
     @abstractmethod
     def finish(self, step: Any, result: StepResult, *, seconds: float) -> None:
-        """Process the results of a planned step, in the order in which they were planned."""
+        """Process the results of a step; steps finish in the order in which they were planned."""

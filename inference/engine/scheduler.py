@@ -1,7 +1,7 @@
-"""Scheduler of generation: continuous batching with chunked prompts.
+"""Scheduler of generation: continuous batching with chunked prefill.
 
-Sequences join when slots are free and leave when they finish, between steps. The scheduler belongs
-to one thread and does no input or output; `sampler` chooses the tokens.
+Between steps, sequences join when slots are free and leave when they finish. Only one thread uses
+the scheduler, which does no I/O; `sampler` chooses the tokens.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Scheduler(StepScheduler):
         session_idle_s: float = 60.0,
         ranks_choose: bool = False,
     ) -> None:
-        """Start empty; with `ranks_choose` ranks can choose tokens, which lets steps overlap."""
+        """Start empty; with `ranks_choose` the ranks can choose tokens, so that steps overlap."""
         super().__init__()
         self._sampler, self._cache = sampler, cache
         self._embedding_base = embedding_base
@@ -69,7 +69,7 @@ class Scheduler(StepScheduler):
         self._begun_tokens = self._generated_tokens = 0
 
     def load(self) -> EngineLoad:
-        """Return how much runs; may be called from any thread."""
+        """Return the current load; may be called from any thread."""
         cache, blocks = self._cache, self._cache.blocks
         return EngineLoad(
             running=cache.slots - len(cache.free_slots),
@@ -82,10 +82,10 @@ class Scheduler(StepScheduler):
         )
 
     def add(self, request: RunningRequest) -> None:
-        """Add a request, or fail it with the reason."""
+        """Add a request, or fail it with a reason."""
         if request.turn is not None:
-            self.drop_cancelled()  # perhaps the last turn of the same session
-            if not request.waiting:  # stands for a refused last turn, to end its session
+            self.drop_cancelled()  # may include the previous turn of this session
+            if not request.waiting:  # a refused last turn, which ends its session
                 self._sessions.forget(request.turn.session_id)
                 return
             try:
@@ -109,12 +109,12 @@ class Scheduler(StepScheduler):
     def drop(self, request: RunningRequest) -> None:
         """Drop a request and free its slots."""
         for sequence in request.active:
-            # The results of a failed step must not be shared.
+            # Results of a failed step must not be shared.
             self._cache.vacate(sequence, forget=True)
         for sequence in [*request.active, *request.waiting]:
             sequence.become(SequenceStatus.ABORTED)
         self._encoder.drop(request.active)
-        if request.session is not None:  # its state is unknown
+        if request.session is not None:  # its cached tokens may be incomplete
             self._sessions.end(request.session)
         request.active.clear()
         request.waiting.clear()
@@ -128,7 +128,7 @@ class Scheduler(StepScheduler):
                 self.drop(request)
 
     def plan(self, *, under_way: bool = False) -> GeneratingStep | None:
-        """Return the next step, or None if nothing can run, perhaps until the last is finished."""
+        """Return the next step, or None if nothing can run (yet, while a step is under way)."""
         self.drop_cancelled()
         if not self._restart_outgrown(under_way=under_way):
             return None
@@ -143,10 +143,10 @@ class Scheduler(StepScheduler):
             for slot, token in zip(sequence.slots, sequence.next_ids, strict=True)
         ]
         chunks.sort(key=lambda chunk: chunk.slot)
-        budget = self._chunk_size.tokens(somebody_waits=bool(chunks))
+        budget = self._chunk_size.tokens(with_decodes=bool(chunks))
         encoding = self._encoder.plan(running, budget)
         prefill = [
-            each for each in running if each.status is SequenceStatus.PREFILL and _may_start(each)
+            each for each in running if each.status is SequenceStatus.PREFILL and _is_encoded(each)
         ]
         chunks += prompt_chunks(prefill, budget, self._cache)
         if not chunks and not encoding.layers:
@@ -161,7 +161,7 @@ class Scheduler(StepScheduler):
             ranks_choose=self._ranks_choose,
             embedding_base=self._embedding_base,
         )
-        # Sequences are as if the step had run: cached tokens, and tokens that the rank chooses.
+        # Advance the sequences as if the step had run, with tokens that only the rank will know.
         chooses = step.plan.choices is not None
         for chunk in chunks:
             sequence = chunk.sequence
@@ -179,21 +179,21 @@ class Scheduler(StepScheduler):
         if step.prompt_tokens:
             self._chunk_size.observe(tokens=step.prompt_tokens, seconds=seconds)
         grown = self._take(step, result)
-        # Requests without a listener that only got a token from a rank need no report.
+        # Unfinished requests without `on_step` whose token a rank chose need no report.
         self._answer(step.owners if step.plan.with_logits else grown, grown)
 
     def _take(self, step: GeneratingStep, result: StepResult) -> set[RunningRequest]:
-        """Process the results of a step; return the requests that have more to report."""
-        sampled: dict[RunningSequence, list[int]] = {}  # with their rows of logits, slot by slot
+        """Process the results of a step; return the requests with progress to report."""
+        sampled: dict[RunningSequence, list[int]] = {}  # sequence -> a row of logits for each slot
         first, now = 0, perf_counter()
         for number, chunk in enumerate(step.chunks):
             sequence, stop = chunk.sequence, first + chunk.outputs
-            # The sequence may have ended after this step was planned, or its client left.
+            # The sequence may have ended, or its client left, since this step was planned.
             if not sequence.is_over:
                 if chunk.is_prompt:
                     self._take_prompt(chunk, number, result, slice(first, stop))
                 if chunk.samples:
-                    # All beams start from the prompt's one row of logits.
+                    # All beams start from the single row of logits of the prompt.
                     beams = len(sequence.slots) if chunk.is_prompt else 1
                     sampled.setdefault(sequence, []).extend([stop - 1] * beams)
                     self._generated_tokens += 1
@@ -207,13 +207,13 @@ class Scheduler(StepScheduler):
         return grown | self._choose(sampled, result.logits)
 
     def _take_prompt(self, chunk: Chunk, number: int, result: StepResult, rows: slice) -> None:
-        """Gather the outputs of a chunk of a prompt; the last chunk makes them final."""
+        """Collect the outputs of a prompt chunk; the last chunk makes them final."""
         sequence, gathered = chunk.sequence, chunk.sequence.prompt_outputs
         stop = chunk.first + len(chunk.ids)
         if gathered.wants_pooled and result.pooled is not None:
             gathered.add_pooled(result.pooled[number])
         if gathered.wants_logits:
-            # The first row of logits predicts the token after the first of the chunk.
+            # Row i of the logits predicts the token that follows token i of the chunk.
             next_ids = sequence.prompt[chunk.first + 1 : stop + 1]
             vocab_size = self._sampler.vocab_size
             gathered.add_logits(result.logits[rows], next_ids, vocab_size=vocab_size)
@@ -224,7 +224,7 @@ class Scheduler(StepScheduler):
     def _choose(
         self, sampled: Mapping[RunningSequence, Sequence[int]], logits: Tensor
     ) -> set[RunningRequest]:
-        """Choose tokens from rows of logits; return the requests that got any."""
+        """Choose tokens from rows of logits; return the requests that got tokens."""
         if not sampled:
             return set()
         rows = [row for its_rows in sampled.values() for row in its_rows]
@@ -238,9 +238,9 @@ class Scheduler(StepScheduler):
     def _take_chosen(
         self, sampled: Mapping[RunningSequence, int], chosen: Array
     ) -> set[RunningRequest]:
-        """Record the tokens that a rank chose; return the requests to report to.
+        """Record the tokens that a rank chose; return the requests with progress to report.
 
-        `chosen` (n, 2) int32 holds the bits of each one's best logit, and the token.
+        `chosen` (n, 2) int32 holds the fp32 bits of each row's best logit, and the token.
         """
         usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
         tokens = chosen[:, 1].tolist()
@@ -259,7 +259,7 @@ class Scheduler(StepScheduler):
         return to_report
 
     def _advance(self, sequence: RunningSequence) -> None:
-        """Go on from a sequence's newest tokens; release it when it has finished."""
+        """Continue a sequence with its newest tokens, or retire it if it has finished."""
         answer = sequence.answer
         if answer.error is not None:
             form = answer.request.constraint
@@ -273,7 +273,7 @@ class Scheduler(StepScheduler):
             sequence.decode(answer.tokens)
 
     def _retire(self, sequence: RunningSequence) -> None:
-        """Record the result of a sequence, and free its slots unless its session goes on."""
+        """Record the result of a sequence, and free its slots unless a session keeps them."""
         owner = sequence.owner
         result = owner.results[sequence.index] = sequence.answer.result()
         owner.active.remove(sequence)
@@ -281,28 +281,28 @@ class Scheduler(StepScheduler):
             self._cache.vacate(sequence)
         else:
             if len(sequence.slots) > 1:
-                # The conversation goes on in the first slot, from the best beam.
+                # The conversation continues in the first slot, from the best beam.
                 first = sequence.slots[0]
                 self._cache.move(sequence, {first: _parents(sequence)[first]})
             self._sessions.remember(sequence, result)
         sequence.become(SequenceStatus.FINISHED)
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences: fewest running ones first, then in order of arrival."""
+        """Give slots to waiting sequences: requests with the fewest running ones go first."""
         self._sessions.expire()
         while request := self._first_waiting():
             sequences = request.waiting if request.joins_whole else request.waiting[:1]
             if not self._cache.could_hold(sequences, *self._sessions.held):
-                if not self._sessions.give_up_abandoned():
+                if not self._sessions.end_abandoned():
                     self._refuse(request)
                 continue
             if not self._cache.take(sequences, self.requests):
-                return  # no overtaking: wide requests would starve
+                return  # no overtaking, or requests of many sequences would starve
             for sequence in list(sequences):
                 self._activate(sequence)
 
     def _first_waiting(self) -> RunningRequest | None:
-        """Return the request whose sequence joins next."""
+        """Return the request whose sequence gets the next slot."""
         waiting = (request for request in self.requests if request.waiting)
         idle = next((request for request in waiting if not request.active), None)
         if idle is not None:
@@ -311,10 +311,10 @@ class Scheduler(StepScheduler):
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
 
     def _extend_or_preempt(self, running: list[RunningSequence], *, under_way: bool) -> bool:
-        """Give decoding sequences the blocks of their next tokens; the newest ones are preempted.
+        """Give decoding sequences blocks for their next tokens, preempting the newest if necessary.
 
-        Preempted ones leave `running`. False if the running step must be finished first: the tokens
-        it chooses are among those that a preempted sequence computes again.
+        Preempted sequences are removed from `running`. Returns False if the step under way must
+        finish first: a preempted sequence recomputes the tokens which that step chooses, too.
         """
         blocks = self._cache.blocks
         growing = [
@@ -336,9 +336,9 @@ class Scheduler(StepScheduler):
         return True
 
     def _restart_outgrown(self, *, under_way: bool) -> bool:
-        """Preempt sequences whose positions are rotated otherwise with their next token.
+        """Preempt sequences whose next token changes the rotation of all their positions.
 
-        False if the running step must be finished first, see `_extend_or_preempt`.
+        Returns False if the step under way must finish first, see `_extend_or_preempt`.
         """
         outgrown = [
             sequence
@@ -354,8 +354,8 @@ class Scheduler(StepScheduler):
         return True
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Free the slot and blocks of a sequence: it waits, and computes its tokens again."""
-        logger.debug("a row of %d tokens is preempted", sequence.table.cached)
+        """Free a sequence's slot and blocks; it waits, and recomputes its tokens later."""
+        logger.debug("preempted a sequence of %d tokens", sequence.table.cached)
         self._encoder.drop([sequence])
         self._cache.vacate(sequence)
         sequence.preempt()
@@ -378,7 +378,7 @@ class Scheduler(StepScheduler):
             self._cache.moves.append((source, table.slots[0], 0, table.cached))
 
     def _refuse(self, request: RunningRequest) -> None:
-        """Fail requests that would wait until a session ends."""
+        """Fail a request that could not run before a session ends."""
         blocks = self._cache.blocks
         held_slots, held_blocks = self._sessions.held
         held = f"{held_slots} of the {self._cache.slots} sequences"
@@ -394,7 +394,7 @@ class Scheduler(StepScheduler):
         self.drop(request)
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
-        """Answer requests that have finished, and report those that have `grown`."""
+        """Answer the requests that have finished, and report the progress of those in `grown`."""
         for request in owners:
             if request not in self.requests:
                 continue
@@ -414,8 +414,8 @@ class Scheduler(StepScheduler):
         assert request.on_step is not None
         try:
             request.on_step(request.new_tokens() if request.only_tokens else request.progress())
-        except Exception as error:  # the listener's fault costs its own request alone
-            logger.exception("a listener failed")
+        except Exception as error:  # fails this request only
+            logger.exception("an on_step callback failed")
             request.fail(error)
             self.drop(request)
 
@@ -428,10 +428,10 @@ def _note_end(
     times.reasons = tuple(each or "length" for row in rows for each in row.finish_reasons)
 
 
-def _may_start(sequence: RunningSequence) -> bool:
-    """Return whether its encoder output is available, in lock step that of all sequences."""
-    fellows = sequence.owner.active if sequence.owner.lock_step else [sequence]
-    return all(fellow.status is not SequenceStatus.ENCODE for fellow in fellows)
+def _is_encoded(sequence: RunningSequence) -> bool:
+    """Return whether the encoder has read its input, and in lock step all inputs of its request."""
+    needed = sequence.owner.active if sequence.owner.lock_step else [sequence]
+    return all(each.status is not SequenceStatus.ENCODE for each in needed)
 
 
 def _parents(sequence: RunningSequence) -> dict[int, int]:

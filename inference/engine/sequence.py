@@ -1,4 +1,4 @@
-"""Running requests: their sequences, what the cache holds of these, and their sessions."""
+"""Requests in the engine: their sequences, the sequences' cache tables, and sessions."""
 
 # Shapes: n prompt tokens of a chunk, V vocabulary, E hidden
 
@@ -38,9 +38,9 @@ from inference.model.token_feed import NEWEST
 
 @dataclass(frozen=True)
 class GenerationStep:
-    """The results of a request so far, per sequence; None before its first token.
+    """The results so far of a request's sequences, None before a sequence's first token.
 
-    In a session the prompts of `request` are the whole conversation.
+    In a session the prompts of `request` hold the whole conversation.
     """
 
     request: GenerationRequest
@@ -49,19 +49,19 @@ class GenerationStep:
 
 @dataclass(frozen=True)
 class GenerationResult(GenerationStep):
-    """The finished request."""
+    """The results of a finished request."""
 
     rows: tuple[SequenceResult, ...]
     times: RequestTimes | None = None
 
 
-# Gets a GenerationStep, or the new tokens of each sequence.
+# Called with a GenerationStep, or with the new tokens of each sequence.
 OnStep = Callable[[Any], object]
 
 
 @dataclass(eq=False)
 class Session:
-    """One conversation; `kept` are its sequences that do not run, as their next turn finds them."""
+    """One conversation; `kept` holds its idle sequences, ready for the next turn."""
 
     turn: SessionTurn  # the newest
     start: GenerationRequest  # its sizes hold for all turns
@@ -79,11 +79,10 @@ class Session:
 
 
 class PromptOutputs:
-    """Outputs that a sequence gathers while its prompt is computed, chunk by chunk.
+    """Outputs that are collected while a prompt is computed, chunk by chunk.
 
-    Nothing is read before `commit`, which follows the last chunk. A sequence that is preempted
-    computes its prompt again: earlier, `restart` drops what was gathered; later, nothing is
-    gathered twice.
+    They are read only after `commit`, which follows the last chunk. A preempted sequence computes
+    its prompt again: `restart` drops outputs that are not final yet, and final ones stay.
 
     Attributes:
         wants_logits: Whether the logits of every prompt token are needed.
@@ -100,29 +99,29 @@ class PromptOutputs:
         self.restart()
 
     def restart(self) -> None:
-        """Drop what was gathered, unless it is final: the prompt is computed again."""
+        """Drop the outputs unless they are final: the prompt will be computed again."""
         if not self.is_final:
             self._scores: list[TokenScore] = []
             self._pooled: Tensor | None = None
 
     def add_logits(self, logits: Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
-        """Take the next chunk's logits (n, V) and the prompt tokens that follow each place."""
-        logits = logits[: len(next_ids)]  # no token of the prompt follows its last place
+        """Add the next chunk's logits (n, V), given the prompt token that follows each position."""
+        logits = logits[: len(next_ids)]  # no prompt token follows the last one
         if next_ids:
             self._scores += token_scores(logits, next_ids, top=self._top, vocab_size=vocab_size)
 
     def add_pooled(self, pooled: Tensor) -> None:
-        """Take the sum (E,) of the next chunk's hidden states."""
+        """Add the sum (E,) of the next chunk's hidden states."""
         self._pooled = pooled if self._pooled is None else self._pooled + pooled
 
     def commit(self) -> None:
-        """Make the outputs final: the whole prompt has been computed."""
+        """Make the outputs final, once the whole prompt has been computed."""
         self.is_final = True
         self.wants_logits = self.wants_pooled = False
 
     @property
     def result(self) -> PromptResult:
-        """The outputs that were gathered so far."""
+        """The outputs collected so far."""
         total = math.fsum(score.log_prob for score in self._scores) if self._is_summed else 0.0
         pooled = None if self._pooled is None else self._pooled.cpu().numpy()
         return PromptResult(total, tuple(self._scores) if self._top else (), pooled)
@@ -132,12 +131,12 @@ class SequenceStatus(enum.Enum):
     """The state of a sequence; docs/engine.md draws the transitions."""
 
     WAITING = "waiting"  # for its first slot
-    ENCODE = "encode"  # has slots; an encoder reads its input
+    ENCODE = "encode"  # has slots; the encoder reads its input
     PREFILL = "prefill"  # its prompt is being computed
     DECODE = "decode"  # each step computes its newest token
-    PREEMPTED = "preempted"  # waits again, and begins with its tokens as its prompt
+    PREEMPTED = "preempted"  # waits again; its generated tokens have become part of its prompt
     FINISHED = "finished"
-    ABORTED = "aborted"  # its client has left, or a step has failed
+    ABORTED = "aborted"  # its client left, or a step failed
 
 
 _FOLLOWING = {
@@ -160,14 +159,14 @@ class BlockTable:
     """The tokens of a sequence in the cache, and the slots that hold them, one for each beam.
 
     Attributes:
-        cached: Tokens that have been in the cache.
-        forgotten: How many of these no longer are: the first ones.
+        cached: Tokens that have been written to the cache.
+        forgotten: How many of the first tokens were dropped from it again.
         memory_len: Most tokens that a slot keeps, None for all.
-        shift: Of their positions, see `rotary.position_shift`.
-        capacity: Tokens that the blocks of its slot hold.
+        shift: Added to the positions, see `rotary.position_shift`.
+        capacity: Tokens that fit into the blocks of its slot.
         is_written: Whether a step has run with the slots.
-        prefix_hashes: Of the blocks that can be shared.
-        registered: How many of these blocks others can share by now.
+        prefix_hashes: Hashes of the prompt up to the end of each block that can be shared.
+        registered: How many of these blocks other sequences can share by now.
     """
 
     slots: list[int] = field(default_factory=list)
@@ -182,7 +181,7 @@ class BlockTable:
 
     @property
     def held(self) -> int:
-        """Tokens that a slot holds."""
+        """Tokens that a slot holds now."""
         return self.cached - self.forgotten
 
 
@@ -190,28 +189,27 @@ class BlockTable:
 class RunningSequence:
     """One sequence of a request in the engine.
 
-    `prompt` is the input to the first stage: token ids, ids of loaded virtual tokens from the
-    vocabulary's end on, and -1 - i for row i of embeddings sent with the request. The places of a
-    loaded prefix of `prefix_task` precede these. The `answer` begins when the scheduler takes the
-    sequence.
+    `prompt` is the input of the first stage: token ids; from the vocabulary's end on, ids of loaded
+    virtual tokens; and -1 - i for row i of the embeddings sent with the request. Placeholders for
+    the loaded prefix of `prefix_task` come first. The scheduler sets `answer`.
     """
 
     owner: RunningRequest
     index: int
     request: SequenceRequest
     prompt: list[int]
-    has_table: bool = False  # a loaded table of virtual tokens comes first
+    has_table: bool = False  # `prompt` has ids of a loaded table of virtual tokens
     embeddings: Array | None = None  # (rows, hidden) fp32
-    encoder_ids: list[int] | None = None  # encoder-decoder only; `prompt` is the start id then
+    encoder_ids: list[int] | None = None  # encoder-decoder only; `prompt` is then the start id
     prefix_task: int | None = None
-    prefix_len: int = 0  # tokens of the loaded prefix, which are cached when the sequence begins
-    prompt_tokens: int = 0  # the client's tokens in `prompt`; after a preemption it has more
+    prefix_len: int = 0  # tokens of the loaded prefix, in the cache before the first step
+    prompt_tokens: int = 0  # length of `prompt` before a preemption added generated tokens
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable = field(default_factory=BlockTable)
     answer: Answer = field(init=False)
-    next_ids: TokenIds = ()  # per slot, to decode; NEWEST where only ranks know it
-    produced: int = 0  # tokens that were chosen, or will be in running steps
-    needs_marks: bool = True  # whether ranks must mark ids in its slot before they choose
+    next_ids: TokenIds = ()  # to decode, one per slot; NEWEST for a token that only the ranks know
+    produced: int = 0  # tokens chosen, those of steps under way included
+    needs_marks: bool = True  # whether ranks must mark ids for its slot before they choose
 
     def __post_init__(self) -> None:
         self.prompt_outputs = PromptOutputs(self.request.options)
@@ -223,7 +221,7 @@ class RunningSequence:
 
     @property
     def is_over(self) -> bool:
-        """Whether results of steps that still run are ignored."""
+        """Whether it has ended; results of steps under way are then ignored."""
         return self.status in (SequenceStatus.FINISHED, SequenceStatus.ABORTED)
 
     @property
@@ -238,22 +236,22 @@ class RunningSequence:
 
     @property
     def encoder_len(self) -> int:
-        """Tokens that its encoder reads."""
+        """Tokens that the encoder reads."""
         return len(self.encoder_ids or ())
 
     @property
     def needs_step(self) -> bool:
-        """Whether it decodes and lacks tokens that no running step produces."""
+        """Whether it decodes and needs tokens beyond those of steps under way."""
         if self.status is not SequenceStatus.DECODE:
             return False
         return self.next_ids[0] != NEWEST or self.produced < self.request.output_len
 
     @property
     def can_share(self) -> bool:
-        """Whether its prompt is nothing but tokens, and nothing is wanted of them."""
+        """Whether its prompt consists of plain tokens, none of whose outputs is wanted."""
         if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
             return False
-        # Not by ==: embeddings are an array.
+        # Not compared by ==, as embeddings are an array.
         return all(each is None for each in (self.embeddings, self.prefix_task, self.encoder_ids))
 
     def begin(self) -> None:
@@ -267,7 +265,7 @@ class RunningSequence:
             self.become(SequenceStatus.DECODE)
 
     def preempt(self) -> None:
-        """Preempt it: it begins again, with its generated tokens as part of its prompt."""
+        """Return to the queue with the generated tokens as part of the prompt."""
         self.become(SequenceStatus.PREEMPTED)
         assert isinstance(self.answer, SampledAnswer), "a beam search keeps its blocks"
         self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_from(0)
@@ -280,9 +278,9 @@ class RunningSequence:
 class RunningRequest(QueuedRequest):
     """One client request.
 
-    `lock_step` sequences start decoding together, so that frames line up. `turn` is given for
-    requests of a session; `session` is that session once the turn has begun. `on_step` gets a
-    `GenerationStep`, with `only_tokens` the `new_tokens`.
+    With `lock_step`, sequences start decoding together, so that streamed frames line up. `turn` is
+    set for requests of a session, `session` once the turn has begun. `on_step` receives a
+    `GenerationStep`, or with `only_tokens` the `new_tokens`.
     """
 
     request: GenerationRequest
@@ -299,7 +297,7 @@ class RunningRequest(QueuedRequest):
 
     def __post_init__(self) -> None:
         self.results: list[SequenceResult | None] = [None] * len(self.request.rows)
-        self._reported = [0] * len(self.request.rows)  # tokens of each sequence
+        self._reported = [0] * len(self.request.rows)  # number of tokens, by sequence
 
     @property
     def has_begun(self) -> bool:
@@ -315,9 +313,9 @@ class RunningRequest(QueuedRequest):
         return GenerationStep(self.request, tuple(results))
 
     def new_tokens(self) -> list[Sequence[int]]:
-        """Return the tokens of each sequence since the last call, whose time their number bounds.
+        """Return each sequence's tokens since the last call, in time proportional to their number.
 
-        The sequences are sampled, not found by a beam search.
+        Not for beam searches, which may replace tokens.
         """
         ended = zip(self.results, self._reported, strict=True)
         new: list[Sequence[int]] = [row.output_ids[0][n:] if row else () for row, n in ended]
@@ -329,12 +327,12 @@ class RunningRequest(QueuedRequest):
 
     @property
     def stays(self) -> bool:
-        """Whether its sequences keep their blocks: sessions and beams are not preempted."""
+        """Whether it is never preempted: sessions and beam searches keep their blocks."""
         return self.turn is not None or self.request.beam_width > 1
 
     @property
     def joins_whole(self) -> bool:
-        """Whether all sequences must get slots at once: those of a session are kept."""
+        """Whether all its sequences must get slots at the same time."""
         return self.lock_step or self.turn is not None
 
 
@@ -346,9 +344,9 @@ def make_sequence(
     vocab_size: int,
     table_rows: dict[int, int],
 ) -> RunningSequence:
-    """Return a sequence of a request, with its input to the first stage.
+    """Return a sequence of a request, with its input of the first stage.
 
-    `table_rows` maps a task's id to the first row of its table among all loaded prompt tables.
+    `table_rows` maps a task id to its first row in the concatenated loaded prompt tables.
     """
     ids, prompt = list(request.input_ids), request.prompt
     sequence = RunningSequence(owner, index, request, ids)

@@ -1,4 +1,4 @@
-"""Sequences in the cache: their slots, the blocks of these, and the moves of tokens."""
+"""Allocation of slots and blocks of the cache to sequences, and copies of cached tokens."""
 
 import heapq
 from collections.abc import Iterable, Sequence
@@ -10,28 +10,28 @@ from inference.engine.sequence import RunningRequest, RunningSequence, SequenceS
 from inference.model.kv_cache import WIPE, Move, encoder_slot
 from inference.model.rotary import position_shift
 
-# A sequence joins only if each running one could take one more block, up to one in so many of the
-# cache.
+# A sequence joins only if afterwards each running sequence could take one more block; at most one
+# block in this many is set aside for that.
 _GROWTH_SHARE = 20
 
 
 class SequenceCache:
-    """Gives slots and blocks to sequences; belongs to the scheduler.
+    """Allocates slots and blocks to sequences; used by the scheduler only.
 
     Attributes:
-        slots: How many the cache has.
-        free_slots: Those that no sequence holds, as a heap.
+        slots: Number of slots of the cache.
+        free_slots: Free slots, as a heap.
         blocks: The blocks of the cache.
-        rotary: The rotation of positions, None for models without.
-        moves: Tokens that the next step copies and wipes first.
-        shared_tokens: Tokens of all prompts that other sequences had computed.
+        rotary: The model's rotary embedding, None for models without.
+        moves: Cached tokens to copy or wipe before the next step computes.
+        shared_tokens: Prompt tokens so far that were found in the cache.
     """
 
     def __init__(
         self, slots: int, blocks: BlockPool, *, shares_prefixes: bool, rotary: Rotary | None
     ) -> None:
         self.slots, self.blocks, self.rotary = slots, blocks, rotary
-        # The lowest slots are taken first, so that busy slots lie side by side.
+        # The lowest slots are taken first, so that busy slots are adjacent.
         self.free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
@@ -40,7 +40,7 @@ class SequenceCache:
     def could_hold(
         self, sequences: Sequence[RunningSequence], held_slots: int, held_blocks: int
     ) -> bool:
-        """Return whether sequences of a request fit next to those that sessions hold."""
+        """Return whether sequences of a request fit next to the slots and blocks of sessions."""
         beams = sequences[0].owner.request.beam_width
         if beams * len(sequences) > self.slots - held_slots:
             return False
@@ -48,7 +48,7 @@ class SequenceCache:
         return total is None or self._most_blocks(sequences) <= total - held_blocks
 
     def _most_blocks(self, sequences: Sequence[RunningSequence]) -> int:
-        """Return the most blocks that sequences need at once; preemptible ones may run singly."""
+        """Return the most blocks that sequences need at once; preemptible ones can take turns."""
         blocks, owner = list(map(self._own_blocks, sequences)), sequences[0].owner
         return sum(blocks) if owner.stays or owner.joins_whole else max(blocks)
 
@@ -57,7 +57,7 @@ class SequenceCache:
         return most_blocks(request, sequence.request, self.blocks.block_tokens)
 
     def forks(self, sequence: RunningSequence) -> bool:
-        """Return whether its beams share blocks; those of a session that forgets do not."""
+        """Return whether its beams share blocks; with `memory_len` they do not."""
         paged = self.blocks.total is not None
         beams = sequence.owner.request.beam_width
         return paged and beams > 1 and sequence.table.memory_len is None
@@ -65,7 +65,7 @@ class SequenceCache:
     def _are_free(
         self, sequences: Sequence[RunningSequence], requests: Iterable[RunningRequest]
     ) -> bool:
-        """Return whether the blocks of a request's sequences are free, see `take`."""
+        """Return whether enough blocks are free for a request's sequences, see `take`."""
         blocks, owner = self.blocks, sequences[0].owner
         if blocks.total is None:
             return True
@@ -85,9 +85,9 @@ class SequenceCache:
     def take(
         self, sequences: Sequence[RunningSequence], requests: Iterable[RunningRequest]
     ) -> bool:
-        """Give sequences of a request slots with their first blocks; False if too few are free.
+        """Give sequences of a request slots and first blocks; return False if too few are free.
 
-        The sequences of all `requests` keep some room to grow.
+        Some blocks stay free for the running sequences of all `requests` to grow.
         """
         beams = sequences[0].owner.request.beam_width
         has_slots = beams * len(sequences) <= len(self.free_slots)
@@ -100,11 +100,11 @@ class SequenceCache:
         return True
 
     def _take_blocks(self, sequence: RunningSequence) -> None:
-        """Reserve the blocks of a sequence that keeps them, and take the first of them."""
+        """Take a sequence's first blocks, after reserving all if it cannot be preempted."""
         blocks, owner, slots = self.blocks, sequence.owner, sequence.slots
         shared = self.share(sequence)
         if sequence.status is SequenceStatus.WAITING:
-            self.shared_tokens += shared  # a preempted sequence would count its own blocks
+            self.shared_tokens += shared  # a preempted sequence would find its own blocks
         encoder = encoder_slot(slots, self.slots)
         first, slot_tokens = slots[:1], sequence.prompt_len
         if owner.stays:
@@ -122,20 +122,21 @@ class SequenceCache:
             sequence.table.capacity = held
 
     def _shared_blocks(self, sequence: RunningSequence) -> int:
-        """Return the number of blocks of a waiting prompt that other sequences hold now."""
+        """Return the number of a waiting prompt's blocks that other sequences hold now."""
         can_share = self._shares_prefixes and sequence.owner.turn is None and sequence.can_share
         if not can_share:
             return 0
         table = sequence.table
-        if not table.prefix_hashes:  # the prompt's last token is always computed
+        if not table.prefix_hashes:  # without the last token, which is always computed
             tokens, size = sequence.prompt[:-1], self.blocks.block_tokens
             table.prefix_hashes = prefix_hashes(tokens, size, self.shift(sequence))
         return self.blocks.used(table.prefix_hashes)
 
     def share(self, sequence: RunningSequence) -> int:
-        """Let a sequence skip what others have computed of its prompt; return these tokens.
+        """Let a sequence skip prompt tokens that others have computed; return their number.
 
-        A sequence within a block goes on: what it has computed there would have to be wiped.
+        Nothing is shared while the sequence is inside a block, whose contents would have to be
+        wiped.
         """
         table, size = sequence.table, self.blocks.block_tokens
         if not table.prefix_hashes or table.cached % size:
@@ -157,7 +158,7 @@ class SequenceCache:
         table.registered = max(table.registered, full)
 
     def shift(self, sequence: RunningSequence) -> int:
-        """Return the shift of positions; sequences that stay have that of their longest."""
+        """Return the shift of positions, for the full length if it cannot be preempted."""
         owner, tokens = sequence.owner, sequence.prompt_len
         if owner.session is not None:
             tokens = owner.session.session_len
@@ -166,20 +167,20 @@ class SequenceCache:
         return position_shift(self.rotary, tokens)
 
     def move(self, sequence: RunningSequence, sources: dict[int, int]) -> None:
-        """Let slots of a sequence go on from the slots that `sources` maps them to."""
+        """Let slots of a sequence continue from the slots that `sources` maps them to."""
         table = sequence.table
         if self.forks(sequence):
             self.moves += self.blocks.fork(sources, table.held)
             return
         start = 0
-        if sequence.status is SequenceStatus.DECODE:  # all share the prompt, as far as they hold it
+        if sequence.status is SequenceStatus.DECODE:  # all slots hold the same prompt already
             start = max(min(table.cached, sequence.prompt_len) - table.forgotten, 0)
         self.moves += [
             (source, slot, start, table.held) for slot, source in sources.items() if source != slot
         ]
 
     def forget_oldest(self, chunks: Sequence[Chunk]) -> None:
-        """Make room in slots that keep fewer tokens than their conversation has."""
+        """Drop the oldest tokens of slots that would exceed their `memory_len`."""
         excess: dict[RunningSequence, int] = {}
         for chunk in chunks:
             table = chunk.sequence.table
@@ -193,15 +194,15 @@ class SequenceCache:
             sequence.table.forgotten += count
 
     def vacate(self, sequence: RunningSequence, *, forget: bool = False) -> None:
-        """Free its slots, and clear what they hold unless that is known to be finite.
+        """Free a sequence's slots, and wipe them unless their values are known to be finite.
 
-        With `forget` its blocks are no longer shared.
+        With `forget`, its blocks are no longer shared.
         """
         table, answer = sequence.table, sequence.answer
         clear = answer.error is not None or (table.is_written and not answer.tokens)
         own = self.free(table.slots, forget=forget or clear)
         if clear:
-            # Blocks that others share are theirs to clear, if their answers are not finite either.
+            # Sequences that still share a block wipe it if their own answers are not finite.
             ends = dict.fromkeys(table.slots, table.held)
             ends[encoder_slot(table.slots, self.slots)] = sequence.encoder_len
             self.moves += [
@@ -211,7 +212,7 @@ class SequenceCache:
             ]
 
     def free(self, slots: Sequence[int], *, forget: bool = False) -> list[tuple[int, int, float]]:
-        """Free slots; return what `BlockPool.release` does."""
+        """Free slots; return the result of `BlockPool.release`."""
         for slot in slots:
             assert slot not in self.free_slots, f"slot {slot} is free already"
             heapq.heappush(self.free_slots, slot)
@@ -220,6 +221,6 @@ class SequenceCache:
         return self.blocks.release(every, forget=forget)
 
     def take_moves(self) -> list[Move]:
-        """Return the moves since the last call."""
+        """Return and clear the collected moves."""
         moves, self.moves = self.moves, []
         return moves

@@ -1,8 +1,8 @@
 """Interactive sessions, which keep a conversation in the cache between its requests.
 
-A session holds the slots of its sequences from its first turn to its last. A later turn brings only
-new tokens; it is answered as one request whose prompt is the whole conversation, of which all but
-the new tokens are cached already.
+A session holds the slots of its sequences from its first turn to its last. A later turn sends only
+new tokens, and is answered like one request whose prompt is the whole conversation; only the new
+tokens have to be computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from inference.decoding.word_lists import ends_with
 from inference.engine.capacity import Capacity
 from inference.engine.sequence import RunningRequest, RunningSequence, Session
 
-# Seconds without a second turn after which a conversation may be dropped for another one.
+# A conversation without a second turn for so many seconds may be dropped in favour of another.
 ABANDONED_S = 5.0
 
 
 class Sessions:
-    """The conversations of one engine; they belong to the scheduler's thread."""
+    """The conversations of one engine; used by the scheduler's thread only."""
 
     def __init__(self, *, idle_s: float, free: Callable[[Sequence[int]], object]) -> None:
         self._idle_s = idle_s
@@ -34,7 +34,7 @@ class Sessions:
         self._sessions: dict[int | str, Session] = {}
 
     def forget(self, session_id: int | str) -> None:
-        """End a conversation whose last turn was refused, once its running turn is answered."""
+        """End a conversation whose last turn was refused, after any turn that still runs."""
         session = self._sessions.get(session_id)
         if session is not None and session.is_busy:
             session.turn = replace(session.turn, ends=True)
@@ -43,11 +43,11 @@ class Sessions:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Slots and blocks that stay occupied when all running turns are answered."""
+        """Slots and blocks that stay occupied after all running turns are answered."""
         sessions = self._sessions.values()
-        lasting = [each for each in sessions if each.holds_slots and not each.turn.ends]
-        slots = sum(len(each.start.rows) * each.start.beam_width for each in lasting)
-        return slots, sum(each.blocks for each in lasting)
+        open_sessions = [each for each in sessions if each.holds_slots and not each.turn.ends]
+        slots = sum(len(each.start.rows) * each.start.beam_width for each in open_sessions)
+        return slots, sum(each.blocks for each in open_sessions)
 
     def expire(self) -> None:
         """End conversations that have paused for too long."""
@@ -56,20 +56,20 @@ class Sessions:
             if not session.is_busy and now - session.used_s > self._idle_s:
                 self.end(session)
 
-    def give_up_abandoned(self) -> bool:
-        """End the oldest conversation that was started and left; return whether there is one."""
+    def end_abandoned(self) -> bool:
+        """End the oldest conversation that never had a second turn; return whether there is one."""
         latest = monotonic() - ABANDONED_S
-        left = [
+        abandoned = [
             each
             for each in self._sessions.values()
             if each.turn.starts and not each.is_busy and each.used_s <= latest
         ]
-        if left:
-            self.end(min(left, key=lambda each: each.used_s))
-        return bool(left)
+        if abandoned:
+            self.end(min(abandoned, key=lambda each: each.used_s))
+        return bool(abandoned)
 
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
-        """Begin a turn: of a new conversation, or of one whose sequences continue in their slots.
+        """Begin a turn of a new conversation, or of one whose sequences continue in their slots.
 
         Raises:
             RequestError: The conversation is unknown or busy, or the turn does not fit it.
@@ -102,11 +102,11 @@ class Sessions:
             _continue(session, request)
 
     def remember(self, sequence: RunningSequence, result: SequenceResult) -> None:
-        """Keep a sequence that was answered; its conversation goes on from the best hypothesis."""
+        """Keep an answered sequence, so that its conversation can continue from the best answer."""
         session, request, table = sequence.owner.session, sequence.request, sequence.table
         assert session is not None
         answer, reason = result.output_ids[0], result.finish_reasons[0]
-        # An answer whose form is complete stops, too, with a token that belongs to it.
+        # An answer whose grammar is complete stops, too; its last token belongs to it.
         stops = reason == "stop" and ends_with(
             request.context_ids + answer, request.options.stop_words
         )
@@ -119,13 +119,13 @@ class Sessions:
             context_ids=request.context_ids + answer,
             returned_ids=request.returned_ids + answer,
         )
-        # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
+        # Longer beams have cached, and perhaps forgotten, more tokens than this one.
         table.cached = min(table.cached, sequence.prompt_len)
         table.forgotten = min(table.forgotten, table.cached)
         session.kept[sequence.index] = sequence
 
     def leave(self, request: RunningRequest) -> None:
-        """Note that a turn was answered."""
+        """Record that a turn was answered."""
         session = request.session
         assert session is not None
         session.is_busy, session.used_s = False, monotonic()
@@ -142,7 +142,7 @@ class Sessions:
 def turn_problems(
     request: GenerationRequest, turn: SessionTurn, *, capacity: Capacity, limits: ModelLimits
 ) -> list[str]:
-    """Return the problems of a turn that do not depend on its conversation."""
+    """Return the problems of a turn that can be found without its conversation."""
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
     if turn.starts and request.session_len is None:
@@ -187,7 +187,7 @@ def _next_problems(request: GenerationRequest) -> list[str]:
         "num_prompt_log_probs": "num_prompt_log_probs",
     }
     problems += [
-        f"{name}: looks at the whole prompt, most of which a continuation does not compute again; "
+        f"{name}: needs the whole prompt, most of which a continuation does not compute again; "
         "send it with the START request"
         for name, option in asked.items()
         if any(getattr(row.options, option) for row in request.rows)
@@ -201,21 +201,21 @@ def _next_problems(request: GenerationRequest) -> list[str]:
 
 
 def _check_fit(session: Session, request: RunningRequest) -> None:
-    """Raise RequestError for a turn of another shape, or one that is too long for its session."""
+    """Raise RequestError if a turn differs in shape from its session, or is too long for it."""
     asked, start, problems = request.request, session.start, []
-    for name, given, kept in (
+    for name, value, expected in (
         ("input_ids", len(asked.rows), len(start.rows)),
         ("beam_width", asked.beam_width, start.beam_width),
         ("session_len", asked.session_len or start.session_len, start.session_len),
         ("memory_len", asked.memory_len or start.memory_len, start.memory_len),
     ):
-        if given != kept:
+        if value != expected:
             rows = " rows" if name == "input_ids" else ""
-            begun = "none" if kept is None else f"{kept}{rows}"
-            problems.append(f"{name}: the session was started with {begun}, not {given}")
+            begun = "none" if expected is None else f"{expected}{rows}"
+            problems.append(f"{name}: the session was started with {begun}, not {value}")
     for sequence in () if problems else request.waiting:
-        kept_one = session.kept.get(sequence.index)
-        history = 0 if kept_one is None else len(kept_one.prompt)
+        idle = session.kept.get(sequence.index)
+        history = 0 if idle is None else len(idle.prompt)
         new, more = sequence.prompt_len, sequence.request.output_len
         if history + new + more > session.session_len:
             problems.append(
@@ -227,7 +227,7 @@ def _check_fit(session: Session, request: RunningRequest) -> None:
 
 
 def _continue(session: Session, request: RunningRequest) -> None:
-    """Put a conversation's tokens before the new tokens of each sequence."""
+    """Prepend a conversation's tokens to the new tokens of each sequence."""
     request.session = session
     for sequence in request.waiting:
         kept = session.kept.pop(sequence.index)

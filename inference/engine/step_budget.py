@@ -1,4 +1,4 @@
-"""The work of a step: prompt tokens and encoder layers within the time a step may take."""
+"""The work of a step: as many prompt tokens and encoder layers as its time budget allows."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -7,58 +7,59 @@ from inference.engine.planned_step import Chunk, EncoderWork
 from inference.engine.sequence import RunningSequence, SequenceStatus
 from inference.engine.sequence_cache import SequenceCache
 
-_LEAST = 16  # fewer would be too slow, even where these exceed the bound
-_FIRST = 64  # before anything was measured
-_MOST = 1024
-# With no decode in flight, only cancellation latency and the rank timeout bound the chunk.
-_ALONE_FACTOR = 4
-# Most prompt tokens of a sequence in a step, for those that need the logits of all of them.
-_MOST_LOGITS = 128
+_MIN_TOKENS = 16  # even if these exceed the time budget: fewer would be too slow
+_INITIAL_TOKENS = 64  # before anything was measured
+_MAX_TOKENS = 1024
+# While no sequence decodes, only cancellation latency and the rank timeout bound a chunk.
+_PREFILL_ONLY_FACTOR = 4
+# Most prompt tokens of a sequence in a step, if the logits of all of them are needed.
+_MAX_LOGITS = 128
 
 
 class ChunkSize:
-    """Budget of prompt tokens that keeps steps near `bound_s`, by the speed of the last few.
+    """Budget of prompt tokens that keeps steps near `bound_s`, by the speed of the last steps.
 
-    Their median counts: a single slow step, such as the first of its size, does not predict the
-    next ones.
+    It takes their median, as a single slow step (such as the first of its size) predicts nothing.
     """
 
-    def __init__(self, bound_s: float, *, first: int = _FIRST, most: int = _MOST) -> None:
-        """Start with `first` tokens, before anything was measured; never exceed `most`."""
+    def __init__(
+        self, bound_s: float, *, first: int = _INITIAL_TOKENS, most: int = _MAX_TOKENS
+    ) -> None:
+        """Start with `first` tokens until a step was measured; never exceed `most`."""
         self._bound_s, self._first, self._most = bound_s, first, most
         self._token_s: deque[float] = deque(maxlen=3)
 
-    def tokens(self, *, somebody_waits: bool) -> int:
-        """Return how many prompt tokens the next step may take."""
+    def tokens(self, *, with_decodes: bool) -> int:
+        """Return the most prompt tokens of the next step, in which sequences may also decode."""
+        factor = 1 if with_decodes else _PREFILL_ONLY_FACTOR
         if not self._token_s:
-            return self._first if somebody_waits else _ALONE_FACTOR * self._first
-        bound_s = self._bound_s if somebody_waits else _ALONE_FACTOR * self._bound_s
+            return factor * self._first
         token_s = sorted(self._token_s)[(len(self._token_s) - 1) // 2]
-        return int(min(max(bound_s / token_s, _LEAST), self._most))
+        return int(min(max(factor * self._bound_s / token_s, _MIN_TOKENS), self._most))
 
     def observe(self, *, tokens: int, seconds: float) -> None:
         """Record the prompt tokens and the duration of a step."""
-        if tokens >= _LEAST:
+        if tokens >= _MIN_TOKENS:
             self._token_s.append(seconds / tokens)
 
 
 def prompt_chunks(
     sequences: Sequence[RunningSequence], budget: int, cache: SequenceCache
 ) -> list[Chunk]:
-    """Return the next chunks of the prompts, about `budget` tokens of them.
+    """Return the next chunks of the prompts, about `budget` tokens in all.
 
-    A step stores the keys of all its tokens before it uses any: its later sequences share what
-    earlier ones compute. Up to half of the budget is for the oldest sequence. Those with the fewest
-    missing tokens come first among the others: no short prompt waits for a long one, and no long
-    one for ever.
+    A step stores the keys of all its tokens before it reads any, so that later sequences of a step
+    share what earlier ones compute. Up to half of the budget is reserved for the oldest sequence;
+    the others follow in order of remaining tokens. No short prompt waits for a long one, and long
+    ones always advance.
     """
     chunks: list[Chunk] = []
-    behind = {id(each.owner) for each in sequences if each.owner.lock_step and _missing(each) > 1}
-    reserved = min(budget // 2, _missing(sequences[0])) if sequences else 0
-    for sequence in [*sorted(sequences[1:], key=_missing), *sequences[:1]]:
+    behind = {id(each.owner) for each in sequences if each.owner.lock_step and _remaining(each) > 1}
+    reserved = min(budget // 2, _remaining(sequences[0])) if sequences else 0
+    for sequence in [*sorted(sequences[1:], key=_remaining), *sequences[:1]]:
         if sequence is sequences[0]:
             reserved = 0
-        cache.shared_tokens += cache.share(sequence)  # computed since it began
+        cache.shared_tokens += cache.share(sequence)  # blocks computed since it got its slot
         count = _count(sequence, budget - reserved, is_behind=id(sequence.owner) in behind)
         if count > 0:
             first, stop = sequence.table.cached, sequence.table.cached + count
@@ -72,31 +73,30 @@ def prompt_chunks(
 
 
 def _count(sequence: RunningSequence, budget: int, *, is_behind: bool) -> int:
-    """Return how many missing tokens of a prompt to compute, at most `budget`."""
+    """Return how many remaining tokens of a prompt to compute, at most `budget`."""
     table, limit = sequence.table, sequence.prompt_len
     if sequence.owner.lock_step:
-        # Sequences in lock step hold back their last token until all have reached it.
+        # In lock step, sequences hold back their last token until all have reached it.
         limit, budget = (limit - 1, budget) if is_behind else (limit, max(budget, 1))
     count = min(budget, limit - table.cached)
     if table.memory_len is not None:
-        # Later tokens see less of the beginning: in a full slot each token displaces another.
+        # In a full slot each token displaces the oldest one, so they are computed one by one.
         count = min(count, max(table.memory_len - table.held, 1))
     if sequence.prompt_outputs.wants_logits:
-        count = min(count, _MOST_LOGITS)
+        count = min(count, _MAX_LOGITS)
     return count
 
 
-def _missing(sequence: RunningSequence) -> int:
+def _remaining(sequence: RunningSequence) -> int:
     return sequence.prompt_len - sequence.table.cached
 
 
 class EncoderProgress:
     """The batch in the encoder of an encoder-decoder; always empty for other models.
 
-    One batch of sequences passes the encoder at a time. A step takes as many of its layers as fit
-    in the time a step may take: an input of an encoder cannot be cut as the prompt of a decoder
-    can. What is planned counts as done; the step that ends the pass may go on with the first tokens
-    of its sequences.
+    One batch of sequences passes the encoder at a time. Since its inputs cannot be divided into
+    chunks, a step runs as many layers as its time budget allows. Planned layers count as done: the
+    step that ends a pass may already decode its sequences' first tokens.
     """
 
     def __init__(self, layers: int) -> None:
@@ -105,9 +105,9 @@ class EncoderProgress:
         self._batch: list[RunningSequence] = []
 
     def plan(self, sequences: Iterable[RunningSequence], budget: int) -> EncoderWork:
-        """Return the encoder's work of the next step; waiting `sequences` begin if it is empty.
+        """Return the encoder's work of the next step, with a new batch if the encoder is empty.
 
-        The whole pass of `budget` tokens fits in the time a step may take.
+        `budget` is the number of tokens whose whole pass fits into the time budget of a step.
         """
         if self._layers and not self._batch:
             taken: list[RunningSequence] = []
@@ -132,7 +132,7 @@ class EncoderProgress:
         return EncoderWork(batch, layers, begins, tokens=_tokens(batch) * layers // self._layers)
 
     def drop(self, sequences: Iterable[RunningSequence]) -> None:
-        """Drop sequences; a pass begins again without them, whose blocks are no longer theirs."""
+        """Drop sequences, whose blocks are freed; the others start their pass again."""
         dropped = set(sequences)
         if not dropped.isdisjoint(self._batch):
             self._batch = [sequence for sequence in self._batch if sequence not in dropped]

@@ -62,29 +62,29 @@ def test_segments_are_cut_into_even_runs() -> None:
 def test_chunks_follow_the_measured_speed() -> None:
     chunk = ChunkSize(0.5)
     chunk.observe(tokens=100, seconds=0.1)
-    assert chunk.tokens(somebody_waits=True) == 500
-    assert chunk.tokens(somebody_waits=False) > 500
+    assert chunk.tokens(with_decodes=True) == 500
+    assert chunk.tokens(with_decodes=False) > 500
     for _ in range(2):
         chunk.observe(tokens=100, seconds=1.0)
-    assert chunk.tokens(somebody_waits=True) == 50
+    assert chunk.tokens(with_decodes=True) == 50
     for _ in range(2):
         chunk.observe(tokens=100, seconds=100.0)
-    assert chunk.tokens(somebody_waits=True) == 16
+    assert chunk.tokens(with_decodes=True) == 16
 
 
 def test_one_slow_step_does_not_make_prompts_crawl() -> None:
     chunk = ChunkSize(0.5)
     chunk.observe(tokens=100, seconds=100.0)  # such as the first of all, which compiles
-    assert chunk.tokens(somebody_waits=True) == 16
+    assert chunk.tokens(with_decodes=True) == 16
     chunk.observe(tokens=100, seconds=0.1)
-    assert chunk.tokens(somebody_waits=True) == 500
+    assert chunk.tokens(with_decodes=True) == 500
     chunk.observe(tokens=100, seconds=0.1)
     chunk.observe(tokens=100, seconds=100.0)
-    assert chunk.tokens(somebody_waits=True) == 500
+    assert chunk.tokens(with_decodes=True) == 500
 
 
 def test_steps_with_few_prompt_tokens_teach_nothing() -> None:
     chunk = ChunkSize(0.5)
     chunk.observe(tokens=100, seconds=0.1)
     chunk.observe(tokens=2, seconds=5.0)
-    assert chunk.tokens(somebody_waits=True) == 500
+    assert chunk.tokens(with_decodes=True) == 500
