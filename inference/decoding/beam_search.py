@@ -36,14 +36,14 @@ class Hypothesis(NamedTuple):
 
 
 # Natural logarithm of the largest divisor, and below zero of the least: a double holds more.
-_LARGEST_LOG = 300.0
+_MAX_LOG = 300.0
 
 
 def length_divisor(length: int, *, alpha: float) -> float:
     """Return what a sum of log probabilities over `length` tokens is divided by to rank it."""
     if alpha == 0 or length <= 1:
         return 1.0
-    most = _LARGEST_LOG / math.log(length)
+    most = _MAX_LOG / math.log(length)
     return math.pow(length, max(-most, min(alpha, most)))
 
 

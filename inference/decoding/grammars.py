@@ -18,12 +18,12 @@ import numpy as np
 
 from inference.decoding.tensor_fields import Array
 
-MOST_GRAMMAR_BYTES = 64 << 10
+MAX_GRAMMAR_BYTES = 64 << 10
 # The keys of a structure, as vLLM's `structured_outputs` has them; a structure has one.
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 # A model that is unsure of what comes next may otherwise go on with white space to the last token.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,32}"}
-_MOST_KEPT = 64  # compiled grammars
+_MAX_CACHED = 64  # compiled grammars
 _MISSING = "needs the package llguidance where the model is served: pip install llguidance"
 
 
@@ -121,7 +121,7 @@ class Grammars:
         self._texts, self._size = texts, vocab_size
         self._end_ids = [token for token in end_ids if 0 <= token < vocab_size]
         self._lock = Lock()
-        self._matcher = lru_cache(_MOST_KEPT)(self._compile)
+        self._matcher = lru_cache(_MAX_CACHED)(self._compile)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:

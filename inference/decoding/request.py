@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Constraint
+from inference.decoding.grammars import MAX_GRAMMAR_BYTES, Constraint
 from inference.decoding.rows import (
     NO_PROMPT,
     P_TUNING,
@@ -177,8 +177,8 @@ def _constraints(
         return []
     for b, text in enumerate(texts.reshape(-1).tolist()):
         try:
-            if len(text) > MOST_GRAMMAR_BYTES:
-                raise ValueError(f"{MOST_GRAMMAR_BYTES} bytes at most")
+            if len(text) > MAX_GRAMMAR_BYTES:
+                raise ValueError(f"{MAX_GRAMMAR_BYTES} bytes at most")
             found.append(grammars.constraint(bytes(text).decode()) if text else None)
         except ValueError as error:  # noqa: PERF203 - one problem each
             fields.problems.append(f"{STRUCTURE}[{b}]: {error}")

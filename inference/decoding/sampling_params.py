@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.decoding.tensor_fields import ANY, TensorFields
-from inference.decoding.word_lists import MOST_IDS, TokenIds, Words, read_word_lists
+from inference.decoding.word_lists import MAX_IDS, TokenIds, Words, read_word_lists
 
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = float(np.float32(1e-6))
-LEAST_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
-MOST_FREQUENCY_PENALTY = 1e20  # a sum of more, divided by a small temperature, may overflow
+MIN_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
+MAX_FREQUENCY_PENALTY = 1e20  # a sum of more, divided by a small temperature, may overflow
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
@@ -111,8 +111,8 @@ _WITHIN = {
     **dict.fromkeys(_SCORES, (0, MAX_LOG_PROBS)),
     "beam_width": (1, MAX_BEAM_WIDTH),
     "min_p": (0, 1),
-    "repetition_penalty": (LEAST_PENALTY, math.inf),
-    "frequency_penalty": (-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY),
+    "repetition_penalty": (MIN_PENALTY, math.inf),
+    "frequency_penalty": (-MAX_FREQUENCY_PENALTY, MAX_FREQUENCY_PENALTY),
 }
 _PER_ROW = ("start_id", "end_id", "top_p_decay", "top_p_min", "top_p_reset_id")
 # The tensors that are read here.
@@ -189,8 +189,8 @@ def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
     bias = fields.finite(BIAS, *shape)
     if (BIAS_IDS in fields.tensors) != (BIAS in fields.tensors):
         fields.problems.append(f"{BIAS_IDS} and {BIAS} belong together; send both")
-    elif ids is not None and ids.size > MOST_IDS:
-        fields.problems.append(f"{BIAS_IDS}: {ids.size} ids; {MOST_IDS} in all rows at most")
+    elif ids is not None and ids.size > MAX_IDS:
+        fields.problems.append(f"{BIAS_IDS}: {ids.size} ids; {MAX_IDS} in all rows at most")
     elif ids is not None and bias is not None:
         rows = zip(ids.tolist(), bias.tolist(), strict=True)
         return [tuple({i: v for i, v in zip(*row, strict=True) if i >= 0}.items()) for row in rows]

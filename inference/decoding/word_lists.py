@@ -11,7 +11,7 @@ import numpy as np
 from inference.decoding.tensor_fields import Array, TensorFields
 
 # For all rows of a request: each step looks at every word.
-MOST_IDS = 1 << 18
+MAX_IDS = 1 << 18
 TokenIds = tuple[int, ...]
 Words = tuple[TokenIds, ...]
 
@@ -22,9 +22,9 @@ def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Wo
     if value is None:
         return [()] * fields.batch
     width = value.shape[-1]
-    if fields.batch * width > MOST_IDS:
+    if fields.batch * width > MAX_IDS:
         fields.problems.append(
-            f"{name}: {width} ids for each of {fields.batch} rows; {MOST_IDS} in all at most"
+            f"{name}: {width} ids for each of {fields.batch} rows; {MAX_IDS} in all at most"
         )
         return [()] * fields.batch
     rows = value.astype(np.int64).reshape(-1, 2, width)  # (1 or B, 2, W)

@@ -202,7 +202,7 @@ def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> l
     return hashes
 
 
-def most_blocks(request: GenerationRequest, row: SequenceRequest, block_tokens: int) -> int:
+def max_blocks(request: GenerationRequest, row: SequenceRequest, block_tokens: int) -> int:
     """Return the most blocks that all slots of a row ever hold, including its encoder's output.
 
     Beams share the full blocks of their prompt, except with `memory_len`.

@@ -17,10 +17,10 @@ from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.decoding.rows import GenerationRequest, ModelLimits, SequenceRequest
-from inference.engine.blocks import most_blocks
+from inference.engine.blocks import max_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
-from inference.ranks.base import MOST_PROMPT_TOKENS, cache_shape
+from inference.ranks.base import MAX_PROMPT_TOKENS, cache_shape
 from inference.ranks.settings import RankSettings
 from inference.system.control_groups import memory_room
 
@@ -90,7 +90,7 @@ class Capacity:
         return problems
 
     def _blocks_of(self, request: GenerationRequest, row: SequenceRequest) -> int:
-        return most_blocks(request, row, self.block_tokens) if self.blocks else 0
+        return max_blocks(request, row, self.block_tokens) if self.blocks else 0
 
     def _too_long(self, request: GenerationRequest) -> list[str]:
         problems = []
@@ -228,7 +228,7 @@ def _cuda_budget(
     share = max(free // options.sharing_engines - weights - logits, 0)
     # The largest step needs about the memory of one MLP's inputs and outputs.
     inner = architecture.inter_size // placement.tp_size
-    left = share - MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
+    left = share - MAX_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
     budget = options.kv_cache_bytes or max(min(int(share * _CUDA_SHARE), left), least_bytes)
     if max(budget, least_bytes) > free - weights - logits:
         raise ValueError(

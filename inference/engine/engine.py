@@ -41,14 +41,14 @@ from inference.engine.sequence_cache import SequenceCache
 from inference.engine.sessions import turn_problems
 from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
-from inference.ranks.base import MOST_PROMPT_TOKENS
+from inference.ranks.base import MAX_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement, RankSettings
 
 # The names for use from Python, without a server.
 __all__ = ["Engine", "EngineOptions", "Placement"]
 
-_GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
+_GPU_CHUNK = {"first": 2048, "most": MAX_PROMPT_TOKENS}
 
 
 class Engine(EngineBase):

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from export_scripts.families.layout.architecture import Rotary
-from inference.engine.blocks import BlockPool, most_blocks, prefix_hashes
+from inference.engine.blocks import BlockPool, max_blocks, prefix_hashes
 from inference.engine.planned_step import Chunk
 from inference.engine.sequence import RunningRequest, RunningSequence, SequenceStatus
 from inference.model.kv_cache import WIPE, Move, encoder_slot
@@ -45,16 +45,16 @@ class SequenceCache:
         if beams * len(sequences) > self.slots - held_slots:
             return False
         total = self.blocks.total
-        return total is None or self._most_blocks(sequences) <= total - held_blocks
+        return total is None or self._max_blocks(sequences) <= total - held_blocks
 
-    def _most_blocks(self, sequences: Sequence[RunningSequence]) -> int:
+    def _max_blocks(self, sequences: Sequence[RunningSequence]) -> int:
         """Return the most blocks that sequences need at once; preemptible ones can take turns."""
         blocks, owner = list(map(self._own_blocks, sequences)), sequences[0].owner
         return sum(blocks) if owner.stays or owner.joins_whole else max(blocks)
 
     def _own_blocks(self, sequence: RunningSequence) -> int:
         request = sequence.owner.request
-        return most_blocks(request, sequence.request, self.blocks.block_tokens)
+        return max_blocks(request, sequence.request, self.blocks.block_tokens)
 
     def forks(self, sequence: RunningSequence) -> bool:
         """Return whether its beams share blocks; with `memory_len` they do not."""
@@ -72,7 +72,7 @@ class SequenceCache:
         others = [running for each in requests for running in each.active if not each.stays]
         shared = sum(map(self._shared_blocks, sequences))
         if owner.stays:
-            need = most = self._most_blocks(sequences)
+            need = most = self._max_blocks(sequences)
             # Each preemptible sequence must be able to finish alone.
             most += max(map(self._own_blocks, others), default=0)
         else:

@@ -28,7 +28,7 @@ from inference.parallel.native_cpu import attend, has_library
 
 # The padded work stays below this multiple of the true work, or it adds fewer tokens than a
 # further call costs.
-_MOST_PADDED = 1.25
+_MAX_PADDED = 1.25
 _CALL_TOKENS = 256
 
 
@@ -189,7 +189,7 @@ def _may_join(run: list[Segment], segment: Segment) -> bool:
         return False
     lengths = [each.stop for each in (*run, segment)]
     padded, true = max(lengths) * len(lengths), sum(lengths)
-    return padded - true <= _CALL_TOKENS or padded <= _MOST_PADDED * true
+    return padded - true <= _CALL_TOKENS or padded <= _MAX_PADDED * true
 
 
 def _attend_capped(

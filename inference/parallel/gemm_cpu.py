@@ -25,7 +25,7 @@ from inference.parallel.int8 import quantise
 _ROWS_HINT = 8
 # oneDNN's kernels take several rows at once and have slower ones for fewer: one row alone takes 1.2
 # to 1.7 times as long as four.
-_LEAST_ROWS = 4
+_MIN_ROWS = 4
 
 # Models of 7B parameters and more, whose layers are this wide, have a few activations a hundred
 # times as large as the rest (LLM.int8(), arXiv 2208.07339): one digit would round the rest away.
@@ -86,7 +86,7 @@ class OneDnnGemm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual."""
         rows = len(x)
-        if rows < _LEAST_ROWS:
+        if rows < _MIN_ROWS:
             x = _repeated(x)
             residual = None if residual is None else _repeated(residual)
         y: Tensor
@@ -96,13 +96,13 @@ class OneDnnGemm:
         else:
             assert self.attribute == "none", "a residual is added to a plain product"
             y = self._binary(x, residual, self.weight, self.bias, "add")
-        return y[:rows] if rows < _LEAST_ROWS else y
+        return y[:rows] if rows < _MIN_ROWS else y
 
 
 def _repeated(x: Tensor) -> Tensor:
-    """Return x with its rows repeated, so that there are at least `_LEAST_ROWS`."""
+    """Return x with its rows repeated, so that there are at least `_MIN_ROWS`."""
     rows = len(x)
-    return x.expand(_LEAST_ROWS, -1) if rows == 1 else x.repeat(-(-_LEAST_ROWS // rows), 1)
+    return x.expand(_MIN_ROWS, -1) if rows == 1 else x.repeat(-(-_MIN_ROWS // rows), 1)
 
 
 # FBGEMM divides so many rows at once into tiles.

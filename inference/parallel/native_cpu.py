@@ -34,7 +34,7 @@ _CHOICES = {"x86_64": ("avx2", "avx512"), "aarch64": ("dotprod",)}
 
 _WIDTH = 32  # outputs of a block
 _GROUP = {torch.int8: 4, torch.bfloat16: 2}  # inputs that are stored together
-_MOST_INPUTS = 1 << 16  # a sum of 8-bit products fits into 32 bits
+_MAX_INPUTS = 1 << 16  # a sum of 8-bit products fits into 32 bits
 
 
 class _Weight(ctypes.Structure):
@@ -92,7 +92,7 @@ def has_native(weight: torch.dtype, inputs: int) -> bool:
     """Return whether `NativeGemm` serves weights of a type, and faster than others here."""
     if weight not in _GROUP or not has_library():
         return False
-    return inputs <= _MOST_INPUTS if weight == torch.int8 else not multiplies_bf16()
+    return inputs <= _MAX_INPUTS if weight == torch.int8 else not multiplies_bf16()
 
 
 def multiplies_bf16() -> bool:

@@ -29,7 +29,7 @@ from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 from inference.system.process_memory import give_back_memory
 
-MOST_PROMPT_TOKENS = 8192  # of a step on a GPU; fewer would leave it idle
+MAX_PROMPT_TOKENS = 8192  # of a step on a GPU; fewer would leave it idle
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from inference.model.weights import check_architecture
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import KV_CACHE_DTYPES, Placement
 
-_LEAST_TRITON = (3, 4)  # whose kernels take records
+_MIN_TRITON = (3, 4)  # whose kernels take records
 
 
 def check_ranks(
@@ -106,8 +106,8 @@ def _device(device: str, ranks: int) -> tuple[str, list[str]]:
             f"{visible} are visible; change the sizes or CUDA_VISIBLE_DEVICES, or set device=cpu"
         ]
     found = _triton_version()
-    if found == "none" or tuple(map(int, found.split(".")[:2])) < _LEAST_TRITON:
-        least = ".".join(map(str, _LEAST_TRITON))
+    if found == "none" or tuple(map(int, found.split(".")[:2])) < _MIN_TRITON:
+        least = ".".join(map(str, _MIN_TRITON))
         return "cuda", [
             f"device=cuda needs Triton {least} or later, which comes with torch 2.8 and later; "
             f"installed is {found}. Upgrade torch, or set device=cpu"

@@ -15,7 +15,7 @@ from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder import Decoder
 from inference.model.step import Step
-from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
+from inference.ranks.base import MAX_PROMPT_TOKENS, StepResult
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from inference.model.gpu.prompt_graph import PromptGraphs
 
 # Tokens of a step for which libraries choose and load their kernels before the first request.
-_WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), MOST_PROMPT_TOKENS)
+_WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), MAX_PROMPT_TOKENS)
 
 
 class DecoderRank(GeneratorRank):

@@ -28,10 +28,10 @@ from torch.distributed.distributed_c10d import Store
 
 _KEY_BYTES = _NONCE_BYTES = 32
 _DIGEST = "sha256"
-_MOST_BYTES = 16 << 20  # of one message
+_MAX_BYTES = 16 << 20  # of one message
 _GREETING_S = 5.0  # to prove possession of the key
 # Connections that have not proved it yet; further ones are closed, and try again.
-_MOST_GREETINGS = 64
+_MAX_GREETINGS = 64
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
 
 # The timeout that torch's store applies on the server; a wait is a client's, which asks again.
@@ -136,7 +136,7 @@ class StoreServer:
         self.listener, self._key, self._timeout_s = listener, key, timeout_s
         self._values = HashStore()
         self._values.set_timeout(timedelta(seconds=timeout_s))
-        self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
+        self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def store(self) -> KeyedStore:
@@ -173,7 +173,7 @@ class StoreServer:
                 self._greetings.release()
             with connection:
                 while True:
-                    operation, *arguments = json.loads(connection.recv_bytes(_MOST_BYTES))
+                    operation, *arguments = json.loads(connection.recv_bytes(_MAX_BYTES))
                     found = self._apply(operation, *arguments)
                     connection.send_bytes(json.dumps(found).encode())
 
@@ -203,7 +203,7 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
                 connection.send_bytes(json.dumps(message).encode())
                 if not connection.poll(timeout_s):
                     raise TimeoutError(f"no answer within {timeout_s:g} s")
-                return json.loads(connection.recv_bytes(_MOST_BYTES))
+                return json.loads(connection.recv_bytes(_MAX_BYTES))
         except (OSError, EOFError, ValueError) as error:
             connection.close()  # a late answer would be taken for that of the next
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Grammars, TokenTexts, compiled
+from inference.decoding.grammars import MAX_GRAMMAR_BYTES, Grammars, TokenTexts, compiled
 from inference.decoding.request import STRUCTURE, parse_request
 from inference.decoding.rows import ModelLimits, SequenceRequest
 from inference.decoding.sampler import Sampler
@@ -128,7 +128,7 @@ def test_a_request_states_the_form_of_each_row(grammars: Grammars) -> None:
     assert [row.constraint is None for row in request.rows] == [False, True]
     wide = gpt(**{STRUCTURE: text, "beam_width": column(2, 2)})
     assert problems(wide, limits) == [f"{STRUCTURE}: needs beam_width=1"]
-    for wrong in (b"[]", b"{", b"\xff", b" " * (MOST_GRAMMAR_BYTES + 1)):
+    for wrong in (b"[]", b"{", b"\xff", b" " * (MAX_GRAMMAR_BYTES + 1)):
         sent = {STRUCTURE: column(wrong, b"", dtype=np.object_)}
         (problem,) = problems(gpt(**sent), limits)
         assert problem.startswith(STRUCTURE)

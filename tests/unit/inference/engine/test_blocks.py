@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inference.decoding.rows import GenerationRequest, SequenceRequest
 from inference.decoding.sampling_params import SamplingParams
-from inference.engine.blocks import BlockPool, most_blocks, prefix_hashes
+from inference.engine.blocks import BlockPool, max_blocks, prefix_hashes
 from inference.model.kv_cache import Move
 from inference.model.step import Segment
 from inference.ranks.plan import StepPlan
@@ -76,7 +76,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
         length = len(prompt) * SIZE
         options, ids = SamplingParams(end_id=0, beam_width=len(slots)), (0,) * length
         row = SequenceRequest(ids, answer_len + 1, options, context_ids=ids)
-        most = most_blocks(GenerationRequest((row,), length), row, SIZE)
+        most = max_blocks(GenerationRequest((row,), length), row, SIZE)
         if any(slot in self.tokens or self._is_beam(slot) for slot in slots):
             return
         if most - self.pool.used(names) > self.pool.free:
