@@ -67,10 +67,10 @@ class Capacity:
         problems = self._too_long(request)
         if request.beam_width > 1:
             largest = max(request.rows, key=lambda row: self._blocks_of(request, row))
-            problems += self.room_problems(request, [largest])
+            problems += self.concurrency_problems(request, [largest])
         return problems
 
-    def room_problems(
+    def concurrency_problems(
         self, request: GenerationRequest, rows: Sequence[SequenceRequest]
     ) -> list[str]:
         """Return the reasons why rows of a request cannot run to completion at the same time."""

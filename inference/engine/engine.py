@@ -129,7 +129,7 @@ class Engine(EngineBase):
         running.waiting = [self._make_sequence(running, *each) for each in enumerate(request.rows)]
         frames_line_up = on_step is not None and len(request.rows) > 1
         if frames_line_up:
-            running.lock_step = not self.capacity.room_problems(request, request.rows)
+            running.lock_step = not self.capacity.concurrency_problems(request, request.rows)
         try:
             self._queue(running)
         except (EngineBusyError, RequestError):

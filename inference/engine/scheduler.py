@@ -86,13 +86,13 @@ class Scheduler(StepScheduler):
         if request.turn is not None:
             self.drop_cancelled()  # may include the previous turn of this session
             if not request.waiting:  # a refused last turn, which ends its session
-                self._sessions.forget(request.turn.session_id)
+                self._sessions.end_refused(request.turn.session_id)
                 return
             try:
-                self._sessions.enter(request, request.turn)
+                self._sessions.begin_turn(request, request.turn)
             except RequestError as error:
                 if request.turn.ends:
-                    self._sessions.forget(request.turn.session_id)
+                    self._sessions.end_refused(request.turn.session_id)
                 request.fail(error)
                 return
         self.requests[request] = None
@@ -110,7 +110,7 @@ class Scheduler(StepScheduler):
         """Drop a request and free its slots."""
         for sequence in request.active:
             # Results of a failed step must not be shared.
-            self._cache.vacate(sequence, forget=True)
+            self._cache.release(sequence, forget=True)
         for sequence in [*request.active, *request.waiting]:
             sequence.become(SequenceStatus.ABORTED)
         self._encoder.drop(request.active)
@@ -152,7 +152,7 @@ class Scheduler(StepScheduler):
         if not chunks and not encoding.layers:
             assert not running or under_way, "running sequences without work"
             return None
-        self._cache.forget_oldest(chunks)
+        self._cache.drop_oldest(chunks)
         step = lay_out(
             chunks,
             encoding,
@@ -178,11 +178,11 @@ class Scheduler(StepScheduler):
         """Process the results of a planned step: choose tokens, answer finished requests."""
         if step.prompt_tokens:
             self._chunk_size.observe(tokens=step.prompt_tokens, seconds=seconds)
-        grown = self._take(step, result)
+        progressed = self._process(step, result)
         # Unfinished requests without `on_step` whose token a rank chose need no report.
-        self._answer(step.owners if step.plan.with_logits else grown, grown)
+        self._answer(step.owners if step.plan.with_logits else progressed, progressed)
 
-    def _take(self, step: GeneratingStep, result: StepResult) -> set[RunningRequest]:
+    def _process(self, step: GeneratingStep, result: StepResult) -> set[RunningRequest]:
         """Process the results of a step; return the requests with progress to report."""
         sampled: dict[RunningSequence, list[int]] = {}  # sequence -> a row of logits for each slot
         first, now = 0, perf_counter()
@@ -191,7 +191,7 @@ class Scheduler(StepScheduler):
             # The sequence may have ended, or its client left, since this step was planned.
             if not sequence.is_over:
                 if chunk.is_prompt:
-                    self._take_prompt(chunk, number, result, slice(first, stop))
+                    self._collect_prompt(chunk, number, result, slice(first, stop))
                 if chunk.samples:
                     # All beams start from the single row of logits of the prompt.
                     beams = len(sequence.slots) if chunk.is_prompt else 1
@@ -199,14 +199,14 @@ class Scheduler(StepScheduler):
                     self._generated_tokens += 1
                     sequence.owner.times.note_token(now)
             first = stop
-        grown: set[RunningRequest] = set()
+        progressed: set[RunningRequest] = set()
         if result.chosen is not None:
             by_ranks = [sequence for sequence in sampled if sequence.answer.rank_chooses]
             chosen = {sequence: sampled.pop(sequence)[0] for sequence in by_ranks}
-            grown = self._take_chosen(chosen, result.chosen.numpy())
-        return grown | self._choose(sampled, result.logits)
+            progressed = self._record_chosen(chosen, result.chosen.numpy())
+        return progressed | self._choose(sampled, result.logits)
 
-    def _take_prompt(self, chunk: Chunk, number: int, result: StepResult, rows: slice) -> None:
+    def _collect_prompt(self, chunk: Chunk, number: int, result: StepResult, rows: slice) -> None:
         """Collect the outputs of a prompt chunk; the last chunk makes them final."""
         sequence, gathered = chunk.sequence, chunk.sequence.prompt_outputs
         stop = chunk.first + len(chunk.ids)
@@ -235,7 +235,7 @@ class Scheduler(StepScheduler):
             self._advance(sequence)
         return {sequence.owner for sequence in sampled}
 
-    def _take_chosen(
+    def _record_chosen(
         self, sampled: Mapping[RunningSequence, int], chosen: Array
     ) -> set[RunningRequest]:
         """Record the tokens that a rank chose; return the requests with progress to report.
@@ -278,20 +278,20 @@ class Scheduler(StepScheduler):
         result = owner.results[sequence.index] = sequence.answer.result()
         owner.active.remove(sequence)
         if owner.session is None:
-            self._cache.vacate(sequence)
+            self._cache.release(sequence)
         else:
             if len(sequence.slots) > 1:
                 # The conversation continues in the first slot, from the best beam.
                 first = sequence.slots[0]
                 self._cache.move(sequence, {first: _parents(sequence)[first]})
-            self._sessions.remember(sequence, result)
+            self._sessions.suspend(sequence, result)
         sequence.become(SequenceStatus.FINISHED)
 
     def _admit(self) -> None:
         """Give slots to waiting sequences: requests with the fewest running ones go first."""
         self._sessions.expire()
         while request := self._first_waiting():
-            sequences = request.waiting if request.joins_whole else request.waiting[:1]
+            sequences = request.waiting if request.starts_together else request.waiting[:1]
             if not self._cache.could_hold(sequences, *self._sessions.held):
                 if not self._sessions.end_abandoned():
                     self._refuse(request)
@@ -324,7 +324,7 @@ class Scheduler(StepScheduler):
             if under_way:
                 return False
             newest = max(
-                (sequence for sequence in running if not sequence.owner.stays),
+                (sequence for sequence in running if not sequence.owner.is_pinned),
                 key=lambda sequence: (sequence.owner.arrival, sequence.index),
             )
             self._preempt(newest)
@@ -344,7 +344,7 @@ class Scheduler(StepScheduler):
             sequence
             for request in (self.requests if self._shifts else ())
             for sequence in request.active
-            if not request.stays and sequence.needs_step
+            if not request.is_pinned and sequence.needs_step
             if sequence.table.shift != position_shift(self._cache.rotary, sequence.table.cached + 1)
         ]
         if outgrown and under_way:
@@ -357,7 +357,7 @@ class Scheduler(StepScheduler):
         """Free a sequence's slot and blocks; it waits, and recomputes its tokens later."""
         logger.debug("preempted a sequence of %d tokens", sequence.table.cached)
         self._encoder.drop([sequence])
-        self._cache.vacate(sequence)
+        self._cache.release(sequence)
         sequence.preempt()
         sequence.owner.active.remove(sequence)
         sequence.owner.waiting.insert(0, sequence)
@@ -393,8 +393,10 @@ class Scheduler(StepScheduler):
         )
         self.drop(request)
 
-    def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
-        """Answer the requests that have finished, and report the progress of those in `grown`."""
+    def _answer(
+        self, owners: Iterable[RunningRequest], progressed: Container[RunningRequest]
+    ) -> None:
+        """Answer requests that have finished, and report the progress of those in `progressed`."""
         for request in owners:
             if request not in self.requests:
                 continue
@@ -404,10 +406,10 @@ class Scheduler(StepScheduler):
                 del self.requests[request]
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
-                    self._sessions.leave(request)
+                    self._sessions.end_turn(request)
                 _note_end(request.times, request.request.rows, rows)
                 request.succeed(GenerationResult(request.request, rows, request.times))
-            elif request.on_step is not None and request in grown:
+            elif request.on_step is not None and request in progressed:
                 self._report(request)
 
     def _report(self, request: RunningRequest) -> None:

@@ -61,11 +61,11 @@ OnStep = Callable[[Any], object]
 
 @dataclass(eq=False)
 class Session:
-    """One conversation; `kept` holds its idle sequences, ready for the next turn."""
+    """One conversation; `idle` holds its sequences that are ready for the next turn."""
 
     turn: SessionTurn  # the newest
     start: GenerationRequest  # its sizes hold for all turns
-    kept: dict[int, RunningSequence] = field(default_factory=dict)
+    idle: dict[int, RunningSequence] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
     blocks: int = 0  # reserved for its slots
@@ -326,12 +326,12 @@ class RunningRequest(QueuedRequest):
         return new
 
     @property
-    def stays(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether it is never preempted: sessions and beam searches keep their blocks."""
         return self.turn is not None or self.request.beam_width > 1
 
     @property
-    def joins_whole(self) -> bool:
+    def starts_together(self) -> bool:
         """Whether all its sequences must get slots at the same time."""
         return self.lock_step or self.turn is not None
 

@@ -49,10 +49,10 @@ class SequenceCache:
 
     def _max_blocks(self, sequences: Sequence[RunningSequence]) -> int:
         """Return the most blocks that sequences need at once; preemptible ones can take turns."""
-        blocks, owner = list(map(self._own_blocks, sequences)), sequences[0].owner
-        return sum(blocks) if owner.stays or owner.joins_whole else max(blocks)
+        blocks, owner = list(map(self._max_blocks_of, sequences)), sequences[0].owner
+        return sum(blocks) if owner.is_pinned or owner.starts_together else max(blocks)
 
-    def _own_blocks(self, sequence: RunningSequence) -> int:
+    def _max_blocks_of(self, sequence: RunningSequence) -> int:
         request = sequence.owner.request
         return max_blocks(request, sequence.request, self.blocks.block_tokens)
 
@@ -62,24 +62,24 @@ class SequenceCache:
         beams = sequence.owner.request.beam_width
         return paged and beams > 1 and sequence.table.memory_len is None
 
-    def _are_free(
+    def _has_free_blocks(
         self, sequences: Sequence[RunningSequence], requests: Iterable[RunningRequest]
     ) -> bool:
         """Return whether enough blocks are free for a request's sequences, see `take`."""
         blocks, owner = self.blocks, sequences[0].owner
         if blocks.total is None:
             return True
-        others = [running for each in requests for running in each.active if not each.stays]
+        others = [running for each in requests for running in each.active if not each.is_pinned]
         shared = sum(map(self._shared_blocks, sequences))
-        if owner.stays:
+        if owner.is_pinned:
             need = most = self._max_blocks(sequences)
             # Each preemptible sequence must be able to finish alone.
-            most += max(map(self._own_blocks, others), default=0)
+            most += max(map(self._max_blocks_of, others), default=0)
         else:
             need = min(len(others), blocks.total // _GROWTH_SHARE)
             for each in sequences:
                 need += blocks.count(each.prompt_len) + blocks.count(each.encoder_len)
-            most = max(map(self._own_blocks, sequences))
+            most = max(map(self._max_blocks_of, sequences))
         return need - shared <= blocks.free and most <= blocks.total - blocks.reserved
 
     def take(
@@ -91,7 +91,7 @@ class SequenceCache:
         """
         beams = sequences[0].owner.request.beam_width
         has_slots = beams * len(sequences) <= len(self.free_slots)
-        if not has_slots or not self._are_free(sequences, requests):
+        if not has_slots or not self._has_free_blocks(sequences, requests):
             return False
         for sequence in sequences:
             sequence.table.slots = [heapq.heappop(self.free_slots) for _ in range(beams)]
@@ -107,8 +107,8 @@ class SequenceCache:
             self.shared_tokens += shared  # a preempted sequence would find its own blocks
         encoder = encoder_slot(slots, self.slots)
         first, slot_tokens = slots[:1], sequence.prompt_len
-        if owner.stays:
-            most, encoded = self._own_blocks(sequence), blocks.count(sequence.encoder_len)
+        if owner.is_pinned:
+            most, encoded = self._max_blocks_of(sequence), blocks.count(sequence.encoder_len)
             blocks.reserve(slots, most - encoded)
             blocks.reserve([encoder], encoded)
             if owner.session is not None:
@@ -118,7 +118,7 @@ class SequenceCache:
         blocks.extend(encoder, sequence.encoder_len)
         for slot in first:
             held = blocks.extend(slot, slot_tokens)
-        if not owner.stays:
+        if not owner.is_pinned:
             sequence.table.capacity = held
 
     def _shared_blocks(self, sequence: RunningSequence) -> int:
@@ -162,7 +162,7 @@ class SequenceCache:
         owner, tokens = sequence.owner, sequence.prompt_len
         if owner.session is not None:
             tokens = owner.session.session_len
-        elif owner.stays:
+        elif owner.is_pinned:
             tokens = owner.request.slot_tokens(sequence.request)
         return position_shift(self.rotary, tokens)
 
@@ -179,7 +179,7 @@ class SequenceCache:
             (source, slot, start, table.held) for slot, source in sources.items() if source != slot
         ]
 
-    def forget_oldest(self, chunks: Sequence[Chunk]) -> None:
+    def drop_oldest(self, chunks: Sequence[Chunk]) -> None:
         """Drop the oldest tokens of slots that would exceed their `memory_len`."""
         excess: dict[RunningSequence, int] = {}
         for chunk in chunks:
@@ -193,7 +193,7 @@ class SequenceCache:
         for sequence, count in excess.items():
             sequence.table.forgotten += count
 
-    def vacate(self, sequence: RunningSequence, *, forget: bool = False) -> None:
+    def release(self, sequence: RunningSequence, *, forget: bool = False) -> None:
         """Free a sequence's slots, and wipe them unless their values are known to be finite.
 
         With `forget`, its blocks are no longer shared.

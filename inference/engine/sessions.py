@@ -33,7 +33,7 @@ class Sessions:
         self._free = free
         self._sessions: dict[int | str, Session] = {}
 
-    def forget(self, session_id: int | str) -> None:
+    def end_refused(self, session_id: int | str) -> None:
         """End a conversation whose last turn was refused, after any turn that still runs."""
         session = self._sessions.get(session_id)
         if session is not None and session.is_busy:
@@ -68,7 +68,7 @@ class Sessions:
             self.end(min(abandoned, key=lambda each: each.used_s))
         return bool(abandoned)
 
-    def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
+    def begin_turn(self, request: RunningRequest, turn: SessionTurn) -> None:
         """Begin a turn of a new conversation, or of one whose sequences continue in their slots.
 
         Raises:
@@ -101,7 +101,7 @@ class Sessions:
             session.turn, session.is_busy = turn, True
             _continue(session, request)
 
-    def remember(self, sequence: RunningSequence, result: SequenceResult) -> None:
+    def suspend(self, sequence: RunningSequence, result: SequenceResult) -> None:
         """Keep an answered sequence, so that its conversation can continue from the best answer."""
         session, request, table = sequence.owner.session, sequence.request, sequence.table
         assert session is not None
@@ -122,9 +122,9 @@ class Sessions:
         # Longer beams have cached, and perhaps forgotten, more tokens than this one.
         table.cached = min(table.cached, sequence.prompt_len)
         table.forgotten = min(table.forgotten, table.cached)
-        session.kept[sequence.index] = sequence
+        session.idle[sequence.index] = sequence
 
-    def leave(self, request: RunningRequest) -> None:
+    def end_turn(self, request: RunningRequest) -> None:
         """Record that a turn was answered."""
         session = request.session
         assert session is not None
@@ -135,7 +135,7 @@ class Sessions:
     def end(self, session: Session) -> None:
         """End a conversation, and free its slots."""
         del self._sessions[session.turn.session_id]
-        for sequence in session.kept.values():
+        for sequence in session.idle.values():
             self._free(sequence.slots)
 
 
@@ -150,7 +150,7 @@ def turn_problems(
     if turn.starts:
         return [
             *_length_problems(request, request.session_len or 0, capacity, limits),
-            *capacity.room_problems(request, request.rows),
+            *capacity.concurrency_problems(request, request.rows),
         ]
     return _next_problems(request)
 
@@ -214,7 +214,7 @@ def _check_fit(session: Session, request: RunningRequest) -> None:
             begun = "none" if expected is None else f"{expected}{rows}"
             problems.append(f"{name}: the session was started with {begun}, not {value}")
     for sequence in () if problems else request.waiting:
-        idle = session.kept.get(sequence.index)
+        idle = session.idle.get(sequence.index)
         history = 0 if idle is None else len(idle.prompt)
         new, more = sequence.prompt_len, sequence.request.output_len
         if history + new + more > session.session_len:
@@ -230,16 +230,16 @@ def _continue(session: Session, request: RunningRequest) -> None:
     """Prepend a conversation's tokens to the new tokens of each sequence."""
     request.session = session
     for sequence in request.waiting:
-        kept = session.kept.pop(sequence.index)
-        sequence.table = replace(kept.table, is_written=False)
-        sequence.prompt = kept.prompt + sequence.prompt
+        idle = session.idle.pop(sequence.index)
+        sequence.table = replace(idle.table, is_written=False)
+        sequence.prompt = idle.prompt + sequence.prompt
         sequence.prompt_tokens = len(sequence.prompt)
         sequence.request = replace(
             sequence.request,
-            input_ids=kept.request.context_ids + sequence.request.input_ids,
-            context_ids=kept.request.context_ids + sequence.request.context_ids,
-            returned_ids=kept.request.returned_ids + sequence.request.returned_ids,
-            prompt=sequence.request.prompt or kept.request.prompt,
+            input_ids=idle.request.context_ids + sequence.request.input_ids,
+            context_ids=idle.request.context_ids + sequence.request.context_ids,
+            returned_ids=idle.request.returned_ids + sequence.request.returned_ids,
+            prompt=sequence.request.prompt or idle.request.prompt,
         )
     rows = tuple(sequence.request for sequence in request.waiting)
     longest = max(len(row.returned_ids) for row in rows)
