@@ -1,4 +1,4 @@
-"""The growing answer of a sequence, and what each of its steps does to logits."""
+"""The growing answer of a sequence, and the rules that it applies to logits."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from inference.decoding.draws import NO_IDS, Penalty, TokenMarks, biases, prompt
 from inference.decoding.rows import PromptResult, SequenceRequest
 from inference.decoding.word_lists import TokenIds, banned_ids
 
-UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
+UNUSABLE = "the model computed logits that are not finite; no token can be chosen"
 
 
 class GrowingAnswer:
@@ -19,10 +19,10 @@ class GrowingAnswer:
         tokens: The newest token of each slot.
         parents: The slot whose cache each slot continues, once there are tokens.
         prompt: The outputs of the prompt.
-        error: The reason why no token could be chosen; the answer is finished then.
+        error: The reason why no token could be chosen, which finishes the answer.
         rank_chooses: Whether a rank can choose its tokens.
-        needs_norm: Whether a step needs the sum over the vocabulary.
-        is_plain: Whether a step takes the best of the raw logits.
+        needs_norm: Whether a step needs the softmax sum over the vocabulary.
+        is_plain: Whether a step takes the arg-max of the raw logits.
     """
 
     slots = 1
@@ -45,15 +45,15 @@ class GrowingAnswer:
         self.error = (constraint.problem if constraint is not None else "") or UNUSABLE
 
     def penalty(self, generated: int) -> Penalty:
-        """Return the penalty of the token that follows `generated` ones of the answer."""
+        """Return the penalty for the token after `generated` tokens of the answer."""
         o = self.options
-        # A lone first token has nothing before it: FasterTransformer starts at the second step.
+        # As in FasterTransformer, a single token of context is not penalised yet.
         if not o.is_penalised or self.request.context_len + generated <= 1:
             return Penalty(1, 0, o.frequency_penalty)
         return Penalty(o.repetition_penalty, o.presence_penalty, o.frequency_penalty)
 
     def _marks(self, answer: Sequence[int], newest: Sequence[int]) -> TokenMarks:
-        """Return the marks after the tokens of an answer; `newest` end prompt and answer."""
+        """Return the marks after an answer's tokens; `newest` are the last of prompt and answer."""
         o = self.options
         seen = NO_IDS
         if o.is_penalised:
@@ -65,7 +65,7 @@ class GrowingAnswer:
         return TokenMarks(seen, ids, bias)
 
     def forbidden_ids(self, generated: int) -> TokenIds:
-        """Return the end ids of the vocabulary while the answer is too short to end."""
+        """Return the end ids while the answer is shorter than `min_length`."""
         if generated >= self.options.min_length:
             return ()
         return tuple(token for token in self.options.end_ids if 0 <= token < self._vocab_size)

@@ -1,12 +1,12 @@
-"""Rows that follow several hypotheses at once: the two beam searches of the serving contract.
+"""The two beam searches of the serving contract.
 
 Decoder-only models keep finished beams in the beam, where they compete with a frozen score;
 encoder-decoder models move them to a pool. Source: FasterTransformer 5.3,
-kernels/online_softmax_beamsearch_kernels.cu, with every hypothesis scored by its own tokens and
+kernels/online_softmax_beamsearch_kernels.cu; but every hypothesis is scored by its own tokens and
 its own length.
 """
 
-# Shapes: K beams, m running beams, W candidates of a beam, R tokens asked for
+# Shapes: K beams, m running beams, W candidates of a beam, R tokens requested
 
 import itertools
 import math
@@ -21,12 +21,12 @@ from inference.decoding.processors import LogitRules, temperature_divisor
 from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResult
 from inference.decoding.word_lists import TokenIds, ends_with
 
-# The score that every beam but the first starts from, so that the first step fills all from one.
+# Initial score of all beams but the first, so that the first step extends the first beam only.
 UNSTARTED = -1e20
 
 
 class Hypothesis(NamedTuple):
-    """A token sequence with its log probabilities, and its score over length once it is ranked."""
+    """A token sequence with its log probabilities; `score` (over length) is set by ranking."""
 
     tokens: TokenIds = ()
     log_probs: tuple[float, ...] = ()
@@ -35,20 +35,20 @@ class Hypothesis(NamedTuple):
     score: float = 0.0
 
 
-# Natural logarithm of the largest divisor, and below zero of the least: a double holds more.
+# The divisor stays within exp(-300) and exp(300), which a double can hold.
 _MAX_LOG = 300.0
 
 
 def length_divisor(length: int, *, alpha: float) -> float:
-    """Return what a sum of log probabilities over `length` tokens is divided by to rank it."""
+    """Return length**alpha, the divisor of a sum of `length` log probabilities for its ranking."""
     if alpha == 0 or length <= 1:
         return 1.0
-    most = _MAX_LOG / math.log(length)
-    return math.pow(length, max(-most, min(alpha, most)))
+    limit = _MAX_LOG / math.log(length)
+    return math.pow(length, max(-limit, min(alpha, limit)))
 
 
 class BeamSearch(GrowingAnswer):
-    """A decoder-only beam search; beams are kept in the order of their last ranking."""
+    """A decoder-only beam search; beams stay in the order of their last ranking."""
 
     def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
@@ -60,23 +60,23 @@ class BeamSearch(GrowingAnswer):
 
     @property
     def is_finished(self) -> bool:
-        """True when no beam runs any more."""
+        """True when no beam is running."""
         return self.error is not None or not self.running
 
     @property
     def running(self) -> list[int]:
-        """The slots whose logits matter."""
+        """The slots of unfinished beams, whose logits are used."""
         return [k for k, beam in enumerate(self.beams) if beam.reason is None]
 
     is_plain = False
 
     def width(self, device: str) -> int:
-        """Return how many extensions of each beam a step looks at: twice K."""
+        """Return how many extensions of each beam a step considers: twice K."""
         del device
         return 2 * self.slots
 
     def rules(self) -> list[LogitRules]:
-        """Return what to do to the logits of each running slot in this step."""
+        """Return the rules for the logits of each running slot in this step."""
         divisor = temperature_divisor(self.options.temperature)
         penalty, forbidden = self.penalty(self.generated), self.forbidden_ids(self.generated)
         rules = []
@@ -86,26 +86,26 @@ class BeamSearch(GrowingAnswer):
         return rules
 
     def _newest(self, tokens: TokenIds) -> TokenIds:
-        """Return the last tokens of an answer, prompt included: as many as a word list can see."""
+        """Return the last tokens of prompt and answer, enough for the longest word of a list."""
         return self.request.context_ids[-self._tail :] + tokens[-self._tail :]
 
     def advance(self, candidates: Candidates) -> None:
-        """Take the step."""
-        # All beams of a row share this length: its own cache entries, not the padded ones.
+        """Extend the beams by one token."""
+        # All beams of a row have the same length, which counts no padding.
         extensions = self._extensions(candidates, self.request.context_len + self.generated)
-        self._go_on(list(itertools.islice(extensions, self.slots)))
+        self._continue_from(list(itertools.islice(extensions, self.slots)))
 
-    def _go_on(self, beams: Sequence[tuple[int, Hypothesis]]) -> None:
-        """Go on from beams, each with the slot of the one that it continues."""
+    def _continue_from(self, beams: Sequence[tuple[int, Hypothesis]]) -> None:
+        """Replace the beams by extended ones, each with the slot of its parent."""
         self.parents = [parent for parent, _ in beams]
         self.beams = [beam for _, beam in beams]
         self.tokens = tuple(beam.tokens[-1] for beam in self.beams)
         self.generated += 1
 
     def _extensions(self, candidates: Candidates, length: int) -> Iterator[tuple[int, Hypothesis]]:
-        """Yield all extensions best first, each with the slot of the beam that it continues.
+        """Yield all extensions, best first, each with the slot of its parent.
 
-        A finished beam has one, by its end id at no cost, and stays as it is.
+        A finished beam has one extension, itself unchanged.
         """
         running = self.running
         values = candidates.values.astype(np.float64)  # (m, W)
@@ -138,11 +138,11 @@ class BeamSearch(GrowingAnswer):
         return Hypothesis(tokens, (*beam.log_probs, log_prob), cum_log_prob, reason, score)
 
     def hypotheses(self) -> list[Hypothesis]:
-        """Return the beams in their order."""
+        """Return the beams, best first."""
         return self.beams
 
     def result(self) -> SequenceResult:
-        """Return the row so far."""
+        """Return the hypotheses so far."""
         found, with_log_probs = self.hypotheses(), self.options.return_log_probs
         return SequenceResult(
             output_ids=tuple(h.tokens for h in found),
@@ -158,7 +158,7 @@ class PooledBeamSearch(BeamSearch):
 
     def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
-        self._pool: list[Hypothesis] = []  # those that have finished
+        self._pool: list[Hypothesis] = []  # finished hypotheses
 
     @property
     def _is_full(self) -> bool:
@@ -166,31 +166,31 @@ class PooledBeamSearch(BeamSearch):
 
     @property
     def is_finished(self) -> bool:
-        """True when the pool is full or the answer has its length."""
+        """True when the pool is full or the answer has reached its length."""
         is_done = self._is_full or self.generated == self.request.output_len
         return self.error is not None or is_done
 
     def advance(self, candidates: Candidates) -> None:
-        """Take the step."""
-        kept: list[tuple[int, Hypothesis]] = []
+        """Extend the beams by one token."""
+        beams: list[tuple[int, Hypothesis]] = []
         extensions = self._extensions(candidates, self.generated + 1)
         for i, (parent, extended) in enumerate(extensions):
             if extended.reason in (None, "length"):
-                kept.append((parent, extended))
+                beams.append((parent, extended))
             elif i < self.slots and not self._offer(extended):
                 break
-            if len(kept) == self.slots:
+            if len(beams) == self.slots:
                 break
-        # Fewer than K extensions go on only where the vocabulary is tiny; those slots are dead.
+        # Only a tiny vocabulary leaves fewer than K extensions; the other slots are then dead.
         first, tokens = self.beams[0], (*self.beams[0].tokens, self.options.end_id)
         reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
         dead = Hypothesis(tokens, (*first.log_probs, 0.0), UNSTARTED, reason)
-        self._go_on(kept + [(0, dead)] * (self.slots - len(kept)))
+        self._continue_from(beams + [(0, dead)] * (self.slots - len(beams)))
 
     def _offer(self, hypothesis: Hypothesis) -> bool:
-        """Take a hypothesis into the pool; False if it is full of better ones.
+        """Add a hypothesis to the pool; return False if the pool is full of better ones.
 
-        A full pool is only met by the later candidates of the step that filled it.
+        Only later candidates of the step that filled the pool can find it full.
         """
         if not self._is_full:
             self._pool.append(hypothesis)

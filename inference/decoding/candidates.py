@@ -1,7 +1,7 @@
-"""The best tokens of each slot in a total order: logit down, then id up.
+"""The best tokens of each slot, ordered by descending logit and then ascending id.
 
-The order makes the first w candidates the same whatever number is asked for, and equal logits
-resolve to the lowest id.
+The order is total: the first w candidates are the same whatever number is requested, and of equal
+logits the lowest id comes first.
 """
 
 # Shapes: n slots, X padded vocabulary, W candidates
@@ -23,8 +23,8 @@ _LOW32 = 0xFFFFFFFF
 class Candidates:
     """Candidates of n slots on the CPU, best first.
 
-    `log_norms` is log(sum(exp(logit - best))) over the vocabulary, or None where it was not asked
-    for; `logits` are the processed logits they come from, still on their device.
+    `log_norms` is log(sum(exp(logit - best))) over the vocabulary, None if not requested. `logits`
+    are the processed logits, still on their device.
     """
 
     values: Array  # (n, W) fp32
@@ -44,7 +44,7 @@ def select(x: Tensor, *, width: int, with_norm: bool) -> Candidates:
     values, ids = top_candidates(x, width=min(width, x.shape[1]))
     log_norms = None
     if with_norm:
-        # log_softmax treats each row alone, in an order that depends on X only.
+        # log_softmax adds up each row separately, in an order that depends on X only.
         norms = -torch.log_softmax(x, dim=-1).gather(1, ids[:, :1])[:, 0]
         log_norms = norms.cpu().numpy()
     return Candidates(values.cpu().numpy(), ids.cpu().numpy(), log_norms, x)
@@ -53,13 +53,13 @@ def select(x: Tensor, *, width: int, with_norm: bool) -> Candidates:
 def top_candidates(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     """Return values and ids, both (n, width), of the best tokens of every row of `x`.
 
-    A row with NaN has a best value that is not finite. Places that only banned tokens could fill
-    hold -inf.
+    The best value of a row with NaN is not finite. If fewer than `width` tokens are allowed, -inf
+    fills up the rest.
     """
     if x.device.type != "cpu":
         return x.max(-1, keepdim=True) if width == 1 else top_by_chunks(x, width=width)
     if width == 1:
-        # numpy's arg-max is vectorised and many times as fast as torch's.
+        # numpy's arg-max is vectorised and many times faster than torch's.
         best = torch.from_numpy(x.numpy().argmax(-1))[:, None]
         return x.gather(1, best), best
     chunk = 64 if width <= 32 else 32
@@ -74,33 +74,33 @@ def top_candidates(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
 def _top_of_row(chunks: Array, maxima: Array, values: Array, ids: Array) -> None:
     """Write the best tokens of one row, given as (X / chunk, chunk), to `values` and `ids` (W,).
 
-    Where W chunks have a maximum of at least t, the best W tokens are all at least t.
+    If W chunks have a maximum of at least t, the best W tokens are all at least t.
     """
     count, width = len(maxima), len(values)
     if not np.isfinite(maxima.max()):
         values[0] = np.nan
         return
-    threshold = np.finfo(np.float32).min  # above what is banned
+    threshold = np.finfo(np.float32).min  # above -inf, the logit of banned tokens
     if width < count:
         threshold = max(threshold, np.partition(maxima, count - width)[count - width])
     within = np.flatnonzero(maxima >= threshold)
     pool = chunks[within].ravel()
     places = np.flatnonzero(pool >= threshold)  # ascending, so a stable sort keeps low ids first
-    kept = pool[places]
-    order = np.argsort(-kept, kind="stable")[:width]
-    values[: len(order)] = kept[order]
+    found = pool[places]
+    order = np.argsort(-found, kind="stable")[:width]
+    values[: len(order)] = found[order]
     chunk = chunks.shape[1]
     places = places[order]
     ids[: len(order)] = within[places // chunk] * chunk + places % chunk
 
 
 def top_by_chunks(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
-    """Do the same with static shapes and without waiting for the device."""
+    """Return the result of `top_candidates`, with static shapes and without a synchronisation."""
     chunk = 64 if width <= 16 else 16
     if 2 * width * chunk > x.shape[1]:
         return _top_by_key(x, torch.arange(x.shape[1], device=x.device), width)
-    # The best tokens lie in the chunks with the best maxima: each chunk that comes before
-    # another holds a token that comes before all of the other's.
+    # The best tokens lie in the chunks with the best maxima: a chunk that precedes another has a
+    # token that precedes all tokens of the other.
     maxima = x.view(len(x), -1, chunk).amax(-1)  # (n, X / chunk)
     if short := -maxima.shape[1] % 64:
         maxima = torch.nn.functional.pad(maxima, (0, short), value=-torch.inf)
@@ -111,8 +111,8 @@ def top_by_chunks(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_by_key(values: Tensor, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Sort by 64-bit keys: the logit as an ordered integer above, the inverted id below."""
-    # NaN sorts first, so that the row is seen to be unusable; -0.0 equals 0.0.
+    """Sort by 64-bit keys: high half the logit as an ordered integer, low half the inverted id."""
+    # NaN sorts first, which marks the row as unusable; -0.0 equals 0.0.
     values = torch.nan_to_num(values + 0.0, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     keys = (_flip(values.view(torch.int32)).long() << 32) + (_LOW32 - ids)
     best = keys.topk(width, dim=-1).values
@@ -121,5 +121,5 @@ def _top_by_key(values: Tensor, ids: Tensor, width: int) -> tuple[Tensor, Tensor
 
 
 def _flip(bits: Tensor) -> Tensor:
-    """Map float bits to integers of the same order, and back."""
+    """Map float bits to integers of the same order, or back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

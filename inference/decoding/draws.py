@@ -1,13 +1,13 @@
-"""The sampler's contract: the numbers by which a token is chosen from a row of logits.
+"""The sampler's contract: the parameters by which a token is chosen from a row of logits.
 
 The host (`processors`, `sampling`) and the GPU kernel of a rank (`inference.model.gpu.choice`)
-change the logits x in this order, in fp32:
+process the logits x in this order, in fp32:
 
-1. x + bias, for the ids that have one: `logit_bias`, less the frequency penalty for each time that
-   the answer has the id; minus infinity for a banned id
+1. x + bias, for ids with a bias: `logit_bias`, minus the frequency penalty for each occurrence of
+   the id in the answer; -inf for a banned id
 2. x * factor, by the temperature; beam search divides
-3. x * repetition below zero, else x / repetition, and then - presence, for the ids that are seen:
-   those of prompt and answer
+3. x * repetition if x < 0, else x / repetition, then - presence, for the ids seen in prompt and
+   answer
 4. the lowest finite number, for the end id before `min_length` tokens
 
 Source: FasterTransformer 5.3 for steps 2 to 4; OpenAI's API reference for bias and frequency.
@@ -23,15 +23,15 @@ from inference.decoding.tensor_fields import Array
 
 
 class DrawParameters(NamedTuple):
-    """The parameters of one draw by a rank; fp32 holds each of them exactly, but `rest`.
+    """The parameters of one draw by a rank; fp32 represents all but `rest` exactly.
 
     Attributes:
         factor: Multiplies the logits.
-        top_k: How many of the best tokens can be drawn, 0 for all.
-        top_p: The share of these tokens' mass that can be drawn.
-        rest: Mass that is added to theirs before the share is taken.
+        top_k: Number of best tokens that can be drawn, 0 for all.
+        top_p: Share of these tokens' mass that can be drawn.
+        rest: Added to their mass before the share is taken.
         whole_boundary: 1 if the token at the nucleus boundary keeps its whole mass, else 0.
-        uniform: The random number, in (0, 1].
+        uniform: Random number in (0, 1].
     """
 
     factor: float
@@ -47,9 +47,9 @@ _MASK = 0xFFFFFFFF
 
 
 class Penalty(NamedTuple):
-    """The penalties of one choice by a rank; `repetition` is 0 if the row's slot has no marks.
+    """The penalties of one choice by a rank; `repetition` is 0 for a slot without marks.
 
-    `frequency` is subtracted from the bias of the id that is chosen.
+    `frequency` is subtracted from the bias of the chosen id.
     """
 
     repetition: float
@@ -61,7 +61,7 @@ UNMARKED = Penalty(0, 0, 0)
 
 
 class TokenMarks(NamedTuple):
-    """The ids that a row has seen, and the ids with a bias and the sum of their biases (fp32)."""
+    """The ids `seen` by a row, and the ids with a bias and their summed `bias` (fp32)."""
 
     seen: Array
     ids: Array
@@ -74,7 +74,7 @@ NO_MARKS = TokenMarks(NO_IDS, NO_IDS, NO_BIAS)
 
 
 def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
-    """Return the ids of a prompt that a penalty acts on: each once, no virtual ones."""
+    """Return the distinct ids of a prompt that penalties apply to, without virtual tokens."""
     ids = np.unique(np.asarray(context_ids, np.int64))
     return ids[ids < vocab_size]
 
@@ -82,7 +82,7 @@ def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
 def biases(params: SamplingParams, answer: Sequence[int]) -> tuple[Array, Array]:
     """Return the ids with a bias after the tokens of an answer, and the biases (fp32).
 
-    The frequency penalty is subtracted once for each token, as ranks do: the sums round alike.
+    The frequency penalty is subtracted token by token, as ranks do, for the same rounding.
     """
     if not params.is_biased:
         return NO_IDS, NO_BIAS
@@ -96,7 +96,7 @@ def biases(params: SamplingParams, answer: Sequence[int]) -> tuple[Array, Array]
 
 
 class Xorwow:
-    """The generator of a row: one independent stream of 32-bit words, as cuRAND makes them.
+    """The random generator of a row: an independent stream of 32-bit words, as from cuRAND.
 
     Source: G. Marsaglia, "Xorshift RNGs", 2003, section 3.1, with the seeding of NVIDIA's
     `curand_kernel.h`, which FasterTransformer calls as `curand_init(seed, 0, 0, state)`.
@@ -129,5 +129,5 @@ class Xorwow:
 
     def uniform(self) -> float:
         """Return the next number in (0, 1], rounded as in FP32 arithmetic."""
-        # The product is exact and the double sum too, so only the conversions round.
+        # Product and sum are exact in double precision, so only the conversions round.
         return float(np.float32(float(np.float32(self.word())) * 2.0**-32 + 2.0**-33))

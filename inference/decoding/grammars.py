@@ -1,7 +1,7 @@
-"""Answers of a given form: JSON of a schema, a regular expression, a choice, a grammar.
+"""Structured output: answers that match a JSON schema, a regular expression, a choice or a grammar.
 
-llguidance, an optional package, says which tokens may come next. It is asked in a thread, while the
-model computes the step that these tokens are chosen from.
+llguidance, an optional package, computes which tokens may come next. It runs in a thread while the
+model computes the logits that they are chosen from.
 """
 
 # Shapes: X vocabulary, rounded up
@@ -19,9 +19,9 @@ import numpy as np
 from inference.decoding.tensor_fields import Array
 
 MAX_GRAMMAR_BYTES = 64 << 10
-# The keys of a structure, as vLLM's `structured_outputs` has them; a structure has one.
+# The keys of vLLM's `structured_outputs`; a structure has exactly one of them.
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
-# A model that is unsure of what comes next may otherwise go on with white space to the last token.
+# Without a limit, an unsure model may produce white space up to the last token.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,32}"}
 _MAX_CACHED = 64  # compiled grammars
 _MISSING = "needs the package llguidance where the model is served: pip install llguidance"
@@ -29,7 +29,7 @@ _MISSING = "needs the package llguidance where the model is served: pip install 
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """The tokens of a model: the bytes of each, those that are not text, and what encodes text."""
+    """A model's tokens: the bytes of each, the ids that are not text, and the encoder of text."""
 
     pieces: Sequence[bytes]
     special_ids: Sequence[int]
@@ -37,9 +37,9 @@ class TokenTexts:
 
 
 def compiled(structure: Mapping[str, Any]) -> str:
-    """Return the grammar of a structure with one of the keys `STRUCTURES`.
+    """Return llguidance's grammar of a structure, a mapping with one of the keys `STRUCTURES`.
 
-    Raises ValueError for another, or without llguidance.
+    Raises ValueError if it is invalid, or if llguidance is not installed.
     """
     if len(structure) != 1 or not structure.keys() <= {*STRUCTURES}:
         raise ValueError(f"expected one of {', '.join(STRUCTURES)}, got {', '.join(structure)}")
@@ -74,7 +74,7 @@ def _library() -> Any:
 
 
 class Constraint:
-    """The tokens that may come next in one row; not for several threads."""
+    """The tokens that may come next in one row; not thread-safe."""
 
     def __init__(self, matcher: Any, size: int, threads: ThreadPoolExecutor) -> None:
         self._matcher, self._threads = matcher, threads
@@ -83,23 +83,23 @@ class Constraint:
 
     @property
     def problem(self) -> str:
-        """Why no token can follow, "" while one can: grammars may outgrow llguidance's limits."""
+        """The reason why no token can follow, or "": a grammar may exceed llguidance's limits."""
         if not (reason := str(self._matcher.get_error())):
             return ""
-        # The state of the parser follows in further lines.
-        return f"no text goes on so in the form that is asked for: {reason.splitlines()[0][:400]}"
+        # Further lines hold the parser's state.
+        return f"no token can follow in the requested grammar: {reason.splitlines()[0][:400]}"
 
     def mask(self) -> Array:
-        """Return a bit for each token that may come next, lowest first, (X / 8,) uint8."""
+        """Return a bit mask of the tokens that may come next, lowest bit first, (X / 8,) uint8."""
         self._filled.result()
         return self._bits.view(np.uint8) * np.uint8(not self._matcher.is_error())
 
     def take(self, token: int) -> bool:
-        """Take the row's next token; return whether nothing can follow."""
+        """Take the row's next token; return whether the grammar is complete."""
         self._filled.result()
         self._matcher.consume_token(token)
         if self._matcher.is_error():
-            return False  # `mask` says so
+            return False  # `mask` is then empty, which fails the row
         is_complete = bool(self._matcher.is_stopped())
         if not is_complete:
             self._filled = self._begin()
@@ -113,7 +113,7 @@ class Constraint:
 
 
 class Grammars:
-    """Makes constraints for one model; its tokens are read before the first."""
+    """Constraints for one model, whose tokens are read before the first one is made."""
 
     def __init__(
         self, texts: Callable[[], TokenTexts], *, vocab_size: int, end_ids: Sequence[int]
@@ -131,7 +131,8 @@ class Grammars:
     def _tokenizer(self) -> Any:
         library, texts = _library(), self._texts()
         known = list(texts.pieces[: self._size])
-        # Ids beyond the tokenizer's own, and tokens without bytes, never come up.
+        # Placeholders for ids beyond the tokenizer's and for tokens without bytes, which no grammar
+        # allows.
         named = [piece or b"\xff<%d>" % index for index, piece in enumerate(known)]
         named += [b"\xff<%d>" % index for index in range(len(known), self._size)]
         nameless = [index for index, piece in enumerate(named) if piece.startswith(b"\xff<")]
@@ -153,10 +154,10 @@ class Grammars:
         return Constraint(matcher, self._size, self._threads)
 
     def _compile(self, structure: str) -> Any:
-        """Return the matcher of a structure, which stays as it is."""
+        """Return the initial matcher of a structure; callers copy it."""
         value = json.loads(structure)
         if not isinstance(value, dict):
-            raise ValueError("expected an object of JSON")
+            raise ValueError("expected a JSON object")
         if not self._end_ids:
             raise ValueError("the model has no end token in its vocabulary")
         matcher = _library().LLMatcher(self._tokenizer, compiled(value))
@@ -165,5 +166,5 @@ class Grammars:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
-            raise ValueError("no text has this form; does a rule need itself?")
+            raise ValueError("no text matches this grammar; does a rule need itself?")
         return matcher

@@ -1,7 +1,7 @@
 """From row results to the output tensors of the serving contract, whole or frame by frame."""
 
-# Shapes: B rows, K beams, P prompt columns, R longest answer asked for, H hidden units,
-# W best tokens of a place
+# Shapes: B rows, K beams, P prompt columns, R longest requested answer, H hidden units,
+# W best tokens of a position
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ def assemble_outputs(
     *,
     strict_lengths: bool = False,
 ) -> dict[str, Array]:
-    """Return the output tensors of a request, finished or (for a streamed frame) so far.
+    """Return the output tensors of a finished request, or of one so far (for a streamed frame).
 
-    `results` are None for rows that have not started. With `strict_lengths`, `sequence_length`
+    A result is None for a row that has not started. With `strict_lengths`, `sequence_length`
     counts the row's own prompt, not the padded one.
     """
     shown = [_NOT_STARTED if result is None else result for result in results]
@@ -37,7 +37,7 @@ _NOT_STARTED = SequenceResult((), (), (), ())
 
 
 def prompt_columns(request: GenerationRequest) -> int:
-    """Return P: the padded prompt length, or without virtual tokens the longest real prompt."""
+    """Return P: the padded prompt length, or with P-tuning the longest prompt of real tokens."""
     if any(row.prompt is not None and row.prompt.kind == P_TUNING for row in request.rows):
         return max(len(row.returned_ids) for row in request.rows)
     return request.padded_len
@@ -46,10 +46,10 @@ def prompt_columns(request: GenerationRequest) -> int:
 def _token_tensors(
     request: GenerationRequest, results: Sequence[SequenceResult], strict_lengths: bool
 ) -> dict[str, Array]:
-    """Prompt and answer without a gap, then end ids to the full width.
+    """Return prompt and answer without a gap, then end ids up to the full width.
 
-    An encoder-decoder returns answers alone. In sampling, end ids fill a row up to the longest
-    answer, then zeros; in beam search zeros do.
+    An encoder-decoder returns answers only, filled with end ids up to the longest answer and then
+    with zeros, in a beam search with zeros only.
     """
     columns = prompt_columns(request)
     dtype: Any = np.int32 if request.encoder_decoder else np.uint32
@@ -72,7 +72,7 @@ def _token_tensors(
         for k, tokens in enumerate(result.output_ids):
             output_ids[b, k, prompt_len : prompt_len + len(tokens)] = tokens
             lengths[b, k] += len(tokens)
-            # By its own end, if only its own limit, and not by that of the request.
+            # A row that only reached the longest length of its request does not count as finished.
             reason, is_longest = result.finish_reasons[k], row.output_len == request.max_output_len
             is_finished[b, k] = reason is not None and not (reason == "length" and is_longest)
     tensors: dict[str, Array] = {"output_ids": output_ids, "sequence_length": lengths}
@@ -84,7 +84,7 @@ def _token_tensors(
 def _log_prob_tensors(
     request: GenerationRequest, results: Sequence[SequenceResult]
 ) -> dict[str, Array]:
-    """Present if any row asks; zero for rows that do not and after the end of an answer."""
+    """Return log probabilities if a row asks; 0 for rows that do not, and after an answer's end."""
     if not any(row.options.return_log_probs for row in request.rows):
         return {}
     shape = (len(request.rows), request.beam_width)
@@ -102,7 +102,7 @@ def _log_prob_tensors(
 def _score_tensors(
     request: GenerationRequest, results: Sequence[SequenceResult]
 ) -> dict[str, Array]:
-    """Present if any row asks, at the places of `output_ids`; zero where there is no score."""
+    """Return scores if a row asks, by position in `output_ids`; 0 for tokens without a score."""
     counts = [(row.options.num_prompt_log_probs, row.options.num_log_probs) for row in request.rows]
     width = max(map(max, counts))
     if not width:
@@ -112,7 +112,7 @@ def _score_tensors(
     top_ids = np.zeros((*shape, width), np.uint32)  # (B, 1, P+R, W)
     top = np.zeros((*shape, width), np.float32)
     for b, (row, result, count) in enumerate(zip(request.rows, results, counts, strict=True)):
-        # The first token of a prompt has nothing before it that could score it.
+        # The first token of a prompt has no score, as no token precedes it.
         answer = len(row.returned_ids)
         parts = ((1, result.prompt.scores, count[0]), (answer, result.scores, count[1]))
         for first, scores, best in parts:
@@ -138,11 +138,11 @@ def _embedding_tensors(
 
 @dataclass
 class FrameStream:
-    """Builds the streamed frames of one request, none of them twice.
+    """The builder of a request's streamed frames, which skips repeated ones.
 
-    Every frame holds the whole answer so far. With `omit_prefix` (beam_width 1 only) `output_ids`
-    holds only the tokens since the last frame, (B, 1, n), filled with end ids;
-    `sequence_length` still counts everything, and its growth is the number of new tokens.
+    Every frame holds the whole answer so far. With `omit_prefix` (beam_width 1 only), `output_ids`
+    holds only the tokens since the last frame, (B, 1, n), filled with end ids; `sequence_length`
+    still counts all tokens, so that its growth is the number of new ones.
     """
 
     request: GenerationRequest
@@ -158,7 +158,7 @@ class FrameStream:
             )
 
     def frame(self, results: Sequence[SequenceResult | None]) -> dict[str, Array] | None:
-        """Return the next frame, or None where nothing changed since the last one."""
+        """Return the next frame, or None if nothing has changed since the last one."""
         last, self._last = self._last, list(results)
         if last == self._last:
             return None
@@ -166,9 +166,9 @@ class FrameStream:
         if not self.omit_prefix:
             return tensors
         sent = [len(old.output_ids[0]) if old else 0 for old in last or [None] * len(results)]
-        news = [new.output_ids[0][n:] if new else () for n, new in zip(sent, results, strict=True)]
-        ids = np.empty((len(news), 1, max(map(len, news))), tensors["output_ids"].dtype)
-        for b, tokens in enumerate(news):
+        added = [new.output_ids[0][n:] if new else () for n, new in zip(sent, results, strict=True)]
+        ids = np.empty((len(added), 1, max(map(len, added))), tensors["output_ids"].dtype)
+        for b, tokens in enumerate(added):
             ids[b] = self.request.rows[b].options.end_id
             ids[b, 0, : len(tokens)] = tokens
         return {**tensors, "output_ids": ids}

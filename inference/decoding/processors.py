@@ -1,7 +1,7 @@
 """Logit processors, for all slots of a step at once, and the log probabilities of tokens.
 
-Order: as `draws` has it. Every rule acts on one slot by elementwise arithmetic, whose result does
-not depend on the other slots, bit for bit.
+They run in the order that `draws` defines. Every rule is elementwise arithmetic on one slot, whose
+bits do not depend on the other slots.
 """
 
 # Shapes: N slots of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
@@ -18,17 +18,17 @@ from inference.decoding.rows import TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import TokenIds
 
-# Rows start at vector boundaries, so a softmax adds up every row in the same order.
+# Rows start at vector boundaries, so that a softmax adds up every row in the same order.
 ALIGNMENT = 64
 LOWEST = torch.finfo(torch.float32).min
 _TEMPERATURE_EPSILON = np.float32(1e-6)
 
 
 class LogitRules(NamedTuple):
-    """Rules for the logits of one slot in this step, as `draws` has them.
+    """Rules for the logits of one slot in this step, as defined in `draws`.
 
-    Beam search has a `divisor` in place of the factor. `forbidden_ids` are the end ids while the
-    minimum length is not reached. `mask` has a bit for each token that may come next, lowest first,
+    Beam search uses `divisor` in place of `factor`. `forbidden_ids` are the end ids until the
+    minimum length is reached. `mask` has a bit for each token that may come next, lowest bit first,
     (X / 8,) uint8.
     """
 
@@ -44,7 +44,7 @@ class LogitRules(NamedTuple):
 def process_logits(
     logits: Tensor, *, slots: Sequence[int], rules: Sequence[LogitRules], vocab_size: int
 ) -> Tensor:
-    """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
+    """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is unchanged."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
     _apply_masks(x, rules)
     if biased := _places(x, [rule.marks.ids for rule in rules]):
@@ -62,14 +62,14 @@ def process_logits(
 
 
 def _column(x: Tensor, values: Sequence[float]) -> Tensor | None:
-    """Return a number for each row of `x` (n, 1) fp32; None if all of them are 1."""
+    """Return `values` as a column (n, 1) fp32 on the device of `x`, None if all are 1."""
     if all(value == 1 for value in values):
         return None
     return _to(x, np.array(values, np.float32))[:, None]
 
 
 def _places(x: Tensor, ids: Sequence[Sequence[int] | Array]) -> tuple[Tensor, Tensor] | None:
-    """Return the row and the id of each of the `ids` of rows of `x`, None for no ids."""
+    """Return row and column indices of each row's `ids` in `x`, None if there are no ids."""
     sizes = [len(row_ids) for row_ids in ids]
     if not any(sizes):
         return None
@@ -87,17 +87,17 @@ def pad_vocabulary(logits: Tensor) -> Tensor:
 
 
 def pick_slots(logits: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return some rows of `logits` in the given order, without a copy where those are all."""
+    """Return the rows `slots` of `logits`, without a copy if these are all rows in order."""
     if list(slots) == list(range(len(logits))):
         return logits
     return logits[_to(logits, np.asarray(slots, np.int64))]
 
 
 def temperature_factor(temperature: float) -> float:
-    """Return what sampling multiplies logits by; a row at exactly 1 is left untouched.
+    """Return the factor by which sampling multiplies logits, exactly 1 for a temperature of 1.
 
-    FasterTransformer multiplies such a row by 0.999999 if any other row of the batch has another
-    temperature; here a row depends on its own value alone.
+    FasterTransformer multiplies by 0.999999 instead if another row of the batch has a different
+    temperature; here a row depends on its own temperature only.
     """
     if temperature == 1:
         return 1.0
@@ -105,24 +105,24 @@ def temperature_factor(temperature: float) -> float:
 
 
 def temperature_divisor(temperature: float) -> float:
-    """Return the number by which beam search divides logits; 1 leaves them untouched."""
+    """Return the divisor that beam search applies to logits, exactly 1 for a temperature of 1."""
     return 1.0 if temperature == 1 else float(np.float32(temperature) + _TEMPERATURE_EPSILON)
 
 
 def _apply_penalty(x: Tensor, rules: Sequence[LogitRules]) -> None:
-    """Penalise every id that a slot has seen, once, whatever its count."""
+    """Penalise every id that a slot has seen, once, no matter how often it occurred."""
     ids = [rule.marks.seen for rule in rules]
     if (seen := _places(x, ids)) is None:
         return
     sizes = [len(row_ids) for row_ids in ids]
     penalties = np.array([rule.penalty for rule in rules], np.float32)
     r, a = (_to(x, np.repeat(penalties[:, nth], sizes)) for nth in (0, 1))
-    old = x[seen]  # an id that occurs twice is read twice before it is written
+    old = x[seen]  # all values are read first, so repeated ids are penalised once
     x[seen] = torch.where(old < 0, old * r, old / r) - a
 
 
 def _apply_masks(x: Tensor, rules: Sequence[LogitRules]) -> None:
-    """Exclude the tokens that the mask of a row does not have."""
+    """Exclude the tokens that are not in the mask of a row."""
     for row, rule in zip(x, rules, strict=True):
         if rule.mask is not None:
             excluded = np.unpackbits(~rule.mask, bitorder="little").view(np.bool_)  # (X or less,)
@@ -130,12 +130,12 @@ def _apply_masks(x: Tensor, rules: Sequence[LogitRules]) -> None:
 
 
 def _apply_min_p(x: Tensor, rules: Sequence[LogitRules]) -> None:
-    """Exclude the ids of a row that are less likely than `min_p` times its likeliest one."""
+    """Exclude the ids that are less likely than `min_p` times the likeliest id of the row."""
     shares = np.asarray([rule.min_p for rule in rules], np.float32)
     if not shares.any():
         return
     with np.errstate(divide="ignore"):
-        depths = _to(x, np.log(shares))[:, None]  # minus infinity excludes nothing
+        depths = _to(x, np.log(shares))[:, None]  # -inf excludes nothing
     x.masked_fill_(x < x.amax(-1, keepdim=True) + depths, -torch.inf)
 
 
@@ -147,7 +147,7 @@ def _to(x: Tensor, values: Array) -> Tensor:
 def token_scores(
     logits: Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
 ) -> list[TokenScore]:
-    """Return the score of each of `next_ids` with the `top` best tokens.
+    """Return the score of each of `next_ids`, with the `top` best tokens at its position.
 
     `logits` are unprocessed, (T, V) or wider. Virtual tokens, whose ids are negative or outside the
     vocabulary, score 0.

@@ -1,4 +1,4 @@
-"""A generation request: from the tensors of the serving contract to checked, normalised rows.
+"""Parsing of generation requests: from tensors of the serving contract to checked rows.
 
 All problems of a request are reported together; each message starts with the tensor's name.
 """
@@ -25,7 +25,7 @@ from inference.decoding.sampling_params import BIAS_IDS, TENSORS, read_options
 from inference.decoding.tensor_fields import Array, TensorFields
 
 STRUCTURE = "structured_output"
-# A request's virtual prompts: the tasks of loaded tables, or tables and soft prompts sent along.
+# Tensors of virtual prompts: task ids of loaded tables, or tables and soft prompts in the request.
 TASK_IDS = "prompt_learning_task_name_ids"
 EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_embedding",
@@ -33,9 +33,9 @@ EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_type",
 )
 _COMMON = {*TENSORS, STRUCTURE, TASK_IDS, EMBEDDING, LENGTHS, "ia3_tasks"}
-_OF_DECODERS = {TYPE, "session_len", "memory_len"}
-# Those that an encoder-decoder does not take.
-_OF_PROMPTS = {
+_DECODER_ONLY = {TYPE, "session_len", "memory_len"}
+# Outputs that an encoder-decoder does not offer.
+_SCORES = {
     "is_return_context_cum_log_probs",
     "is_return_context_embeddings",
     "num_log_probs",
@@ -44,17 +44,17 @@ _OF_PROMPTS = {
 
 
 def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> GenerationRequest:
-    """Return the checked request of tensors by their contract's names, rows first.
+    """Return the checked request, from tensors by name with rows as their first axis.
 
     Raises:
-        RequestError: with every problem found.
+        RequestError: With every problem found.
     """
     if limits.encoder_decoder:
         lengths_name, output_name = "sequence_length", "max_output_len"
-        optional = _COMMON - _OF_PROMPTS
+        optional = _COMMON - _SCORES
     else:
         lengths_name, output_name = "input_lengths", "request_output_len"
-        optional = _COMMON | _OF_DECODERS
+        optional = _COMMON | _DECODER_ONLY
     ids, fields = read_batch(tensors, ("input_ids", lengths_name, output_name), optional)
     width = ids.shape[1]
     lengths = fields.lengths(lengths_name, width=width, may_be_empty=not limits.encoder_decoder)
@@ -62,7 +62,7 @@ def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> Generati
     options, warnings = read_options(fields, start_id=limits.start_id, end_ids=limits.end_ids)
     prompts, tasks = _read_prompts(fields, limits), fields.ia3_tasks(limits.ia3_num_tasks)
     stated = {*tensors}
-    if limits.encoder_decoder or width == 0:  # where the model's own is fed
+    if limits.encoder_decoder or width == 0:  # its value is fed to the model
         stated.add("start_id")
     rows = []
     for b, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -111,10 +111,10 @@ def read_batch(
     kinds: str = "iu",
     hidden: tuple[int, ...] = (),
 ) -> tuple[Array, TensorFields]:
-    """Return the first of the required tensors, (B, S, *hidden), and the fields of all.
+    """Return the first required tensor, (B, S, *hidden), and a reader of all tensors.
 
     Raises:
-        RequestError: It is missing, or of another shape or type, or a name is unknown.
+        RequestError: The first is missing or has another shape or type, with all other problems.
     """
     value = tensors.get(required[0])
     fields = TensorFields(tensors, 1 if value is None or not value.ndim else max(len(value), 1))
@@ -128,10 +128,10 @@ def read_batch(
 def unknown_ids(
     b: int, ids: Sequence[int], vocab_size: int, prompt: PromptTable | None = None
 ) -> list[str]:
-    """Return the problem of a row's `input_ids` that neither vocabulary nor prompt table has."""
+    """Return at most one problem: a row's `input_ids` outside vocabulary and prompt table."""
     real, virtual = range(vocab_size), range(0)
     if prompt is not None and prompt.kind == P_TUNING:
-        # From the first virtual id on every id is looked up in the table.
+        # Ids from the first virtual one on are looked up in the table.
         real = range(min(vocab_size, prompt.start_id))
         virtual = range(prompt.start_id, prompt.start_id + prompt.length)
     bad = [t for t, i in enumerate(ids) if i not in real and i not in virtual]
@@ -146,7 +146,7 @@ def unknown_ids(
 def _row_problems(
     b: int, row: SequenceRequest, limits: ModelLimits, stated: Collection[str]
 ) -> list[str]:
-    """Return what is wrong with the options of a row; the request has the tensors `stated`."""
+    """Return the problems of a row's options; `stated` names the tensors whose values are used."""
     options, vocab_size = row.options, limits.vocab_size
     biased = max((token for token, _ in options.logit_bias), default=0)
     ids = {BIAS_IDS: biased, "start_id": options.start_id, "end_id": options.end_id}
@@ -166,7 +166,7 @@ def _row_problems(
 def _constraints(
     fields: TensorFields, limits: ModelLimits, beam_width: int
 ) -> list[Constraint | None]:
-    """Return the form that each row's answer must have; problems go to `fields.problems`."""
+    """Return the constraint on each row's answer; problems are added to `fields.problems`."""
     grammars, found = limits.grammars, list[Constraint | None]()
     texts = fields.array(STRUCTURE, "OS", (fields.batch, 1), (fields.batch,))
     if texts is None:
@@ -178,7 +178,7 @@ def _constraints(
     for b, text in enumerate(texts.reshape(-1).tolist()):
         try:
             if len(text) > MAX_GRAMMAR_BYTES:
-                raise ValueError(f"{MAX_GRAMMAR_BYTES} bytes at most")
+                raise ValueError(f"{len(text)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
             found.append(grammars.constraint(bytes(text).decode()) if text else None)
         except ValueError as error:  # noqa: PERF203 - one problem each
             fields.problems.append(f"{STRUCTURE}[{b}]: {error}")
@@ -186,7 +186,7 @@ def _constraints(
 
 
 def _read_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
-    """Return the virtual prompt of every row; problems go to `fields.problems`."""
+    """Return the virtual prompt of every row; problems are added to `fields.problems`."""
     wanted = (EMBEDDING, LENGTHS) if limits.encoder_decoder else (EMBEDDING, LENGTHS, TYPE)
     missing = [name for name in wanted if name not in fields.tensors]
     if not missing:

@@ -1,4 +1,4 @@
-"""Checked requests, sequence by sequence, the limits of a model, and the results."""
+"""Checked requests by sequence, the limits of a model, and the results of sequences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ FinishReason = Literal["end", "stop", "length"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; `problems` holds every reason."""
+    """An invalid request; `problems` holds every reason."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -27,9 +27,9 @@ class RequestError(ValueError):
 class PromptTable:
     """The virtual prompt of one row.
 
-    `kind` is SOFT_PROMPT (prepended embeddings), PREFIX_PROMPT (loaded keys and values) or
-    P_TUNING (ids from `start_id` on are looked up in the table). Exactly one of `task_id`
-    (a table loaded with the model) and `embedding` (length, hidden) fp32 is given.
+    `kind` is SOFT_PROMPT (prepended embeddings), PREFIX_PROMPT (loaded keys and values) or P_TUNING
+    (ids from `start_id` on are looked up in the table). Exactly one of `task_id` (a table loaded
+    with the model) and `embedding` (length, hidden) fp32 is set.
     """
 
     kind: int
@@ -40,20 +40,18 @@ class PromptTable:
 
     @property
     def cached_len(self) -> int:
-        """Cache entries that come before those of the ids: P_TUNING replaces ids instead."""
+        """Cache entries before those of the ids; none with P_TUNING, which replaces ids."""
         return 0 if self.kind == P_TUNING else self.length
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of a request, read from the model's `config.ini`, and its other end tokens.
+    """Limits of a request, read from the model's `config.ini`, and the model's end tokens.
 
-    Without `grammars` no request can ask for an answer of a given form.
-
-    `vocab_size` is the real vocabulary, without padding. `max_pos_seq_len` is None for models
-    without a position table. `prompt_lengths` maps the id of each loaded prompt task to its
-    number of virtual tokens. `prompt_learning_start_id` None means the first id after `end_id`
-    (T5: after the encoder's vocabulary).
+    `vocab_size` excludes padding. `max_pos_seq_len` is None for models without a position table.
+    `prompt_lengths` maps the id of each loaded prompt task to its number of virtual tokens.
+    `prompt_learning_start_id` None means the first id after `end_id` (T5: after the encoder's
+    vocabulary). Without `grammars`, requests cannot ask for structured output.
     """
 
     vocab_size: int
@@ -71,7 +69,7 @@ class ModelLimits:
 
     @property
     def end_ids(self) -> TokenIds:
-        """The tokens that end an answer, that of `config.ini` first."""
+        """The tokens that end an answer; the first is the one of `config.ini`."""
         return (self.end_id, *self.other_end_ids)
 
     @property
@@ -84,11 +82,12 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """One sequence. `input_ids` is what the model reads: no padding, the start id if it was empty.
+    """One sequence of a request.
 
-    `returned_ids` is the part of the prompt that `output_ids` repeats (no virtual tokens, empty
-    for an empty prompt). `context_ids` starts the running sequence that penalties and word lists
-    see: the prompt, or the start id alone for an encoder-decoder model.
+    `input_ids` is the model's input: without padding; the start id for an empty prompt.
+    `returned_ids` is the part of the prompt that `output_ids` repeats: no virtual tokens, empty for
+    an empty prompt. `context_ids` is the beginning of the sequence for penalties and word lists:
+    the prompt, or the start id for an encoder-decoder model.
     """
 
     input_ids: TokenIds
@@ -102,7 +101,7 @@ class SequenceRequest:
 
     @property
     def context_len(self) -> int:
-        """Cache entries before the first generated token: virtual ones and context."""
+        """Cache entries before the first generated token: virtual tokens and context."""
         return (self.prompt.cached_len if self.prompt else 0) + len(self.context_ids)
 
 
@@ -123,20 +122,20 @@ class GenerationRequest:
         return self.rows[0].options.beam_width
 
     def slot_tokens(self, row: SequenceRequest) -> int:
-        """Return the most tokens that a slot of a row ever holds: the last is never fed back."""
+        """Return the most tokens that a slot of a row ever holds; the last is never fed back."""
         if self.session_len is None:
             return row.context_len + row.output_len - 1
         return min(self.session_len, self.memory_len or self.session_len)
 
     @property
     def max_output_len(self) -> int:
-        """Rmax, the largest number of tokens any row asks for."""
+        """The most tokens that any row asks for."""
         return max(row.output_len for row in self.rows)
 
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One request of a session, perhaps its first or its last; `session_id` is not 0 nor empty."""
+    """One request of a session, possibly its first or last; `session_id` is neither 0 nor empty."""
 
     session_id: int | str
     starts: bool = False
@@ -145,7 +144,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log probability of one token under the model, and the best tokens of its place.
+    """The log probability of one token under the model, and the best tokens at its position.
 
     Natural logarithms of the softmax over the unprocessed logits; `top_ids` are in descending order
     of `top_log_probs`.
@@ -158,10 +157,9 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """The summed log probability of a prompt's tokens, and the `scores` from the second on.
+    """The summed log probability of a prompt's tokens, and `scores` of its tokens but the first.
 
-    `embedding` is the sum of its hidden states, (hidden,) fp32. Each is empty for a row that did
-    not ask for it.
+    `embedding` is the sum of its hidden states, (hidden,) fp32. Each is empty unless requested.
     """
 
     log_prob: float = 0.0
@@ -171,11 +169,10 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class SequenceResult:
-    """The K hypotheses of one sequence, best first; only generated tokens, the end token included.
+    """The K hypotheses of one sequence, best first: generated tokens, the end token included.
 
-    `output_log_probs` is empty unless the row asked for log probabilities, and so is `scores`, of
-    each generated token, unless it asked for those. `cum_log_probs` include what is summed over the
-    prompt. A finish reason of None marks a hypothesis that still runs.
+    `output_log_probs` and `scores`, by generated token, are empty unless requested. `cum_log_probs`
+    include the prompt's sum. A finish reason of None marks a hypothesis that still runs.
     """
 
     output_ids: Words

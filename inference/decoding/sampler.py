@@ -1,6 +1,6 @@
 """The sampler of all running sequences: one step turns a batch of logits into the next tokens.
 
-Sequences join and leave between steps; what one decodes never depends on the others.
+Sequences join and leave between steps; the result of one never depends on the others.
 """
 
 # Shapes: N slots of all answers of a step, V vocabulary
@@ -18,12 +18,12 @@ from inference.decoding.processors import pick_slots, process_logits, token_scor
 from inference.decoding.rows import SequenceRequest
 from inference.decoding.sampling import SampledAnswer, sample
 
-# The answer of a sequence: one hypothesis that grows, or the beams of a search.
+# The answer of a sequence: a single hypothesis, or the beams of a search.
 Answer = SampledAnswer | BeamSearch
 
 
 class Sampler:
-    """Chooses the tokens of the answers that it begins; each occupies `beam_width` slots."""
+    """Begins answers and chooses their tokens; each answer occupies `beam_width` slots."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Sampler:
         output_log_probs_mode: Literal["renormalized", "full"] = "renormalized",
         nucleus_include_boundary: bool = False,
     ) -> None:
-        """Take the settings that hold for every sequence of a model.
+        """Set the options that hold for every sequence of a model.
 
-        `hypothesis_pool` selects the beam search of encoder-decoder models.
-        `nucleus_include_boundary` gives the token that crosses the nucleus boundary its whole mass.
+        `hypothesis_pool` selects the beam search of encoder-decoder models. With
+        `nucleus_include_boundary` the token at the nucleus boundary keeps its whole mass.
         """
         self.vocab_size = vocab_size
         self._beam_search = PooledBeamSearch if hypothesis_pool else BeamSearch
@@ -56,11 +56,12 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self, answers: Sequence[Answer], logits: Tensor) -> None:
-        """Choose the next token of every slot of the given answers, none of which has finished.
+        """Choose the next token of every slot of unfinished answers.
 
-        `logits`, (N, V) fp32 or wider, have the slots of the answers in their order; they are kept.
+        `logits`, (N, V) fp32 or wider, has the slots of the answers in their order; it stays
+        unchanged.
         """
-        # Answers whose candidates are selected together, and the slots of theirs that still run.
+        # Answers whose candidates are selected together, and their slots that still run.
         groups: dict[tuple[bool, int], tuple[list[Answer], list[int]]] = {}
         first = 0
         for answer in answers:
@@ -91,7 +92,7 @@ class Sampler:
     def _score(
         self, answers: Sequence[SampledAnswer], slots: Sequence[int], logits: Tensor
     ) -> None:
-        """Score the newest tokens of the answers that want it."""
+        """Score the newest tokens of the answers that ask for scores."""
         wanted = [
             (answer, slot)
             for answer, slot in zip(answers, slots, strict=True)

@@ -1,7 +1,7 @@
-"""Sampled answers, which grow by one token a step: greedy, top-k, and nucleus sampling.
+"""Sampled answers, which grow by one token per step: greedy, top-k and nucleus sampling.
 
-Source: FasterTransformer 5.3, kernels/sampling_topk_kernels.cu and sampling_topp_kernels.cu. A
-token at the nucleus boundary keeps only the part of its mass inside the nucleus.
+Source: FasterTransformer 5.3, kernels/sampling_topk_kernels.cu and sampling_topp_kernels.cu. The
+token at the nucleus boundary keeps only the part of its mass that lies inside the nucleus.
 """
 
 # Shapes: n rows, W candidates, V vocabulary (padded)
@@ -20,14 +20,14 @@ from inference.decoding.rows import FinishReason, SequenceRequest, SequenceResul
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import ends_with
 
-# A probability is exp(l - max) / (sum + this).
+# A probability is exp(l - max) / (sum + MASS_EPSILON).
 MASS_EPSILON = 1e-6
-# Best tokens that a nucleus row looks at before it considers the whole row.
+# Number of best tokens that a nucleus row considers before it takes the whole row.
 NUCLEUS_PREFIX = {"cpu": 128, "cuda": 1024}
 
 
 class SampledAnswer(GrowingAnswer):
-    """A sampled answer: its tokens, its generator and its nucleus size."""
+    """A sampled answer: its tokens, its random generator and its nucleus size."""
 
     running = (0,)
 
@@ -56,12 +56,12 @@ class SampledAnswer(GrowingAnswer):
         is_free = self._constraint is None
         self._is_nucleus = not o.is_greedy and o.top_k == 0
         self.needs_norm = self._is_nucleus or o.return_log_probs
-        # Whether a step takes the arg-max of the raw logits, a forbidden id aside.
+        # Whether a step takes the arg-max of the raw logits, apart from a forbidden id.
         self._is_plain = o.is_greedy and is_free and not (o.has_marks or is_scored)
         self._factor = 1.0 if self._is_plain else temperature_factor(o.temperature)
         nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
         self._nucleus_changes = self._is_nucleus and not nucleus_stays
-        # A rank forbids one token of a row, and knows neither min_p nor grammars.
+        # A rank can forbid one token of a row, and supports neither min_p nor grammars.
         is_simple = is_free and not o.min_p and (not o.min_length or len(o.end_ids) <= 1)
         self.rank_chooses = (
             not is_scored
@@ -72,31 +72,31 @@ class SampledAnswer(GrowingAnswer):
 
     @property
     def generated(self) -> int:
-        """Number of tokens of the answer."""
+        """Number of generated tokens."""
         return len(self._history) - len(self.request.context_ids)
 
     def generated_from(self, first: int) -> list[int]:
-        """Return the tokens of the answer from one on."""
+        """Return the generated tokens from index `first` on."""
         return self._history[len(self.request.context_ids) + first :].tolist()
 
     @property
     def is_finished(self) -> bool:
-        """True when the answer takes no more steps."""
+        """True when the answer needs no more steps."""
         return self.reason is not None or self.error is not None
 
     @property
     def is_plain(self) -> bool:
-        """True when this step takes the best of the raw logits."""
+        """True when this step takes the arg-max of the raw logits."""
         return self._is_plain and not self.forbidden_ids(self.generated)
 
     def width(self, device: str) -> int:
-        """Return how many of the best tokens a step looks at."""
+        """Return how many of the best tokens a step considers."""
         if self.options.is_greedy:
             return 1
         return NUCLEUS_PREFIX.get(device, 1024) if self._is_nucleus else self.options.top_k
 
     def rules(self) -> list[LogitRules]:
-        """Return what to do to the answer's logits in this step."""
+        """Return the rules for the answer's logits in this step."""
         rules = LogitRules(
             self._factor,
             penalty=self.penalty(self.generated),
@@ -112,7 +112,7 @@ class SampledAnswer(GrowingAnswer):
         return self._marks(self._history[len(self.request.context_ids) :], self._history)
 
     def draw(self) -> DrawParameters:
-        """Return the draw of the next step; each step has one."""
+        """Return the draw of the next step; call it once per step, as it advances the generator."""
         o = self.options
         if self._is_plain:
             return ARG_MAX
@@ -124,8 +124,8 @@ class SampledAnswer(GrowingAnswer):
             self._factor, o.top_k, self.top_p, rest, self._include_boundary, uniform
         )
 
-    def note_log_prob(self, log_prob: float, renormalized: float) -> None:
-        """Add the log probability of the next token, and the one among its candidates."""
+    def add_log_prob(self, log_prob: float, renormalized: float) -> None:
+        """Add the next token's log probability, and the one renormalized over its candidates."""
         self.cum_log_prob += log_prob
         self._log_probs.append(log_prob if self._full_log_probs else renormalized)
 
@@ -163,10 +163,10 @@ def sample(answers: Sequence[SampledAnswer], candidates: Candidates) -> None:
     values, norms, count = candidates.values, candidates.log_norms, len(answers)
     best = values[:, 0].tolist()
     draws: list[DrawParameters] = []
-    places, is_certain, log_kept = [0] * count, [True] * count, [0.0] * count
+    places, is_certain, log_mass = [0] * count, [True] * count, [0.0] * count
     if values.shape[1] > 1:
         draws = [answer.draw() for answer in answers]
-        places, is_certain, log_kept = _draw(values, norms, draws)
+        places, is_certain, log_mass = _draw(values, norms, draws)
     for i, answer in enumerate(answers):
         if not math.isfinite(best[i]):
             answer.fail()
@@ -178,21 +178,21 @@ def sample(answers: Sequence[SampledAnswer], candidates: Candidates) -> None:
             assert norms is not None
             depth = value - best[i]
             log_prob = depth - math.log(math.exp(norms[i]) + MASS_EPSILON)
-            answer.note_log_prob(log_prob, depth - log_kept[i])
+            answer.add_log_prob(log_prob, depth - log_mass[i])
         answer.append(token)
 
 
 def _draw(
     values: Array, log_norms: Array | None, draws: Sequence[DrawParameters]
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Draw a place of each row of descending logits (n, W).
+    """Draw an index of each row of descending logits (n, W).
 
-    Returns the places, whether each is certain, which it is not if the row needs more than its W
-    logits, and the logarithm of the mass of all that can be drawn before the nucleus is cut.
+    Returns the indices; whether each is certain, that is, does not need more than W logits; and the
+    logarithm of the mass that can be drawn before the nucleus is cut.
     """
     _, top_k, top_p, rest, whole, uniform = np.array(draws).T[:, :, None]  # (n, 1) each
     logits = values.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):  # an unusable row comes out as NaN
+    with np.errstate(invalid="ignore", over="ignore"):  # an unusable row becomes NaN
         masses = np.exp(logits - logits[:, :1])
         norms = 0.0 if log_norms is None else np.exp(log_norms.astype(np.float64))[:, None]
     if top_k.any():
@@ -212,21 +212,21 @@ def _draw(
 
 
 def _crossing(sums: Array, mass: Array) -> Array:
-    """Return the place (n, 1) at which sums (n, W) reach `mass` (n, 1), or their last value."""
+    """Return the index (n, 1) at which sums (n, W) reach `mass` (n, 1), or their last value."""
     place: Array = np.sum(sums < np.minimum(mass, sums[:, -1:]), axis=1, keepdims=True)
     return place
 
 
 def _draw_from_all(candidates: Candidates, i: int, draw: DrawParameters) -> tuple[int, float]:
-    """Draw for a row whose nucleus reaches beyond its candidates; return token and logit."""
+    """Draw from a row whose nucleus extends beyond its candidates; return token and logit."""
     assert candidates.log_norms is not None
     logits = candidates.logits[i].cpu().numpy()  # (X,)
     ordered = np.sort(logits)[::-1]
-    for width in (len(ordered) // 4, len(ordered)):  # a quarter often has most of the mass
+    for width in (len(ordered) // 4, len(ordered)):  # a quarter often suffices
         best, norms = ordered[None, :width], candidates.log_norms[i : i + 1]
         (place,), (is_certain,), _ = _draw(best, norms, [draw])
         if is_certain:
             break
     value = ordered[place]
-    equal = place - np.count_nonzero(logits > value)  # of equal logits the lower ids come first
+    equal = place - np.count_nonzero(logits > value)  # among equal logits, lower ids come first
     return int(np.flatnonzero(logits == value)[equal]), float(value)

@@ -1,4 +1,4 @@
-"""The sampling parameters of a sequence in normalised form, and the rules that normalise them.
+"""The sampling parameters of a sequence, and how they are read and normalised.
 
 Source: FasterTransformer 5.3, layers/sampling_layers/TopKSamplingLayer.cu,
 TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
@@ -16,8 +16,8 @@ from inference.decoding.word_lists import MAX_IDS, TokenIds, Words, read_word_li
 
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = float(np.float32(1e-6))
-MIN_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
-MAX_FREQUENCY_PENALTY = 1e20  # a sum of more, divided by a small temperature, may overflow
+MIN_PENALTY = 1e-30  # dividing a logit by less, and by a small temperature, could overflow
+MAX_FREQUENCY_PENALTY = 1e20  # a larger sum, divided by a small temperature, could overflow
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
@@ -26,15 +26,15 @@ _SCORES = ("num_log_probs", "num_prompt_log_probs")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of a sequence; `top_k == 0` selects the nucleus path, as in FasterTransformer.
+    """Parameters of a sequence; `top_k == 0` selects nucleus sampling, as in FasterTransformer.
 
-    `num_log_probs` and `num_prompt_log_probs` are the best tokens to report at each place of the
-    answer and of the prompt, next to the score of the token that is there; 0 scores nothing.
-    `whole_boundary` gives the token at the nucleus boundary its whole mass; None leaves that to
-    the model's settings.
+    `num_log_probs` and `num_prompt_log_probs` are the numbers of best tokens to report at each
+    position of the answer and of the prompt, with the score of the token itself; 0 reports none.
+    `whole_boundary` gives the token at the nucleus boundary its whole mass; None takes the model's
+    setting.
     """
 
-    end_id: int  # it fills rows up, too
+    end_id: int  # also fills rows up
     other_end_ids: TokenIds = ()
     ignore_eos: bool = False
     start_id: int = 0
@@ -47,7 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # ids, each once, and what is added
+    logit_bias: tuple[tuple[int, float], ...] = ()  # distinct ids and their biases
     min_length: int = 0
     len_penalty: float = 0.0
     beam_search_diversity_rate: float = 0.0
@@ -65,32 +65,32 @@ class SamplingParams:
 
     @property
     def end_ids(self) -> TokenIds:
-        """The tokens at which the row ends by itself."""
+        """The tokens that end the row."""
         return () if self.ignore_eos else (self.end_id, *self.other_end_ids)
 
     @property
     def is_greedy(self) -> bool:
-        """True when every token is the arg-max, so no random number can matter."""
+        """True when every token is the arg-max, so that random numbers do not matter."""
         return self.beam_width == 1 and (self.top_k == 1 or self.temperature == 0)
 
     @property
     def is_penalised(self) -> bool:
-        """True when the ids that a row has seen are penalised."""
+        """True when ids already seen in the row are penalised."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0
 
     @property
     def is_biased(self) -> bool:
-        """True when something is added to the logits of some ids."""
+        """True when biases are added to the logits of some ids."""
         return self.frequency_penalty != 0 or bool(self.logit_bias)
 
     @property
     def has_marks(self) -> bool:
-        """True when a rule holds for some ids and not for others."""
+        """True when some ids are penalised, biased or banned."""
         return self.is_penalised or self.is_biased or bool(self.bad_words)
 
 
-# Parameters that are made of several tensors, and those whose tensors have other names.
-_MADE = ("other_end_ids", "logit_bias", "bad_words", "stop_words")
+# Parameters without a tensor of one number per row, and those whose tensors have other names.
+_DERIVED = ("other_end_ids", "logit_bias", "bad_words", "stop_words")
 _TENSORS = {
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
@@ -100,11 +100,11 @@ _TENSORS = {
     "return_context_cum_log_probs": "is_return_context_cum_log_probs",
     "return_context_embeddings": "is_return_context_embeddings",
 }
-# The tensor of each of the others; those with bounds; those without one value for all rows.
+# Parameter -> tensor; its bounds; parameters that need a value for every row.
 _PARAMETERS = {
     each.name: _TENSORS.get(each.name, each.name)
     for each in dataclasses.fields(SamplingParams)
-    if each.name not in _MADE
+    if each.name not in _DERIVED
 }
 _WITHIN = {
     **dict.fromkeys(("top_k", "temperature", "min_length"), (0, math.inf)),
@@ -115,12 +115,12 @@ _WITHIN = {
     "frequency_penalty": (-MAX_FREQUENCY_PENALTY, MAX_FREQUENCY_PENALTY),
 }
 _PER_ROW = ("start_id", "end_id", "top_p_decay", "top_p_min", "top_p_reset_id")
-# The tensors that are read here.
+# All tensors that `read_options` reads.
 TENSORS = (*_PARAMETERS.values(), "bad_words_list", "stop_words_list", BIAS_IDS, BIAS)
 
 
 def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]]:
-    """Return the effective (top_k, top_p) and a warning for each value that was clamped."""
+    """Return the effective top_k and top_p, and a warning for each value that was clamped."""
     k, p = top_k, float(np.float32(top_p))
     warnings = []
     if k > MAX_TOP_K:
@@ -136,9 +136,9 @@ def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]
 def read_options(
     fields: TensorFields, *, start_id: int, end_ids: Sequence[int]
 ) -> tuple[list[SamplingParams], list[str]]:
-    """Return the options of every row and the warnings; problems go to `fields.problems`.
+    """Return the options of every row and warnings; problems are added to `fields.problems`.
 
-    `end_ids` are the model's; a request that states an `end_id` ends there alone.
+    `end_ids` are the model's; an `end_id` in the request replaces all of them.
     """
     warnings: list[str] = []
     others = () if "end_id" in fields.tensors else tuple(end_ids[1:])
@@ -183,14 +183,14 @@ def read_options(
 
 
 def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
-    """Return each row's ids with their biases; a negative id pads a row."""
+    """Return each row's ids with their biases; negative ids are padding."""
     ids = fields.array(BIAS_IDS, "iu", (fields.batch, -1))
     shape = (fields.batch, -1) if ids is None else ids.shape
     bias = fields.finite(BIAS, *shape)
     if (BIAS_IDS in fields.tensors) != (BIAS in fields.tensors):
         fields.problems.append(f"{BIAS_IDS} and {BIAS} belong together; send both")
     elif ids is not None and ids.size > MAX_IDS:
-        fields.problems.append(f"{BIAS_IDS}: {ids.size} ids; {MAX_IDS} in all rows at most")
+        fields.problems.append(f"{BIAS_IDS}: {ids.size} ids in all rows; at most {MAX_IDS}")
     elif ids is not None and bias is not None:
         rows = zip(ids.tolist(), bias.tolist(), strict=True)
         return [tuple({i: v for i, v in zip(*row, strict=True) if i >= 0}.items()) for row in rows]

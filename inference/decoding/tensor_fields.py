@@ -1,4 +1,4 @@
-"""Reading the per-row tensors of a request; every problem is noted, none is raised."""
+"""Reading of the per-row tensors of a request; problems are collected, not raised."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Range = tuple[float, float]  # the least and the largest value
+Range = tuple[float, float]  # minimum and maximum
 ANY = -math.inf, math.inf
-# The contents of a tensor by numpy's kinds of types.
+# Names for messages, by numpy's type kinds.
 _CONTENTS = {"iu": "integers", "f": "floating-point values", "fiu": "numbers", "OS": "BYTES"}
-# The kinds that are read as numbers of a type; others are flags.
+# Type of a default -> the type kinds that are accepted; flags are boolean.
 _KINDS = {int: "iu", float: "fiu"}
 
 
 @dataclass
 class TensorFields:
-    """Tensors of one request of `batch` rows; a bad tensor reads as its default."""
+    """The tensors of one request of `batch` rows; an invalid tensor reads as its default."""
 
     tensors: Mapping[str, Array]
     batch: int
     problems: list[str] = field(default_factory=list)
 
     def array(self, name: str, kinds: str, *shapes: tuple[int, ...]) -> Array | None:
-        """Return a tensor of one of the shapes, fp32 where it has floating-point values.
+        """Return a tensor of one of the shapes, floating-point values as fp32.
 
-        -1 in a shape stands for any size; the first shape is the usual one. None if the tensor is
+        -1 in a shape stands for any size; messages name the first shape. None if the tensor is
         absent or refused.
         """
         value = self.tensors.get(name)
@@ -46,11 +46,11 @@ class TensorFields:
             return None
         if value.dtype.kind != "f":
             return value
-        with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite
+        with np.errstate(over="ignore"):  # values beyond fp32 become infinite
             return value.astype(np.float32, copy=False)
 
     def finite(self, name: str, *shape: int) -> Array | None:
-        """Return a tensor of finite fp32 values, None if it is absent or refused."""
+        """Return a tensor of finite fp32 values, or None if it is absent or refused."""
         value = self.array(name, "f", shape)
         if value is None or np.isfinite(value).all():
             return value
@@ -60,7 +60,7 @@ class TensorFields:
     def numbers(
         self, name: str, *, default: float | None, per_row: bool = False, within: Range = ANY
     ) -> list[Any]:
-        """Return a number for each row, of the type of `default`: integers, flags, or fp32 values.
+        """Return a value for each row, of the type of `default`: int, bool, or float in fp32.
 
         `per_row` forbids a single value for all rows.
         """
@@ -84,14 +84,14 @@ class TensorFields:
         return values * (self.batch // len(values))
 
     def common(self, name: str) -> int | None:
-        """Return the integer that all rows share, None where the tensor is absent."""
+        """Return the integer that all rows share, None if the tensor is absent."""
         values = self.numbers(name, default=0)
         if len(set(values)) > 1:
             self.problems.append(f"{name} must be identical for all rows of a request")
         return values[0] if name in self.tensors else None
 
     def check_names(self, required: Sequence[str], optional: Collection[str]) -> None:
-        """Note required inputs that are missing, and inputs that the model does not know."""
+        """Report required inputs that are missing, and inputs that the model does not take."""
         missing = [name for name in required if name not in self.tensors]
         self.problems += [f"{name}: required input is missing" for name in missing]
         known = {*required, *optional}
@@ -99,16 +99,16 @@ class TensorFields:
             self.problems.append(f"{name}: unknown input; this model takes {sorted(known)}")
 
     def lengths(self, name: str, *, width: int, may_be_empty: bool = False) -> list[int]:
-        """Return the true tokens of each row of a tensor of `width` columns; bad ones are clipped.
+        """Return each row's number of tokens, clipped to `width`; invalid ones are reported.
 
-        `may_be_empty` allows rows without tokens where there are no columns.
+        `may_be_empty` allows rows without tokens if `width` is 0.
         """
         least = 0 if may_be_empty and width == 0 else 1
         lengths = self.numbers(name, default=0, within=(least, width))
         return [min(max(length, 0), width) for length in lengths]
 
     def ia3_tasks(self, count: int) -> list[int | None]:
-        """Return the IA3 task of each row, of `count` that are loaded; None where not asked for."""
+        """Return the IA3 task of each row out of `count` loaded ones, None for rows without."""
         if "ia3_tasks" not in self.tensors:
             return [None] * self.batch
         if not count:

@@ -1,7 +1,7 @@
-"""Word lists: from the (2, W) tensors of a request to tuples of token ids, and matching them.
+"""Word lists: parsing of the (2, W) tensors of a request, and matching of tokens.
 
-Row 0 holds the ids of all entries one after another, row 1 their exclusive end offsets, padded
-with -1. Source: FasterTransformer 5.3, kernels/ban_bad_words.cu and stop_criteria_kernels.cu.
+Row 0 holds the ids of all entries, concatenated; row 1 their exclusive end offsets, padded with -1.
+Source: FasterTransformer 5.3, kernels/ban_bad_words.cu and stop_criteria_kernels.cu.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from inference.decoding.tensor_fields import Array, TensorFields
 
-# For all rows of a request: each step looks at every word.
+# Over all rows of a request, since each step checks every word.
 MAX_IDS = 1 << 18
 TokenIds = tuple[int, ...]
 Words = tuple[TokenIds, ...]
@@ -24,7 +24,7 @@ def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Wo
     width = value.shape[-1]
     if fields.batch * width > MAX_IDS:
         fields.problems.append(
-            f"{name}: {width} ids for each of {fields.batch} rows; {MAX_IDS} in all at most"
+            f"{name}: {width} ids for each of {fields.batch} rows; at most {MAX_IDS} in all"
         )
         return [()] * fields.batch
     rows = value.astype(np.int64).reshape(-1, 2, width)  # (1 or B, 2, W)
@@ -38,10 +38,9 @@ def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Wo
 
 
 def read_entries(ids: Array, offsets: Array) -> Words | None:
-    """Return the distinct, non-empty entries of one row, or None where the offsets are bad.
+    """Return the distinct, non-empty entries of one row, or None if the offsets are invalid.
 
-    Offsets end at the first negative value. They must not decrease nor pass the width W.
-    A zero-length entry means nothing and is left out.
+    Offsets end at the first negative value; they must neither decrease nor exceed the width W.
     """
     ends = offsets.tolist()
     entries: dict[TokenIds, None] = {}
@@ -58,13 +57,13 @@ def read_entries(ids: Array, offsets: Array) -> Words | None:
 
 
 def ends_with(history: Sequence[int], words: Words) -> bool:
-    """True when the newest tokens of `history` equal one of `words`."""
+    """Return whether `history` ends with one of `words`."""
     last = history[-1] if history else None
     return any(word[-1] == last and tuple(history[-len(word) :]) == word for word in words)
 
 
 def banned_ids(history: Sequence[int], words: Words, vocab_size: int) -> list[int]:
-    """Return the ids that would complete one of `words`; id 0 can never be banned."""
+    """Return the ids that would complete one of `words`; id 0 is never banned."""
     size = len(history)
     return [
         word[-1]

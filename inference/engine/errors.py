@@ -13,5 +13,5 @@ class RowError(RuntimeError):
     """One row could not be decoded; other rows continue."""
 
 
-class FormError(RowError, ValueError):
+class GrammarError(RowError, ValueError):
     """No token can follow within the grammar that a row's request asks for."""

@@ -17,7 +17,7 @@ from inference.decoding.rows import RequestError, SequenceRequest, SequenceResul
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
 from inference.decoding.tensor_fields import Array
-from inference.engine.errors import EngineBusyError, FormError, RowError
+from inference.engine.errors import EngineBusyError, GrammarError, RowError
 from inference.engine.load import EngineLoad, RequestTimes
 from inference.engine.planned_step import Chunk, GeneratingStep, lay_out
 from inference.engine.queued_request import StepScheduler
@@ -262,8 +262,8 @@ class Scheduler(StepScheduler):
         """Continue a sequence with its newest tokens, or retire it if it has finished."""
         answer = sequence.answer
         if answer.error is not None:
-            form = answer.request.constraint
-            kind = FormError if form is not None and form.problem else RowError
+            constraint = answer.request.constraint
+            kind = GrammarError if constraint is not None and constraint.problem else RowError
             sequence.owner.fail(kind(f"row {sequence.index}: {answer.error}"))
         elif answer.is_finished:
             self._retire(sequence)

@@ -109,7 +109,7 @@ def test_what_is_not_a_form_is_refused(structure: dict[str, Any], grammars: Gram
 
 @pytest.mark.parametrize("structure", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}])
 def test_a_form_that_no_text_has_is_refused(structure: dict[str, Any], grammars: Grammars) -> None:
-    with pytest.raises(ValueError, match="no text has this form"):
+    with pytest.raises(ValueError, match="no text matches this grammar"):
         grammars.constraint(json.dumps(structure))
 
 
@@ -117,7 +117,7 @@ def test_a_form_that_ends_in_nothing_says_so_in_a_line(grammars: Grammars) -> No
     constraint = grammars.constraint(json.dumps({"grammar": 'start: "a" x\nx: x'}))
     constraint.take(ord("a"))
     assert not constraint.mask().any()
-    assert constraint.problem.startswith("no text goes on so")
+    assert constraint.problem.startswith("no token can follow")
     assert "\n" not in constraint.problem
 
 

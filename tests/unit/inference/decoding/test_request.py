@@ -153,7 +153,7 @@ def test_all_problems_are_reported_together() -> None:
         ),
         (
             {"bad_words_list": np.zeros((2, (1 << 17) + 1), np.int32)},
-            "bad_words_list: 131073 ids for each of 2 rows; 262144 in all at most",
+            "bad_words_list: 131073 ids for each of 2 rows; at most 262144 in all",
         ),
         (
             {"min_length": column(-1, 1, dtype=np.int32)},

@@ -171,7 +171,7 @@ BAD_TURNS = [
     ([[5]], NEXT, {"session_len": 60}, "session_len: the session was started with 70, not 60"),
     ([[5]], NEXT, {"memory_len": 40}, "memory_len: the session was started with none, not 40"),
     ([[5] * 59], NEXT, {}, r"conversation \(9\) \+ prompt \(59\) \+ request_output_len \(6\)"),
-    ([[5]], NEXT, {"is_return_context_embeddings": True}, "is_return_context_embeddings: looks"),
+    ([[5]], NEXT, {"is_return_context_embeddings": True}, "is_return_context_embeddings: needs"),
     ([[5]], NEXT, {"num_prompt_log_probs": 1}, "num_prompt_log_probs: needs the whole prompt"),
     ([[5]], None, {"session_len": 40}, "session_len: the request is not part of a session"),
 ]
