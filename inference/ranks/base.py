@@ -1,4 +1,4 @@
-"""Base class of ranks: place, device, weights, and communication with the other ranks."""
+"""Base class of ranks: layout, device, weights, and communication with the other ranks."""
 
 # Shapes: n tokens whose logits are wanted, V vocabulary, N tokens of a step, E hidden
 
@@ -36,10 +36,10 @@ MAX_PROMPT_TOKENS = 8192  # of a step on a GPU; fewer would leave it idle
 class StepResult:
     """The result of a step, on rank 0.
 
-    An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
-    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` are the tokens
-    of a plan with choices, on the host, as `TokenFeed.choose` has them. `done` is the event after
-    the last kernel and copy, None on CPU.
+    An encoder-only rank returns `hidden`, the tokens of all rows concatenated, and if wanted
+    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` holds the
+    tokens of a plan with choices, on the host, in the format of `TokenFeed.choose`. `done` is the
+    event after the last kernel and copy, None on CPU.
     """
 
     logits: Tensor  # (n, V or more) fp32
@@ -50,7 +50,7 @@ class StepResult:
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Return once all of it is computed."""
+        """Wait until the result is computed."""
         if self.done is not None:
             self.done.synchronize()
 
@@ -58,7 +58,7 @@ class StepResult:
 def cache_shape(
     architecture: DecoderArchitecture | EncoderDecoderArchitecture, settings: RankSettings
 ) -> CacheShape:
-    """Return the cache of one rank, with an encoder also that of its output."""
+    """Return the shape of one rank's cache, which also holds an encoder's output."""
     if isinstance(architecture, DecoderArchitecture):
         layers, heads, parts = architecture.num_layer, architecture.kv_head_num, 1
     else:
@@ -81,8 +81,8 @@ class RankBase(ABC):
 
     architecture: Architecture
     model: StageModel
-    cache: KVCache  # of ranks that generate
-    # Records of ranks of some kinds.
+    cache: KVCache  # set by generating ranks
+    # CUDA graphs, of some subclasses.
     _graphs: Any = None
     _prompt_graphs: Any = None
     _encoder_graphs: Any = None
@@ -92,14 +92,14 @@ class RankBase(ABC):
         self.device = rank_device(settings)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # cuDNN plans its attention again for every shape, and nearly every step has a new one:
+            # cuDNN plans its attention anew for every shape, and nearly every step has a new one:
             # 256 mixed requests took 223 s on an H200 with cuDNN, 17 s without.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._groups: RankGroups | None = None
         self._in_rank_order = settings.batch_invariant
 
     def open_weights(self, settings: RankSettings) -> RankWeights:
-        """Return this rank's view of the folder, whose architecture is taken.
+        """Return this rank's view of the folder, and set `architecture` from it.
 
         Raises:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
@@ -127,7 +127,7 @@ class RankBase(ABC):
         return self._groups
 
     def connect(self, store: Store, settings: RankSettings) -> RankGroups:
-        """Join the other ranks, all of which do so at the same time."""
+        """Connect to the other ranks, all of which must do so at the same time."""
         self._groups = RankGroups(
             self.layout,
             store,
@@ -139,38 +139,37 @@ class RankBase(ABC):
         return self._groups
 
     def exchange(self, settings: RankSettings) -> None:
-        """Load other weights of the same shapes in the place of these; the cache is empty then.
+        """Replace the weights by others of the same shapes, and empty the cache.
 
-        All ranks do so at the same time, and `prepare` afterwards. Their connections stay.
-
-        Raises as the start does; the rank cannot be used then.
+        All ranks do so at the same time and then call `prepare`. Their connections stay. Raises
+        the errors of a start, after which the rank is unusable.
         """
         groups = self._groups
-        vars(self).clear()  # weights, cache and graphs, before the new ones need their memory
+        vars(self).clear()  # free weights, cache and graphs before the new ones are allocated
         give_back_memory()
         torch.cuda.empty_cache()
         type(self).__init__(self, settings)
         self._groups = groups
 
     def ping(self) -> None:
-        """Return once every rank has answered."""
+        """Wait until every rank has answered."""
         if self._groups is not None:
             self._groups.meet()
 
     def close(self) -> None:
-        """Close the connection to the other ranks, all of which do the same."""
-        # Graphs contain sums over the connection.
+        """Close the connection to the other ranks, all of which must do the same."""
+        # Graphs contain sums that use the connection.
         self._graphs = self._prompt_graphs = self._encoder_graphs = None
         if self._groups is not None:
             self._groups.close()
 
     def run(self, plan: StepPlan, embeddings: Tensor | None = None) -> StepResult | None:
-        """Run one step; rank 0 gets the result.
+        """Run one step; rank 0 returns the result.
 
-        `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
+        Rank 0 passes `embeddings` (plan.embedding_rows, E) fp32, which the others receive.
         """
         with torch.inference_mode():
-            # First, whatever fails later: a plan's moves and entries come once.
+            # First of all: moves and entries are sent only once, even if the step fails later.
             if plan.moves or plan.entries:
                 self.cache.update(plan.moves, plan.entries)
             if plan.embedding_rows:
@@ -183,15 +182,15 @@ class RankBase(ABC):
 
     @abstractmethod
     def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
-        """Run a step whose embeddings every rank has, and whose cache moves are done."""
+        """Run a step whose embeddings every rank has and whose cache moves are done."""
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
-        """Do the work that would slow down the first requests; all ranks do so at the same time."""
+        """Do the work that would slow down the first requests, at the same time on all ranks."""
 
     def _parameters(self) -> int:
-        """Return this rank's share of the matrices; their weights set which steps are graphs.
+        """Return this rank's number of matrix weights, which limits the steps that become graphs.
 
-        Of an encoder-decoder those of the encoder. A pipeline has no such graphs.
+        For an encoder-decoder only the encoder counts. A pipeline has no such graphs.
         """
         model = self.architecture
         key_heads = model.kv_head_num if isinstance(model, DecoderArchitecture) else model.head_num
@@ -211,11 +210,11 @@ class RankBase(ABC):
             return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
         return self.groups.all_reduce(x, bias=bias, residual=residual)
 
-    def _first_rank_copy(self, output: Tensor | None, room: Tensor) -> Tensor | None:
-        """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
+    def _first_rank_copy(self, output: Tensor | None, like: Tensor) -> Tensor | None:
+        """Return the last stage's output on rank 0; `like` has its shape and type."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
         source = self.layout.last_stage_ranks[:1]
         part = output if self.layout.rank in source else None
-        found = self.groups.gather(part, room.shape, ranks=source, dtype=room.dtype)
+        found = self.groups.gather(part, like.shape, ranks=source, dtype=like.dtype)
         return found[0] if found else None

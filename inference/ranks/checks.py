@@ -1,4 +1,4 @@
-"""Checks before loading: the model divides among the ranks, and each rank has a device."""
+"""Checks before loading: the model can be divided among the ranks, and each rank has a device."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,18 +17,18 @@ from inference.model.weights import check_architecture
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import KV_CACHE_DTYPES, Placement
 
-_MIN_TRITON = (3, 4)  # whose kernels take records
+_MIN_TRITON = (3, 4)  # earlier kernels cannot take named tuples
 
 
 def check_ranks(
     architecture: Architecture, placement: Placement, *, needed_devices: int | None = None
 ) -> Placement:
-    """Return a checked placement, in which `auto` is replaced by the device.
+    """Return the checked placement, with `auto` resolved to a device.
 
-    `needed_devices` is the number of GPUs that this process must see; None means one for each rank.
+    `needed_devices` is the number of GPUs that this process must see; None means one per rank.
 
     Raises:
-        ValueError: with every problem found.
+        ValueError: With every problem found.
     """
     device, problems = _device(placement.device, needed_devices or placement.world_size)
     wrong = _wrong(architecture, placement, device)
@@ -47,7 +47,7 @@ def check_ranks(
 
 
 def _wrong(architecture: Architecture, placement: Placement, device: str) -> dict[str, bool]:
-    """Return whether each of the possible problems of a placement is one."""
+    """Return the possible problems of a placement, and whether each applies."""
     p, on_gpu = placement, device == "cuda"
     is_bert = isinstance(architecture, EncoderArchitecture)
     in_16_bits = on_gpu and p.data_type in ("fp16", "bf16")

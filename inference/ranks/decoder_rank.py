@@ -23,12 +23,12 @@ from inference.ranks.settings import RankSettings
 if TYPE_CHECKING:
     from inference.model.gpu.prompt_graph import PromptGraphs
 
-# Tokens of a step for which libraries choose and load their kernels before the first request.
+# Step sizes to run before the first request, so that libraries choose and load their kernels.
 _WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), MAX_PROMPT_TOKENS)
 
 
 class DecoderRank(GeneratorRank):
-    """A rank that holds a part of a decoder-only model and its cache, and runs steps on them."""
+    """A rank of a decoder-only model."""
 
     architecture: DecoderArchitecture
     model: Decoder
@@ -39,7 +39,7 @@ class DecoderRank(GeneratorRank):
         weights, architecture = self.open_weights(settings), self.architecture
         self.model = Decoder(weights, architecture)
         config, layers = weights.reader.config, self.layout.layers(architecture.num_layer)
-        prefixes = []  # of this stage's layers, (L, 2, H, tokens, D) each
+        prefixes = []  # each (L, 2, H, tokens, D), L layers of this stage
         if config.prompt_learning_type == PREFIX_PROMPT:
             names = [f"model.prefix_prompt.{task.task_name}.weight" for task in config.tasks]
             prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
@@ -81,12 +81,12 @@ class DecoderRank(GeneratorRank):
         return self._result(self._logits(hidden, steps), plan, pooled=pooled)
 
     def _pooled(self, hidden: Sequence[Tensor], plan: StepPlan) -> Tensor | None:
-        """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
+        """Return the sum of each segment's last hidden states on rank 0, (segments, E) fp32."""
         sums = None
         if hidden:
             counts = [segment.tokens for segment in plan.segments]
             parts = torch.split(torch.cat(list(hidden)).float(), counts)
             sums = torch.stack([part.sum(0) for part in parts])
         shape = (len(plan.segments), self.architecture.hidden)
-        room = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self._first_rank_copy(sums, room)
+        like = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._first_rank_copy(sums, like)

@@ -1,4 +1,4 @@
-"""The device of a rank, and the types that it computes in."""
+"""The device of a rank, and the types in which it computes and keeps matrices."""
 
 import logging
 import socket
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def rank_device(settings: RankSettings) -> torch.device:
-    """Return the device of a rank; on CUDA the ranks of a node take one each.
+    """Return the device of a rank; on CUDA each rank of a node takes one GPU.
 
     Raises:
-        ValueError: No GPU is visible, such as on a node that only other ranks have seen.
+        ValueError: No GPU is visible in this process, which may run on another node than rank 0.
     """
     if settings.device == "cpu":
         return torch.device("cpu")
@@ -32,14 +32,14 @@ def rank_device(settings: RankSettings) -> torch.device:
 
 
 def has_row_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether an encoder has kernels, and graphs, of its own: in 16 bits on a GPU."""
+    """Return whether an encoder uses our own kernels, and graphs: in 16 bits on a GPU."""
     return device.type == "cuda" and dtype.itemsize == 2
 
 
 def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
-    """Return the type a rank computes in.
+    """Return the type in which a rank computes.
 
-    A CPU computes types without fast matrix products in fp32: fp16, and on many CPUs bf16.
+    A CPU computes types for which it has no fast matrix products in fp32: fp16, and often bf16.
     """
     dtype = torch_dtype(data_type)
     if device.type == "cuda" or dtype == torch.float32:
@@ -51,10 +51,10 @@ def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
 
 
 def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dtype | None:
-    """Return the type a rank keeps its matrices in where it computes in another, else None.
+    """Return the type of a rank's matrices in memory, None for the type in which it computes.
 
-    Those in 16 bits stay so for fp32 computation where a product widens them as it reads them:
-    nothing is lost, and half the bytes are read.
+    For fp32 computation, 16-bit matrices are kept if a product can widen them as it reads them: the
+    results are the same, and half the bytes are read.
     """
     kept = stored if data_type == "fp32" else data_type
     if device.type == "cpu" and kept == "fp16" and has_fp16_weights():

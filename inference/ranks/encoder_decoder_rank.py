@@ -1,7 +1,7 @@
 """One rank of an encoder-decoder.
 
-A step first encodes new rows, whose keys and values every stage caches in slots of their own, and
-then runs the decoder over the new tokens of each sequence.
+A step first encodes new rows, whose keys and values every stage caches in separate slots, and then
+runs the decoder over the new tokens of each sequence.
 """
 
 # Shapes: N tokens of an encoder pass, E hidden
@@ -24,12 +24,12 @@ from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
-# Tokens of a step for which libraries choose and load their kernels before the first request.
+# Step sizes to run before the first request, so that libraries choose and load their kernels.
 _WARM_UP_TOKENS = (1, 16, 64, 256, 1024)
 
 
 class EncoderDecoderRank(EncoderRank, GeneratorRank):
-    """A rank that holds a part of an encoder-decoder and its cache."""
+    """A rank of an encoder-decoder."""
 
     architecture: EncoderDecoderArchitecture
     model: EncoderDecoder
@@ -38,10 +38,10 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
         super().__init__(settings)
         self._open_cache(settings, self.model.dtype)
         nothing = EncodedRow(self.cache.scratch_slot, 1, self._no_task)
-        self._encoded = [nothing] * (settings.slots + 1)  # what each slot reads
+        self._encoded = [nothing] * (settings.slots + 1)  # encoder output of each decoder slot
 
     def prepare(self) -> None:
-        """Record the graphs of encoder and decoder, and run steps that are not graphs once."""
+        """Record the graphs of encoder and decoder, and run other step sizes once."""
         super().prepare()
         if self.device.type != "cpu":
             with torch.inference_mode():
@@ -60,7 +60,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
         return self._result(part, plan)
 
     def _encode_some(self, layers: int) -> None:
-        """Continue the pass; at its end every stage caches what its decoder layers read."""
+        """Continue the pass; at its end every stage caches keys and values for its decoder."""
         done = self._encode(layers)
         if done is None:
             return
@@ -73,7 +73,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
                 self._encoded[slot] = encoded
 
     def _spread(self, output: Tensor | None, tokens: Tokens) -> Tensor:
-        """Send the last stage's encoder output (N, E) to every stage."""
+        """Send the last stage's encoder output (N, E) to every stage, and return it."""
         layout = self.layout
         if layout.pp_size == 1:
             assert output is not None
@@ -89,7 +89,9 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
             sent.wait()
         return output
 
-    def _read_by(self, segments: Sequence[Segment]) -> tuple[CachedAttention | None, Tensor | None]:
+    def _cross_attention(
+        self, segments: Sequence[Segment]
+    ) -> tuple[CachedAttention | None, Tensor | None]:
         counts = [segment.tokens for segment in segments]
         encoded = [self._encoded[segment.slot] for segment in segments]
         rules, tasks = self.model.rules, None
@@ -100,7 +102,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
             return self._attention(reading, rules.across), tasks
         from inference.model.gpu.attention_layout import paged_attention
 
-        # As if each token were the last of the encoder's: it sees all of them.
+        # Each token takes the place of the encoder's last token, which sees all of them.
         last = [(each.slot, each.length - 1, 1) for each in encoded]
         each_token = np.repeat(np.array(last), counts, axis=0)
         return paged_attention(each_token, self.cache, rules=rules.across), tasks

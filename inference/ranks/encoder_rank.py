@@ -1,7 +1,7 @@
 """One rank of an encoder: BERT, a T5 encoder, or the encoder of a whole T5.
 
-An encoder's rows cannot be split like a decoder's prompts, since every token sees all others. Its
-layers can be spread over several steps: a long row then does not delay the rows that decode.
+An encoder's rows cannot be split like a decoder's prompts, since every token sees all others.
+Instead its layers can be spread over several steps, so that long rows do not delay decoding.
 """
 
 # Shapes: N tokens of an encoder pass, E hidden, H local heads, S longest row
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class _EncoderPass:
-    """One batch in the encoder; every rank advances in the same steps."""
+    """One batch in the encoder; all ranks advance it in the same steps."""
 
     rows: tuple[EncoderRow, ...]
     tokens: Tokens
     step: EncoderStep
     tasks: list[int]  # of IA3, by row
-    done: int = 0  # layers, of all stages
-    x: Tensor | None = None  # (N, E) while this stage computes, and the last one's output
+    done: int = 0  # number of finished layers, over all stages
+    x: Tensor | None = None  # (N, E) while this stage computes; at the end the last stage's output
 
 
 class EncoderRank(RankBase):
-    """A rank that holds a part of an encoder."""
+    """A rank of an encoder."""
 
     architecture: EncoderArchitecture | EncoderDecoderArchitecture
     model: Encoder
@@ -58,7 +58,7 @@ class EncoderRank(RankBase):
         if isinstance(self.architecture, EncoderDecoderArchitecture):
             if settings.encoder_only:
                 self.architecture = replace(self.architecture, decoder_num_layer=0)
-            self._no_task = self.architecture.ia3_num_tasks  # names a row of ones in every table
+            self._no_task = self.architecture.ia3_num_tasks  # row of ones at the end of each table
             kind: type[Encoder] = EncoderDecoder
         else:
             self._no_task, kind = 0, Bert
@@ -85,12 +85,11 @@ class EncoderRank(RankBase):
         return torch.empty(tokens, dtype=torch.int64, device=self.device)
 
     def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
-        """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
+        """Run all layers of an encoder-only model; return the output on rank 0."""
         self._begin(plan, embeddings)
         done = self._encode(self.architecture.num_layer)
         assert done is not None, "an encoder's step ends its pass"
-        room = self.model.empty_hidden(len(done.tokens.ids))
-        hidden = self._first_rank_copy(done.x, room)
+        hidden = self._first_rank_copy(done.x, self.model.empty_hidden(len(done.tokens.ids)))
         attentions = done.step.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
@@ -104,7 +103,7 @@ class EncoderRank(RankBase):
         return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)
 
     def _begin(self, plan: StepPlan, embeddings: Tensor | None) -> None:
-        """Start a pass of new rows; it replaces one whose requests were cancelled."""
+        """Start a pass of new rows, in place of any unfinished one, whose requests were dropped."""
         counts = [row.tokens for row in plan.encoder_rows]
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
         tasks = [self._no_task if row.task is None else row.task for row in plan.encoder_rows]
@@ -113,7 +112,7 @@ class EncoderRank(RankBase):
             heads = self.architecture.head_num // self.layout.tp_size
             shape = (len(counts), len(self.model.encoder_layers), heads, max(counts), max(counts))
             attentions = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-        ids = embeddings  # of a model whose embeddings run outside
+        ids = embeddings  # hidden states, for a model whose embedding layer runs at the client
         if plan.encoder_ids or ids is None:
             ids = on_device(np.array(plan.encoder_ids, np.int64), self.device)
         tokens = Tokens(
@@ -130,7 +129,7 @@ class EncoderRank(RankBase):
         self._pass = _EncoderPass(plan.encoder_rows, tokens, step, tasks)
 
     def _encode(self, layers: int) -> _EncoderPass | None:
-        """Continue the pass; return it at its end."""
+        """Run `layers` more layers of the pass; return the pass once it is finished."""
         now, total = self._pass, self.architecture.num_layer
         assert now is not None, "no pass was begun"
         start = now.done
@@ -148,13 +147,13 @@ class EncoderRank(RankBase):
         return now
 
     def _advance(self, now: _EncoderPass, start: int) -> None:
-        """Run this stage's layers from `start` to those done; send the result of the last."""
+        """Run this stage's layers from `start` to `now.done`, and send on the stage's output."""
         mine, layout, stop = self.model.encoder_layers, self.layout, now.done
         if start == 0 and layout.is_first_stage:
             now.x = self.model.embed(now.tokens)
         elif start < mine.start <= stop:
-            room = self.model.empty_hidden(len(now.tokens.ids))
-            now.x = self.groups.receive(room, layout.previous_rank)
+            buffer = self.model.empty_hidden(len(now.tokens.ids))
+            now.x = self.groups.receive(buffer, layout.previous_rank)
         if layers := range(max(start, mine.start), min(stop, mine.stop)):
             assert now.x is not None
             now.x = self.model.run_encoder(now.x, now.step, layers)

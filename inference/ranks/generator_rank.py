@@ -1,6 +1,6 @@
-"""A rank that generates: its cache, and the steps of its decoder.
+"""A generating rank: its cache, and the steps of its decoder.
 
-Decoder-only models and encoder-decoders differ in what else their tokens read than their own cache.
+The tokens of an encoder-decoder also read the encoder's output; subclasses add that.
 """
 
 # Shapes: N tokens of a step, n tokens whose logits are wanted, V vocabulary, E hidden
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from inference.model.gpu.attention import PagedAttention
     from inference.model.gpu.decode_graph import DecodeGraphs
 
-# Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
+# With fewer tokens, reading the weights would dominate the time of a pipeline's micro-batch.
 _MICRO_BATCH_TOKENS = 128
 
 
 class GeneratorRank(RankBase):
-    """A rank that holds a part of a model that generates."""
+    """A rank of a generating model."""
 
     architecture: DecoderArchitecture | EncoderDecoderArchitecture
     model: GeneratorModel
@@ -47,7 +47,7 @@ class GeneratorRank(RankBase):
     def _open_cache(
         self, settings: RankSettings, dtype: torch.dtype, prefixes: Sequence[Tensor] = ()
     ) -> None:
-        """Allocate what steps keep: keys and values, and the newest tokens."""
+        """Allocate the state between steps: keys and values, and the newest tokens."""
         layout, vocab_size = self.layout, self.architecture.vocab_size
         shape = cache_shape(self.architecture, settings)
         self.cache = KVCache(shape, dtype=dtype, device=self.device, prefixes=prefixes)
@@ -56,24 +56,24 @@ class GeneratorRank(RankBase):
             self.device,
             vocab=layout.vocab_rows(vocab_size),
             vocab_size=vocab_size,
-            # The ranks connect later.
+            # A function, since the ranks connect later.
             gather=(lambda x: self.groups.gather_stage(x)) if layout.tp_size > 1 else None,
         )
 
     def _record(self, warm_up: Iterable[int], idle: Sequence[int] = ()) -> None:
-        """Run steps of `warm_up` tokens once, and record the decoding graphs.
+        """Run a step of each number of tokens in `warm_up`, and record the decoding graphs.
 
         `idle` as for `DecodeGraphs`.
         """
         from inference.model.gpu.decode_graph import DecodeGraphs
 
         for tokens in warm_up:
-            self._run_nothing(tokens)
+            self._run_dummy(tokens)
         self._graphs = DecodeGraphs(self.model, self.cache, self._feed, self.layout, idle=idle)
         self._graphs.record()
 
-    def _run_nothing(self, tokens: int) -> None:
-        """Run prompts of so many tokens in all, and a single token; discard their results."""
+    def _run_dummy(self, tokens: int) -> None:
+        """Run prompts of `tokens` tokens in total and a single token, and discard the results."""
         longest, slot = self.cache.shape.max_len, self.cache.scratch_slot
         starts = range(0, tokens, longest)
         segments = [Segment(slot, 0, min(tokens - start, longest)) for start in starts]
@@ -95,36 +95,36 @@ class GeneratorRank(RankBase):
         has_virtual: bool = False,
         embeddings: Tensor | None = None,
     ) -> tuple[list[Tensor], list[Step]]:
-        """Return the last layer's output of each micro-batch, nothing before the last stage."""
+        """Return the micro-batches, with their last layer's outputs on the last stage only."""
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
         ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
         steps, first = [], 0
         for segments in split_segments(plan.segments, parts):
             stop = first + sum(segment.tokens for segment in segments)
-            mine = outputs
+            rows = outputs
             if parts > 1:
-                mine = outputs[(outputs >= first) & (outputs < stop)] - first
+                rows = outputs[(outputs >= first) & (outputs < stop)] - first
             step = self._step(
-                ids[first:stop], segments, mine, has_virtual=has_virtual, embeddings=embeddings
+                ids[first:stop], segments, rows, has_virtual=has_virtual, embeddings=embeddings
             )
-            # A last layer computes only rows with logits, unless hidden states are pooled.
+            # The last layer computes only rows with logits, unless hidden states are pooled.
             narrows = self.model.narrows and self.layout.is_last_stage and not plan.pool
             steps.append(replace(step, narrows=narrows))
             first = stop
         return self._run_stage(steps), steps
 
     def _run_stage(self, micro_batches: Sequence[Step]) -> list[Tensor]:
-        """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
+        """Return the last layer's output of each micro-batch; empty before the last stage.
 
-        While a stage works on one micro-batch, the next stage works on the one before.
+        While a stage computes one micro-batch, the next stage computes the previous one.
         """
         outputs, sends = [], []
         for step in micro_batches:
             if self.layout.is_first_stage:
                 x = self.model.embed(step)
             else:
-                room = self.model.empty_hidden(len(step.positions))
-                x = self.groups.receive(room, self.layout.previous_rank)
+                buffer = self.model.empty_hidden(len(step.positions))
+                x = self.groups.receive(buffer, self.layout.previous_rank)
             x = self.model.run_layers(x, step)
             if self.layout.is_last_stage:
                 outputs.append(x)
@@ -143,11 +143,11 @@ class GeneratorRank(RankBase):
         has_virtual: bool = False,
         embeddings: Tensor | None = None,
     ) -> Step:
-        encoded, tasks = self._read_by(segments)
+        encoded, tasks = self._cross_attention(segments)
         attention, count = self._attention(segments, self.model.rules), len(ids)
         numbers = segment_numbers(segments)
         shifts = np.repeat(numbers[:, 3], numbers[:, 2])
-        # Everything is sent without waiting for the device.
+        # One copy to the device, without a synchronisation.
         sent = on_device(np.concatenate((ids, shifts, outputs)).astype(np.int32), self.device)
         return Step(
             ids=self._feed.ids(sent[:count], attention.slots),
@@ -169,13 +169,15 @@ class GeneratorRank(RankBase):
 
         return paged_attention(segment_numbers(segments), self.cache, rules=rules)
 
-    def _read_by(self, segments: Sequence[Segment]) -> tuple[CachedAttention | None, Tensor | None]:
-        """Return the encoder's output that tokens read, and their IA3 tasks."""
+    def _cross_attention(
+        self, segments: Sequence[Segment]
+    ) -> tuple[CachedAttention | None, Tensor | None]:
+        """Return the tokens' attention over the encoder's output, and their IA3 tasks."""
         del segments
         return None, None
 
     def _logits(self, hidden: Sequence[Tensor], steps: Sequence[Step]) -> Tensor | None:
-        """Return this rank's slice of the logits (n, V / T or more), None without."""
+        """Return this rank's slice of the logits (n, V / T or more), None if none are wanted."""
         pairs = zip(hidden, steps, strict=True) if hidden else ()
         slices = [self.model.logits(x, step) for x, step in pairs if len(step.output_rows)]
         if not slices:
@@ -185,9 +187,9 @@ class GeneratorRank(RankBase):
     def _run_graph(
         self, graphs: DecodeGraphs, plan: StepPlan, *more: Sequence[int]
     ) -> StepResult | None:
-        """Run a graph between the stages before and after; return its result on rank 0.
+        """Run a decoding graph, with the transfers between stages; return the result on rank 0.
 
-        `more` numbers of each sequence are those of `idle`.
+        `more` holds further numbers of each sequence, see `idle` of `DecodeGraphs`.
         """
         segments, count = plan.segments, len(plan.segments)
         numbers = np.empty((5 + len(more), count), np.int64)
@@ -222,10 +224,10 @@ class GeneratorRank(RankBase):
         pooled: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> StepResult | None:
-        """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
+        """Return on rank 0 the tokens that the ranks choose by the plan, or all logits, or both.
 
-        `part` is this rank's slice of the logits, (n, V / T or more), None without; `chosen` are
-        the tokens where they are known already.
+        `part` is this rank's slice of the logits, (n, V / T or more), if it has one; `chosen` are
+        the tokens if they are known already.
         """
         count = len(plan.output_rows)
         if plan.choices is not None and count and chosen is None:
@@ -269,23 +271,23 @@ class GeneratorRank(RankBase):
 
 
 def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
-    """Split segments into at most `parts` runs of about as many tokens, in order.
+    """Split segments in order into at most `parts` runs of about equal numbers of tokens.
 
-    A sequence may be split: a later run then holds its later tokens, which see the earlier ones.
+    A sequence may be split; its tokens in a later run see those in earlier runs.
     """
     total = sum(segment.tokens for segment in segments)
     if parts == 1:
         return [list(segments)]
     size = -(-total // parts)
     runs: list[list[Segment]] = [[]]
-    room = size
+    free = size
     for segment in segments:
         start, left = segment.start, segment.tokens
         while left:
-            if not room:
+            if not free:
                 runs.append([])
-                room = size
-            count = min(left, room)
+                free = size
+            count = min(left, free)
             runs[-1].append(segment._replace(start=start, tokens=count))
-            start, left, room = start + count, left - count, room - count
+            start, left, free = start + count, left - count, free - count
     return runs

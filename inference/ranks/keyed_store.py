@@ -1,9 +1,8 @@
 """A store for launched ranks, open only to processes that hold the key of the launch.
 
-Rank 0 makes a key for each launch and leaves it in a file of mode 600 that the other ranks can see;
-no argument and no variable holds it. Both ends of a connection first prove with an HMAC over fresh
-random numbers that they have the key; otherwise the connection is closed. Later messages are not
-encrypted.
+Rank 0 makes a key for each launch and writes it to a file of mode 600 that the other ranks can
+read; it never appears in arguments or variables. Both ends of a connection first prove with an HMAC
+over fresh nonces that they hold the key, or the connection is closed. Messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from torch.distributed.distributed_c10d import Store
 _KEY_BYTES = _NONCE_BYTES = 32
 _DIGEST = "sha256"
 _MAX_BYTES = 16 << 20  # of one message
-_GREETING_S = 5.0  # to prove possession of the key
-# Connections that have not proved it yet; further ones are closed, and try again.
-_MAX_GREETINGS = 64
+_HANDSHAKE_S = 5.0  # to prove possession of the key
+# Most connections in their handshake; further ones are closed, and clients try again.
+_MAX_HANDSHAKES = 64
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
 
-# The timeout that torch's store applies on the server; a wait is a client's, which asks again.
+# `wait` is not among them: clients poll with `check`.
 _OPERATIONS = ("set", "get", "add", "check", "compare_set", "delete_key", "num_keys")
 
 Answer = Callable[..., Any]
 
 
 class KeyRefusedError(RuntimeError):
-    """The process at the other end holds another key, or none."""
+    """The peer holds another key, or none."""
 
 
 def write_key(path: Path) -> bytes:
@@ -61,10 +60,10 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Return what is in a file of `write_private`.
+    """Return the contents of a file of `write_private`.
 
     Raises:
-        OSError: There is no such file.
+        OSError: The file does not exist.
         PermissionError: It belongs to another user, or others can read it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -76,26 +75,26 @@ def read_private(path: Path) -> bytes:
 
 
 def _operation(name: str) -> Any:
-    """Return the method of a store that applies one of the `_OPERATIONS` to its values."""
+    """Return a store's method for one of the `_OPERATIONS`."""
 
     def apply(store: KeyedStore, *arguments: Any) -> Any:
-        found = store._answer(name, *map(_sent, arguments))
+        found = store._answer(name, *map(_as_json, arguments))
         return found.encode("latin-1") if isinstance(found, str) else found
 
     return apply
 
 
 class KeyedStore(Store):
-    """One connection to the values of a launch; raises RuntimeError, as torch's stores do.
+    """A connection to the values of a launch; errors are RuntimeErrors, as for torch's stores.
 
     Attributes:
-        address: This process's own, on the network of the rendezvous.
+        address: Address of this process on the network of the rendezvous.
     """
 
     def __init__(
         self, answer: Answer, connect: Callable[[], KeyedStore], address: str, timeout_s: float
     ) -> None:
-        """Take the ways to the values: `answer` applies an operation, by name and arguments."""
+        """Bind the store: `answer(operation, *arguments)` applies an operation to the values."""
         super().__init__()
         self.address = address
         self._answer, self._connect, self._timeout_s = answer, connect, timeout_s
@@ -108,13 +107,13 @@ class KeyedStore(Store):
     num_keys: Any = _operation("num_keys")
 
     def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
+        """Wait for a value and return it."""
         self.wait([key])
         value: bytes = _operation("get")(self, key)
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all values are there."""
+        """Wait until all keys have values."""
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline, pause_s = monotonic() + limit_s, _FIRST_POLL_S
         while not self.check(keys):
@@ -124,29 +123,29 @@ class KeyedStore(Store):
             pause_s = min(2 * pause_s, _LAST_POLL_S)
 
     def clone(self) -> KeyedStore:
-        """Return a further connection to the same values."""
+        """Return another connection to the same values."""
         return self._connect()
 
 
 class StoreServer:
-    """The values of one launch, in rank 0's process."""
+    """The values of one launch, served by rank 0's process."""
 
     def __init__(self, listener: socket.socket, key: bytes, *, timeout_s: float) -> None:
-        """Start to answer, in threads, clients that hold the key."""
+        """Start threads that serve clients which hold the key."""
         self.listener, self._key, self._timeout_s = listener, key, timeout_s
         self._values = HashStore()
         self._values.set_timeout(timedelta(seconds=timeout_s))
-        self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def store(self) -> KeyedStore:
-        """Return the values as rank 0 sees them."""
+        """Return rank 0's view of the values, without a connection."""
         address = self.listener.getsockname()[0]
         return KeyedStore(self._apply, self.store, address, self._timeout_s)
 
     def close(self) -> None:
-        """Accept no further connection; open ones stay."""
-        # A thread that waits in accept() is woken by a shutdown, not by a close.
+        """Accept no more connections; open ones stay."""
+        # Only a shutdown wakes a thread that waits in accept(), a close does not.
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
@@ -160,7 +159,7 @@ class StoreServer:
                     return
                 sleep(_LAST_POLL_S)  # such as too many open files
                 continue
-            if not self._greetings.acquire(blocking=False):
+            if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -168,9 +167,9 @@ class StoreServer:
     def _serve(self, end: socket.socket) -> None:
         with end, contextlib.suppress(OSError, EOFError, ValueError, TypeError, RuntimeError):
             try:
-                connection = _greeted(end, self._key, is_server=True)
+                connection = _authenticate(end, self._key, is_server=True)
             finally:
-                self._greetings.release()
+                self._handshakes.release()
             with connection:
                 while True:
                     operation, *arguments = json.loads(connection.recv_bytes(_MAX_BYTES))
@@ -188,13 +187,13 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
     """Return a connection to the store of rank 0.
 
     Raises:
-        KeyRefusedError: What listens there holds another key.
+        KeyRefusedError: The process that listens there holds another key.
         OSError: Nothing listens there.
     """
-    with socket.create_connection((host, port), timeout=_GREETING_S) as end:
+    with socket.create_connection((host, port), timeout=_HANDSHAKE_S) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.settimeout(None)
-        connection, address = _greeted(end, key, is_server=False), end.getsockname()[0]
+        connection, address = _authenticate(end, key, is_server=False), end.getsockname()[0]
     lock = threading.Lock()
 
     def answer(*message: Any) -> Any:
@@ -205,24 +204,24 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
                     raise TimeoutError(f"no answer within {timeout_s:g} s")
                 return json.loads(connection.recv_bytes(_MAX_BYTES))
         except (OSError, EOFError, ValueError) as error:
-            connection.close()  # a late answer would be taken for that of the next
+            connection.close()  # a late answer must not be read as that of the next message
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
     connect = partial(connect_store, host, port, key, timeout_s=timeout_s)
     return KeyedStore(answer, connect, address, timeout_s)
 
 
-def _greeted(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:
-    """Prove to the other end that this one holds the key, check that it does, and return a link.
+def _authenticate(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:
+    """Prove to the peer that this process holds the key, and vice versa; return the connection.
 
     Raises:
-        KeyRefusedError: The other end does not hold the key, or takes too long to prove it.
+        KeyRefusedError: The peer does not hold the key, or takes too long to prove it.
     """
     connection = Connection(os.dup(end.fileno()))
-    # Ends the wait even while single bytes arrive.
-    late = threading.Timer(_GREETING_S, partial(end.shutdown, socket.SHUT_RDWR))
-    late.daemon = True
-    late.start()
+    # Bounds the whole handshake, even if a peer sends byte by byte.
+    timer = threading.Timer(_HANDSHAKE_S, partial(end.shutdown, socket.SHUT_RDWR))
+    timer.daemon = True
+    timer.start()
     own = secrets.token_bytes(_NONCE_BYTES)
     mine, theirs = (b"server", b"client") if is_server else (b"client", b"server")
     try:
@@ -243,12 +242,12 @@ def _greeted(end: socket.socket, key: bytes, *, is_server: bool) -> Connection:
         connection.close()
         raise
     finally:
-        late.cancel()
+        timer.cancel()
     return connection
 
 
-def _sent(value: Any) -> Any:
-    """Return a value as JSON takes it: bytes as text of one character each, text as its UTF-8."""
+def _as_json(value: Any) -> Any:
+    """Return a JSON value: bytes (of text its UTF-8) become text of one character per byte."""
     if isinstance(value, str | bytes):
         return (value.encode() if isinstance(value, str) else value).decode("latin-1")
     return value

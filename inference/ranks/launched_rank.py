@@ -1,7 +1,7 @@
-"""Ranks that a launcher has started on several nodes.
+"""Ranks that a launcher has started, possibly on several nodes.
 
-`python -m inference.ranks.launched_rank` runs one rank other than 0. Rank 0 is the model inside
-the server on the first node.
+`python -m inference.ranks.launched_rank` runs one rank other than 0. Rank 0 is the model in the
+server on the first node.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] | None:
-    """Return this process's place, and host, port and key file of the rendezvous.
+    """Return this process's place in the launch, and the rendezvous's host, port and key file.
 
     None if no launcher has started the ranks.
 
     Raises:
-        ValueError: the launcher has started another number of ranks, or the address is malformed.
+        ValueError: The launcher has started another number of ranks, or the address is malformed.
     """
     address = os.environ.get(RENDEZVOUS_VARIABLE)
     if not address:
@@ -52,11 +52,11 @@ def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] |
 
 
 def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
-    """Return the rendezvous of rank 0 with the ranks of a launcher; None if there are none.
+    """Return rank 0's rendezvous with the other ranks of a launcher, None without a launcher.
 
     Raises:
-        ValueError: as `started_place`.
-        RendezvousError: the address is unavailable.
+        ValueError: As for `started_place`.
+        RendezvousError: The address is unavailable.
     """
     found = started_place(world_size)
     if found is None:

@@ -1,4 +1,4 @@
-"""The ranks other than 0 as processes of this node, and the store by which they meet."""
+"""The ranks other than 0 as processes of this node, and the store through which they connect."""
 
 import os
 import threading
@@ -15,33 +15,33 @@ from inference.ranks.settings import RankSettings
 from inference.ranks.startup import failure_of
 from inference.system.private_folder import PrivateFolder
 
-_KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
+_UNKNOWN_COUNT = -1  # of ranks: with a count, the last rank to close the store removes the file
 _POLL_S = 0.02
 
 
 def join_node_store(path: Path, *, timeout_s: float) -> Store:
-    """Return the store in a file of this node, whose waits end after `timeout_s`.
+    """Return the store in a file of this node; its waits end after `timeout_s`.
 
-    The file lies in a folder that only this user can enter: no port that others could connect to.
+    The file is in a folder that only this user can enter, whereas a port would be open to others.
     """
-    store = FileStore(os.fsencode(path).decode(), _KEPT)  # UTF-8, whatever the locale
+    store = FileStore(os.fsencode(path).decode(), _UNKNOWN_COUNT)  # UTF-8 in every locale
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 class NodeRanks:
-    """Starts, watches and ends the other ranks, as `Rendezvous` does for those of a launcher.
+    """Starts, watches and ends the other ranks, like `Rendezvous` for the ranks of a launcher.
 
     `problems` and `close` may be called from any thread.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Make the store, whose waits end after `timeout_s`."""
+        """Create the store; its waits end after `timeout_s`."""
         self._folder = PrivateFolder("store")
         self._path = self._folder.path / "store"
         self.store = join_node_store(self._path, timeout_s=timeout_s)
         self._workers: dict[int, Worker] = {}
-        self._lock = threading.Lock()  # held while workers and store are used
+        self._lock = threading.Lock()  # guards workers and store
 
     def announce(self, settings: RankSettings) -> None:
         """Start every other rank with the settings to load; call it from a long-lived thread."""
@@ -51,7 +51,7 @@ class NodeRanks:
                 self._workers[rank] = start_worker(own)
 
     def problems(self) -> dict[int, str]:
-        """Return the exit of each worker that has ended, with its reason or its last line."""
+        """Return how workers have exited, with the reason they reported or their last output."""
         with self._lock:
             return {
                 rank: f"{how}: {failure_of(self.store, rank) or worker.last_line()}"
@@ -60,7 +60,7 @@ class NodeRanks:
             }
 
     def close(self, *, grace_s: float) -> None:
-        """Wait for the workers to exit, then kill those that remain; may be called again."""
+        """Wait for the workers to exit, then kill the others; may be called repeatedly."""
         deadline = monotonic() + grace_s
         with self._lock:
             for worker in self._workers.values():

@@ -1,7 +1,7 @@
 """The plan of a step, which rank 0 sends to every rank as JSON.
 
-JSON holds nothing but values: the connections of ranks are not authenticated, and what arrives by
-them must not be able to run code.
+JSON carries values only: the connections of ranks are not authenticated, so that a message must not
+be able to run code.
 """
 
 import json
@@ -18,8 +18,8 @@ from inference.model.step import Segment
 class Command(NamedTuple):
     """A message to the ranks that is not a step.
 
-    On "ping" they answer: rank 0 checks that every rank is alive. On "exchange" the weights of
-    `ft_dir` take the place of those that are loaded.
+    "ping" checks that every rank answers; "exchange" replaces the loaded weights by those of
+    `ft_dir`.
     """
 
     name: Literal["ping", "stop", "exchange"]
@@ -30,38 +30,38 @@ class EncoderRow(NamedTuple):
     """One row of an encoder pass."""
 
     tokens: int
-    slots: Sequence[int] = ()  # of the decoder, that read its output; none for an encoder alone
+    slots: Sequence[int] = ()  # decoder slots that read its output; empty for an encoder alone
     task: int | None = None  # of IA3
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: encoder pass and cache moves first, then a pass over the segments' tokens.
+    """One step: cache moves and encoder layers first, then a pass over the segments' tokens.
 
     Attributes:
-        ids: Token ids of all segments, one after the other.
+        ids: Token ids of all segments, concatenated.
         segments: Sequences with new tokens, by ascending slot.
-        output_rows: Tokens whose logits are wanted, ascending.
-        moves: Cache copies, all of them before the pass.
+        output_rows: Indices of the tokens whose logits are wanted, ascending.
+        moves: Cache copies to make before the pass.
         entries: Blocks that slots get before the pass.
-        choices: For every output row the slot whose newest token is chosen from it, negative for
-            none, and an id that may not be chosen, negative for none. None if the scheduler
-            chooses, as it must for a pipeline.
-        draws: For every output row the numbers of `DrawParameters` in `inference.decoding.draws`.
-            None if every choice is the best token.
-        penalties: For every output row the three numbers of `Penalty` there. None if no row has
-            marks; otherwise there are draws.
-        marks: Slots whose marks are set before the choice, and the arrays of `TokenMarks` there.
-            Ranks mark what they choose themselves.
-        with_logits: Whether the logits are wanted, even if some tokens are chosen from them.
+        choices: For every output row, the slot whose newest token is chosen from it, and an id that
+            must not be chosen; negative for none. None if the scheduler chooses all tokens, as it
+            must for a pipeline.
+        draws: For every output row, `DrawParameters` of `inference.decoding.draws`. None if every
+            choice is the arg-max.
+        penalties: For every output row, `Penalty` of the same module. None if no row has marks;
+            requires draws.
+        marks: Slots whose marks are set before the choice, with their `TokenMarks`. Ranks add the
+            tokens that they choose.
+        with_logits: Whether the logits are returned even if ranks choose tokens from them.
         has_virtual: Whether some ids lie beyond the vocabulary.
-        embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
-        pool: Whether the sums of each segment's last hidden states are wanted.
-        encoder_rows: Rows for the encoder of a model that has one.
-        encoder_ids: Their token ids; none where the rows are embeddings.
+        embedding_rows: Number of embeddings sent after the plan, for ids beyond loaded tables.
+        pool: Whether each segment's summed last hidden states are wanted.
+        encoder_rows: New rows for the encoder of a model that has one.
+        encoder_ids: Token ids of these rows; empty if they are embeddings.
         attentions: Whether the encoder's attention weights are wanted.
-        encoder_layers: How many of the encoder's layers to run, on the rows of this step or on
-            those that an earlier one began with; 0 for all.
+        encoder_layers: Number of encoder layers to run, on the new rows or on those of an
+            unfinished pass; 0 for all.
     """
 
     ids: Sequence[int]
@@ -84,7 +84,7 @@ class StepPlan:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it has one token for each sequence, the logits of all of them wanted."""
+        """Whether every sequence has one token, and all logits are wanted."""
         return 0 < len(self.output_rows) == len(self.segments) == len(self.ids)
 
 
@@ -96,7 +96,7 @@ _encode = json.JSONEncoder(
 
 
 def pack_message(message: StepPlan | Command) -> bytes:
-    """Return a message to the ranks as `unpack_message` reads it."""
+    """Return a message to the ranks, encoded for `unpack_message`."""
     return _encode(message if isinstance(message, Command) else vars(message)).encode()
 
 

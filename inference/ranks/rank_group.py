@@ -1,4 +1,4 @@
-"""All ranks of an engine: rank 0, the other processes, and their connections."""
+"""All ranks of an engine: rank 0, the processes of the others, and their connections."""
 
 import itertools
 import logging
@@ -17,21 +17,21 @@ from inference.ranks.startup import failure_of, give_go, has_reached, make_rank
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0  # for workers to end by themselves
+_GRACE_S = 2.0  # for workers to exit
 _POLL_S = 0.02
-# Errors that say why a rank cannot load, such as damaged weights or too little memory.
-_UNLOADED = (ValueError, OSError, RuntimeError, MemoryError)
-_LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
+# Expected errors of loading, such as damaged weights or too little memory.
+_LOAD_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
+_LOG_EVERY_S = 20.0  # while a start waits for ranks
 
 
 class RankError(RuntimeError):
-    """A rank could not start, has ended, or does not answer."""
+    """A rank could not start, has exited, or does not answer."""
 
 
 class RankGroup:
     """Rank 0 in this process, and the other ranks.
 
-    All methods but `problem` and `end` belong to one thread, which must live as long as the ranks.
+    One thread, which must live as long as the ranks, calls all methods but `problem` and `end`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RankGroup:
         start_timeout_s: float,
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """Take the ranks that a launcher has started, by their `rendezvous`; None starts them."""
+        """Use the ranks that a launcher has started, through `rendezvous`; None starts new ones."""
         self._settings = settings
         self._start_timeout_s = start_timeout_s
         self._count = settings.world_size
@@ -54,12 +54,12 @@ class RankGroup:
     def start(self) -> None:
         """Load every rank and connect them.
 
-        After an error `problem` may give its reason; the caller then ends the ranks with `end`.
+        After an error the caller must call `end`; `problem` may know the reason.
 
         Raises:
-            RankError: Some ranks failed, for the reasons given.
-            RuntimeError: Some ranks do not connect.
-            TimeoutError: Some ranks have not loaded within `start_timeout_s`.
+            RankError: Ranks failed; the message has every reason.
+            RuntimeError: Ranks do not connect.
+            TimeoutError: Ranks have not loaded within `start_timeout_s`.
         """
         torch.set_num_threads(self._settings.threads)
         started = perf_counter()
@@ -85,20 +85,20 @@ class RankGroup:
         self._meet("prepared", {})
 
     def exchange(self, ft_dir: str) -> None:
-        """Have all ranks load the weights of a folder of the same config.ini in place of theirs.
+        """Replace the weights of all ranks by those of a folder with the same config.ini.
 
-        Afterwards the cache is empty. After an error the ranks cannot be used.
+        The cache is emptied. After an error the ranks are unusable.
 
         Raises:
-            RankError: Some ranks failed, for the reasons given.
-            TimeoutError: Some ranks have not loaded within `start_timeout_s`.
+            RankError: Ranks failed; the message has every reason.
+            TimeoutError: Ranks have not loaded within `start_timeout_s`.
         """
         started, settings = perf_counter(), replace(self._settings, ft_dir=ft_dir)
         if self._groups is not None:
             self._groups.send_message(pack_message(Command("exchange", ft_dir)))
         try:
             self.rank.exchange(settings)
-        except _UNLOADED as error:
+        except _LOAD_ERRORS as error:
             raise RankError(f"{type(error).__name__}: {error}") from error
         self._meet("loaded", {})
         self.rank.prepare()
@@ -107,10 +107,12 @@ class RankGroup:
         logger.info("%d ranks exchanged in %.1f s", self._count, perf_counter() - started)
 
     def _meet(self, done: str, problems: dict[int, str]) -> None:
-        """Let the other ranks go on once all have `done` the same; rank 0 may have failed.
+        """Let the other ranks continue once all have reached the milestone `done`.
+
+        `problems` holds the failure of rank 0, if any.
 
         Raises:
-            RankError: Some ranks failed, for the reasons given.
+            RankError: Ranks failed; the message has every reason.
         """
         if self._others is None:
             return
@@ -120,7 +122,7 @@ class RankGroup:
             devices = device_problems(self._others.store, range(1, self._count), self.rank.device)
             problems |= devices
         if problems:
-            raise RankError(_joined(problems))
+            raise RankError(_describe(problems))
         give_go(self._others.store, milestone)
 
     def _wait_until(
@@ -128,10 +130,10 @@ class RankGroup:
     ) -> dict[int, str]:
         """Wait until every other rank has reached a milestone or failed; return the failures.
 
-        The wait ends early when one of them has ended.
+        The wait ends early when a rank's process has exited.
 
         Raises:
-            TimeoutError: naming the ranks that did not answer.
+            TimeoutError: With the ranks that did not answer.
         """
         waiting, problems = set(range(1, self._count)), {}
         logged = monotonic()
@@ -174,13 +176,13 @@ class RankGroup:
         return result
 
     def wait(self, result: StepResult) -> None:
-        """Return once all of a step is computed; `problem` reports a rank that takes too long."""
+        """Wait until a step is computed; meanwhile `problem` reports a rank that takes too long."""
         self._busy_since = monotonic()
         result.wait()
         self._busy_since = None
 
     def ping(self) -> None:
-        """Return once every rank has answered."""
+        """Wait until every rank has answered."""
         if self._groups is None:
             return
         self._busy_since = monotonic()
@@ -191,7 +193,7 @@ class RankGroup:
     def problem(self) -> str | None:
         """Return why the ranks cannot continue, or None; may be called from any thread."""
         if self._others is not None and (problems := self._others.problems()):
-            return _joined(problems)
+            return _describe(problems)
         since = self._busy_since
         if self._count > 1 and since is not None:
             waited = monotonic() - since
@@ -200,7 +202,7 @@ class RankGroup:
         return None
 
     def end(self, *, grace_s: float = _GRACE_S) -> None:
-        """End the other ranks; may be called from any thread, and again."""
+        """End the other ranks; may be called from any thread, and repeatedly."""
         if self._groups is not None:
             self._groups.abort()
         if self._others is not None:
@@ -212,7 +214,7 @@ class RankGroup:
             try:
                 self._groups.send_message(pack_message(Command("stop")))
                 self.rank.close()
-            except RuntimeError as error:  # a rank that is gone already
+            except RuntimeError as error:  # a rank has already exited
                 logger.warning("stopping ranks: %s", error)
         self.end()
 
@@ -220,9 +222,9 @@ class RankGroup:
 def _load(settings: RankSettings) -> RankBase:
     try:
         return make_rank(settings)
-    except _UNLOADED as error:
+    except _LOAD_ERRORS as error:
         raise RankError(f"{type(error).__name__}: {error}") from error
 
 
-def _joined(reasons: dict[int, str]) -> str:
+def _describe(reasons: dict[int, str]) -> str:
     return "\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))

@@ -1,7 +1,7 @@
-"""Rendezvous, settings broadcast and heartbeats for launched ranks.
+"""Rendezvous, settings and heartbeats of launched ranks.
 
-Rank 0 holds one store. Each other rank connects to it, waits for its settings, and then sends a
-heartbeat every second. The model's own connections are made later, through the same store.
+Rank 0 serves a store. Each other rank connects to it, waits for its settings, and sends a heartbeat
+every second. The connections for computation are made later, through the same store.
 """
 
 import contextlib
@@ -39,18 +39,18 @@ from inference.system.ports import port_problem
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-_LOOK_S = 0.5
+_CHECK_S = 0.5  # between checks of the other ranks
 _POLL_S = 0.1
-_REFUSAL_S = 8.0  # for ranks that still start to join a launch that has failed
+_REFUSAL_S = 8.0  # in which ranks that are still starting can join a failed launch
 _LEAVE_S = 2.0  # for an orderly shutdown in progress
 _FOREIGN_S = 10.0  # a store of this launch identifies itself at once
-_UNREACHED_S = 20.0  # a rank 0 that has left its key listens already
-JOIN_TIMEOUT_S = 240.0  # less than a server may take to load, whose failure then has this reason
+_UNREACHED_S = 20.0  # rank 0 listens before it writes its key
+JOIN_TIMEOUT_S = 240.0  # below the start-up limit of a server, which can then report this reason
 _WAIT_FOREVER = timedelta(days=30)  # the heartbeat ends a process whose rank 0 is gone
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of a launch cannot meet, or rank 0 gave up."""
+    """The ranks of a launch cannot connect, or rank 0 gave up."""
 
 
 class Rendezvous:
@@ -62,9 +62,9 @@ class Rendezvous:
     def __init__(
         self, place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
     ) -> None:
-        """Open the rendezvous; the other ranks find its key in `key_file`.
+        """Open the rendezvous; the other ranks read its key from `key_file`.
 
-        The silence of a rank is noticed within `timeout_s`.
+        A rank that falls silent is reported within `timeout_s`.
 
         Raises:
             RendezvousError: The address is not free, or the key cannot be written.
@@ -73,22 +73,21 @@ class Rendezvous:
         self.place = place
         self.others = range(1, place.world_size)
         self._address = f"{host}:{port}"
-        # Shorter than the wait for an answer, so that the reason names the rank.
+        # Shorter than the timeout of a collective, so that the error names the silent rank.
         self._silence_s = max(timeout_s / 2, timeout_s - 2 * _HEARTBEAT_S)
-        self._opened = self._looked = monotonic()
-        # Per rank: last count, and when it rose.
-        self._heartbeats: dict[int, tuple[int, float]] = {}
+        self._opened = self._checked = monotonic()
+        self._heartbeats: dict[int, tuple[int, float]] = {}  # rank -> last count, time of its rise
         self._problems: dict[int, str] = {}
         self._lock = threading.Lock()
         self._closed = False
         try:
-            # One address alone; port 0 takes a free one.
+            # Bind a single address; port 0 takes a free port.
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
             raise RendezvousError(_listen_problem(host, port, error)) from error
         try:
-            # Written only once this launch has the port: another launch's file stays as it is.
+            # Written only once this launch has the port, so as not to overwrite another launch's.
             key = write_key(key_file)
         except OSError as error:
             listener.close()
@@ -107,22 +106,21 @@ class Rendezvous:
     def refuse(self, reason: str) -> None:
         """Send every rank the reason why nothing is loaded, and close.
 
-        Ranks that are still starting get some time to join, or they would wait for a rank 0 that
-        is gone.
+        Ranks that are still starting get some time to join; otherwise they would wait for a rank 0
+        that no longer exists.
         """
         self.store.set("settings", json.dumps({"problem": reason}))
         with contextlib.suppress(RuntimeError):  # not all have joined
-            every = [f"left/{rank}" for rank in self.others]
-            self.store.wait(every, timedelta(seconds=_REFUSAL_S))
+            self.store.wait([f"left/{rank}" for rank in self.others], timedelta(seconds=_REFUSAL_S))
         self.close(grace_s=_LEAVE_S)
 
     def problems(self) -> dict[int, str]:
-        """Return the ranks that failed, fell silent or never joined; looks twice a second."""
+        """Return the ranks that failed, fell silent or never joined; updated twice a second."""
         with self._lock:
-            if not self._closed and monotonic() - self._looked >= _LOOK_S:
+            if not self._closed and monotonic() - self._checked >= _CHECK_S:
                 found = {n: failure_of(self.store, n) or self._silence(n) for n in self.others}
                 self._problems = {rank: reason for rank, reason in found.items() if reason}
-                self._looked = monotonic()
+                self._checked = monotonic()
             return self._problems
 
     def _silence(self, rank: int) -> str | None:
@@ -143,20 +141,20 @@ class Rendezvous:
         return None
 
     def _unreached(self, rank: int) -> str | None:
-        """Return what a rank that cannot connect has left next to the key of this launch."""
+        """Return the problem that a rank without a connection has written next to the key file."""
         try:
             note = read_private(_note_file(self._key_file, rank))
         except OSError:
             return None
-        mark = _mark(self._key)
-        if not hmac.compare_digest(note[: len(mark)], mark):
+        signature = _signature(self._key)
+        if not hmac.compare_digest(note[: len(signature)], signature):
             return None
-        text = note[len(mark) :].decode(errors="replace")
+        text = note[len(signature) :].decode(errors="replace")
         address = self._server.listener.getsockname()[0]
         return f"{text}; rank 0 listens at {address} on {socket.gethostname()}; is the port open?"
 
     def close(self, *, grace_s: float) -> None:
-        """Ask the other ranks to leave and wait for them; may be called again."""
+        """Ask the other ranks to leave, and wait for them; may be called repeatedly."""
         with self._lock:
             if self._closed:
                 return
@@ -168,18 +166,18 @@ class Rendezvous:
         for rank in self.others:
             if self._unreached(rank):
                 _note_file(self._key_file, rank).unlink(missing_ok=True)
-        # The port comes last: the next launch that takes it writes its own key there.
+        # The port is freed last: the next launch that takes it writes its own key file.
         self._key_file.unlink(missing_ok=True)
         self._server.close()
 
 
 class Follower:
-    """The side of another rank, whose process ends when rank 0 is gone."""
+    """The side of another rank, whose process ends when rank 0 does."""
 
     def __init__(
         self, place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
     ) -> None:
-        """Join the rendezvous; `timeout_s` is the longest wait for one answer of the store.
+        """Join the rendezvous; `timeout_s` limits the wait for each answer of the store.
 
         Raises:
             RendezvousError: Rank 0 does not answer, another launch does, or another process has
@@ -189,13 +187,13 @@ class Follower:
         store = _join(host, port, key_file, place.rank, timeout_s=timeout_s)
         self.store: Store = store
         with _store_errors(f"rank 0 at {host}:{port} is gone"):
-            self._pulse = store.clone()
+            self._heartbeat_store = store.clone()
             self.store.wait(["job"], timedelta(seconds=_FOREIGN_S))
-            theirs, ours = self.store.get("job").decode(), _job_text(place)
-            if theirs != ours:
+            job, expected = self.store.get("job").decode(), _job_text(place)
+            if job != expected:
                 raise RendezvousError(
-                    f"rank 0 at {host}:{port} belongs to another launch ({theirs}, this is "
-                    f"{ours}); choose another MASTER_PORT, or end that one"
+                    f"rank 0 at {host}:{port} belongs to another launch ({job}, this is "
+                    f"{expected}); choose another MASTER_PORT, or end that one"
                 )
             rank = place.rank
             if self.store.add(f"joined/{rank}", 1) > 1:
@@ -209,7 +207,7 @@ class Follower:
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def settings(self) -> RankSettings:
-        """Return the settings to load, once rank 0 sends them; it may convert a model first.
+        """Wait for rank 0, which may convert a model first, and return the settings to load.
 
         Raises:
             RendezvousError: Rank 0 gave up.
@@ -223,7 +221,7 @@ class Follower:
         return replace(settings, rank=self.place.rank, device_index=self.place.local_rank)
 
     def close(self) -> None:
-        """Report that this process leaves in order."""
+        """Report that this process exits normally."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.place.rank}", "")
         self._left.set()
@@ -232,19 +230,19 @@ class Follower:
         reason = "rank 0 has ended the run"
         while not self._left.wait(_HEARTBEAT_S):
             try:
-                self._pulse.add(f"heartbeat/{self.place.rank}", 1)
-                if not self._pulse.check(["over"]):
+                self._heartbeat_store.add(f"heartbeat/{self.place.rank}", 1)
+                if not self._heartbeat_store.check(["over"]):
                     continue
             except RuntimeError:
                 reason = "rank 0 is gone"
             if self._left.wait(_LEAVE_S):
                 return
             logger.error("%s; rank %d ends", reason, self.place.rank)
-            os._exit(1)  # the main thread may be blocked, such as in a sum that never ends
+            os._exit(1)  # the main thread may be blocked, such as in a collective operation
 
 
 def device_problems(store: Store, others: range, own: torch.device) -> dict[int, str]:
-    """Return the ranks that share the device of a lower rank, once every rank has loaded."""
+    """Return the ranks that use the same GPU as a lower rank, once every rank has loaded."""
     seen = {device_name(own): 0}
     problems = {}
     for rank in others:
@@ -259,7 +257,7 @@ def device_problems(store: Store, others: range, own: torch.device) -> dict[int,
 
 
 def device_name(device: torch.device) -> str:
-    """Return a name for the device, unique in the cluster for a GPU; empty for a CPU."""
+    """Return a name of the device: for a GPU unique in the cluster, for a CPU empty."""
     if device.type == "cpu":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -267,7 +265,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _job_text(place: LaunchEnvironment) -> str:
-    """Return the description of a launch, the same in all of its processes."""
+    """Return a description of the launch, the same in all its processes."""
     return f"slipway {__version__}, {place.launcher} job {place.job or '-'} of {place.world_size}"
 
 
@@ -283,7 +281,7 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
     return f"port {port} of the rendezvous {problem}; choose another MASTER_PORT"
 
 
-def _mark(key: bytes) -> bytes:
+def _signature(key: bytes) -> bytes:
     return hmac.digest(key, b"unreached", "sha256")
 
 
@@ -294,20 +292,20 @@ def _note_file(key_file: Path, rank: int) -> Path:
 def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) -> KeyedStore:
     """Wait for rank 0 and its key, and return a connection to its store.
 
-    A rank that sees the key and not the port leaves a note for rank 0 next to the key.
+    A rank that can read the key but not reach the port leaves a note for rank 0 next to the key.
 
     Raises:
         RendezvousError: Rank 0 does not answer, or another process listens there.
     """
     deadline = monotonic() + JOIN_TIMEOUT_S
-    noted = b""
+    noted_key = b""
     since: dict[str, float] = {}
 
-    def lasts(state: str, limit_s: float, *, is_so: bool = True) -> bool:
-        """Return whether a state has been seen at every attempt for longer than a limit."""
-        if not is_so:
+    def persists(state: str, limit_s: float, *, is_now: bool = True) -> bool:
+        """Return whether every attempt for longer than `limit_s` has found this state."""
+        if not is_now:
             since.pop(state, None)
-        return is_so and monotonic() - since.setdefault(state, monotonic()) > limit_s
+        return is_now and monotonic() - since.setdefault(state, monotonic()) > limit_s
 
     while True:
         key = b""
@@ -315,8 +313,8 @@ def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) 
             key = read_private(key_file)
             return connect_store(host, port, key, timeout_s=timeout_s)
         except KeyRefusedError as error:
-            # The key may be that of an earlier launch, which this one's is about to replace.
-            if lasts("foreign", _FOREIGN_S):
+            # The key file may still be an earlier launch's, which rank 0 is about to replace.
+            if persists("foreign", _FOREIGN_S):
                 raise RendezvousError(
                     f"{host}:{port} is in use by a process that does not hold the key in "
                     f"{key_file} ({error}); choose another MASTER_PORT, or end that process"
@@ -324,23 +322,23 @@ def _join(host: str, port: int, key_file: Path, rank: int, *, timeout_s: float) 
         except PermissionError as error:
             raise RendezvousError(f"the key of the launch is unusable: {error}") from error
         except OSError as error:
-            # Rank 0 writes its key as soon as it listens.
+            # Rank 0 of this launch writes its key as soon as it listens.
             lacks_key = isinstance(error, FileNotFoundError) and _listens(host, port)
-            if lasts("foreign", _FOREIGN_S, is_so=lacks_key):
+            if persists("foreign", _FOREIGN_S, is_now=lacks_key):
                 raise RendezvousError(
                     f"rank 0 at {host}:{port} belongs to another launch (it left no key in "
                     f"{key_file}); choose another MASTER_PORT, end that one, or check that all "
                     "nodes see that folder"
                 ) from error
-            if lasts("unreached", _UNREACHED_S, is_so=bool(key)):
-                words = (
+            if persists("unreached", _UNREACHED_S, is_now=bool(key)):
+                problem = (
                     f"process {os.getpid()} on {socket.gethostname()} cannot reach {host}:{port} "
                     f"({error.strerror or error})"
                 )
-                if noted != key:
-                    write_private(_note_file(key_file, rank), _mark(key) + words.encode())
-                    noted = key
-            if monotonic() > deadline or (noted and not key):
+                if noted_key != key:
+                    write_private(_note_file(key_file, rank), _signature(key) + problem.encode())
+                    noted_key = key
+            if monotonic() > deadline or (noted_key and not key):
                 raise RendezvousError(
                     f"rank 0 does not answer at {host}:{port} ({error}); do MASTER_ADDR and "
                     "MASTER_PORT name its host, is the port open between the nodes, and do all "
@@ -356,11 +354,11 @@ def _listens(host: str, port: int) -> bool:
 
 
 @contextlib.contextmanager
-def _store_errors(what: str) -> Iterator[None]:
+def _store_errors(problem: str) -> Iterator[None]:
     try:
         yield
     except RendezvousError:
         raise
     except (OSError, RuntimeError) as error:
         first_line = str(error).partition("\n")[0]
-        raise RendezvousError(f"{what} ({first_line})") from error
+        raise RendezvousError(f"{problem} ({first_line})") from error

@@ -1,6 +1,6 @@
 """Settings of a rank: parallel sizes, types, device, cache and store.
 
-Without torch, whose import takes seconds: the processes of ranks start before that.
+It does not import torch, which takes seconds: the processes of ranks start before that.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Placement:
     int8_mode: int = 0  # 1: matrices are quantised to 8 bits when they are loaded
     fp8: bool = False  # matrices and activations are rounded to FP8 (E4M3)
     kv_cache_dtype: str = "auto"  # fp8_e4m3: keys and values are rounded when they are stored
-    batch_invariant: bool = False  # answers are the same to the bit whatever runs next to them
+    batch_invariant: bool = False  # answers do not depend on concurrent requests, to the bit
     device: str = "auto"  # cpu, cuda, or auto: CUDA if a device is visible
-    first_device: int = 0  # of the visible GPUs, that of the first rank
+    first_device: int = 0  # index of rank 0's GPU among the visible ones
 
     @property
     def world_size(self) -> int:
@@ -40,16 +40,16 @@ class RankSettings(Placement):
 
     ft_dir: str
     rank: int
-    threads: int  # of the CPU, for this rank
+    threads: int  # CPU threads of this rank
     slots: int = 1
     max_len: int = 1  # most tokens of a sequence
-    block_tokens: int = 0  # of the cache; 0: each slot has a block of its own
+    block_tokens: int = 0  # of a cache block; 0: each slot has one block
     blocks: int = 0
     store: str = ""  # path of the store that ranks of one node share
     shared_memory: bool = True  # False: CPU ranks communicate over gloo even on one host
     rank_timeout_s: float = RANK_TIMEOUT_S
-    encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
-    device_index: int | None = None  # of the visible GPUs, where a launcher numbered the processes
+    encoder_only: bool = False  # serve only the encoder of an encoder-decoder
+    device_index: int | None = None  # among the visible GPUs, if a launcher numbered the processes
 
     @property
     def layout(self) -> ParallelLayout:

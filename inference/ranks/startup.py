@@ -1,4 +1,4 @@
-"""The start of ranks: their kinds, and milestones reported through a store."""
+"""The start of ranks: which class to load, and milestones that they report through a store."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ from inference.ranks.settings import RankSettings
 
 
 def make_rank(settings: RankSettings) -> RankBase:
-    """Load a rank of the kind that the model's architecture needs.
+    """Load a rank of the class for the model's architecture.
 
     Raises:
         CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-        ValueError: The model does not divide among the ranks.
+        ValueError: The model cannot be divided among the ranks.
     """
     architecture = read_config(Path(settings.ft_dir))[1].architecture()
     if isinstance(architecture, DecoderArchitecture):
@@ -35,10 +35,10 @@ def make_rank(settings: RankSettings) -> RankBase:
 
 
 def reach(store: Store, rank: int, milestone: int) -> None:
-    """Report a milestone, and return once every rank has reached it, however slow the slowest is.
+    """Report a milestone, and wait until every rank has reached it.
 
-    All ranks count them alike: loaded and prepared at the start, and in each exchange of weights.
-    Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
+    All ranks count the same milestones: loaded and prepared, at the start and in each exchange of
+    weights. Rank 0 enforces start_timeout_s; when it gives up, this process ends with it.
     """
     store.set(f"reached/{milestone}/{rank}", "")
     store.wait([f"go/{milestone}"], timedelta(days=1))
@@ -50,18 +50,18 @@ def has_reached(store: Store, rank: int, milestone: int) -> bool:
 
 
 def report_failure(store: Store, rank: int, error: BaseException) -> None:
-    """Report why a rank ends; do nothing when rank 0 is gone."""
+    """Report why a rank fails, unless rank 0 is gone."""
     with contextlib.suppress(RuntimeError):
         store.set(f"failed/{rank}", json.dumps(f"{type(error).__name__}: {error}"))
 
 
 def failure_of(store: Store, rank: int) -> str | None:
-    """Return the reason that a rank has reported for its end, if any."""
+    """Return the reason that a rank has reported for its failure, if any."""
     if not store.check([f"failed/{rank}"]):
         return None
     return str(json.loads(store.get(f"failed/{rank}")))
 
 
 def give_go(store: Store, milestone: int) -> None:
-    """Let the ranks continue: connect once all have loaded, serve once all are prepared."""
+    """Let the ranks continue after a milestone that all have reached."""
     store.set(f"go/{milestone}", "")

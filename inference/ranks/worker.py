@@ -1,6 +1,6 @@
-"""A rank other than 0, in a process of its own, which runs the steps that rank 0 sends.
+"""The process of a rank other than 0, which runs the steps that rank 0 sends.
 
-The process ends when rank 0 does.
+It ends when rank 0 does.
 """
 
 import argparse
@@ -33,11 +33,11 @@ def main() -> int:
     """Run one rank until rank 0 stops it; return 1 if it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m inference.ranks.worker",
-        description="One rank of the runtime. Rank 0 starts it, sends its settings as a line of "
+        description="One rank of a model. Rank 0 starts it, and sends its settings as a line of "
         "JSON to its standard input.",
     )
     parser.add_argument("--rank", required=True, type=int)
-    parser.add_argument("--ft-dir", required=True, help="for the list of processes alone")
+    parser.add_argument("--ft-dir", required=True, help="only shown in process lists")
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s rank {arguments.rank} %(levelname)s %(message)s"
@@ -45,10 +45,10 @@ def main() -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     end_with_parent()
-    with open(0, "rb", closefd=False) as orders:  # a forked process has another sys.stdin
-        text = orders.readline().decode()
+    with open(0, "rb", closefd=False) as stdin:  # in a fork sys.stdin is still the parent's
+        text = stdin.readline().decode()
     if not text:
-        return 0  # rank 0 ended, or has no use for this process
+        return 0  # rank 0 has ended, or does not need this process
     settings = RankSettings.from_json(text)
     return _serve(
         settings, join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
@@ -58,7 +58,7 @@ def main() -> int:
 def serve_started_rank(
     place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
 ) -> int:
-    """Run the rank that a launcher started this process for; return 1 if it failed.
+    """Run the rank that a launcher started in this process; return 1 if it failed.
 
     Arguments are those of `Follower`.
     """
@@ -95,7 +95,7 @@ def _serve(settings: RankSettings, store: Store) -> int:
             else:
                 rank.ping()
         rank.close()
-    except Exception as error:  # rank 0 reports any of them
+    except Exception as error:  # rank 0 reports it
         traceback.print_exc()
         report_failure(store, settings.rank, error)
         return 1

@@ -68,6 +68,6 @@ def bytes_until_closed(connection: socket.socket) -> int:
 def test_a_connection_that_proves_its_key_byte_by_byte_is_closed(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keyed_store, "_GREETING_S", 0.5)
+    monkeypatch.setattr(keyed_store, "_HANDSHAKE_S", 0.5)
     with socket.create_connection(address(server)) as stranger:
         assert bytes_until_closed(stranger) < 60
