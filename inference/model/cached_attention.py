@@ -1,6 +1,6 @@
-"""Attention of a step's tokens over the cache of their slots, or over the encoder's output, on CPU.
+"""Attention on CPU, of a step's tokens over the cache of their slots or the encoder's output.
 
-torch's kernels serve groups of sequences; the project's own library serves single tokens.
+torch's kernels serve groups of sequences, the project's own library serves single tokens.
 """
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
@@ -26,8 +26,8 @@ from inference.model.step import (
 )
 from inference.parallel.native_cpu import attend, has_library
 
-# The padded work stays below this multiple of the true work, or it adds fewer tokens than a
-# further call costs.
+# Sequences share a call if padding multiplies the work by at most this, or adds at most the number
+# of tokens that take as long as another call.
 _MAX_PADDED = 1.25
 _CALL_TOKENS = 256
 
@@ -36,9 +36,9 @@ _CALL_TOKENS = 256
 class AttentionMask:
     """The tokens that the queries of a group see.
 
-    No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
-    H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
-    with `causal` those before it. `spans` are for `attend`, without the others.
+    No query sees the `first` cached tokens. `bias` (B or 1, H or 1, Q, S) is added to the scores of
+    the others, with -inf for hidden tokens; None shows all of them to every query, or with `causal`
+    only earlier ones. `spans` are the argument of `attend`, used instead of the other fields.
     """
 
     bias: Tensor | None
@@ -49,12 +49,12 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Slots side by side with as many new tokens each: one attention call.
+    """Adjacent slots with equal numbers of new tokens, which share an attention call.
 
-    `masks` are those of the rules' windows; `read` returns a layer's keys and values (B, K, S, D).
+    `masks` has a mask per window; `read` returns a layer's keys and values (B, K, S, D).
     """
 
-    rows: slice  # of the step's tokens
+    rows: slice  # tokens of the step
     slot_count: int
     new_tokens: int
     masks: Mapping[int | None, AttentionMask]
@@ -74,11 +74,11 @@ class GroupedAttention:
         rules: AttentionRules,
         dtype: torch.dtype,
     ) -> None:
-        """Lay it out. Segments come in the order of their tokens, with ascending slots."""
+        """Divide segments into groups; they are in the order of their tokens, by ascending slot."""
         self._cache, self._rules, self._dtype = cache, rules, dtype
-        others = (rules.alibi_slopes, rules.distance_bias, rules.softcap)
+        unsupported = (rules.alibi_slopes, rules.distance_bias, rules.softcap)
         in_place = cache.shape.is_whole and not cache.shape.fp8
-        self._takes_spans = others == (None, None, None) and in_place and has_library()
+        self._takes_spans = unsupported == (None, None, None) and in_place and has_library()
         self.groups: list[AttentionGroup] = []
         first_row = 0
         for run in _runs(segments):
@@ -109,7 +109,7 @@ class GroupedAttention:
     def _group(self, first_row: int, run: list[Segment]) -> AttentionGroup:
         new_tokens, length = run[0].tokens, max(s.stop for s in run)
         windows = {self._rules.window(layer) for layer in range(self._cache.shape.num_layer)}
-        # A window that holds the longest context hides nothing.
+        # A window as long as the longest context hides nothing.
         reach = {each: each if each is not None and each < length else None for each in windows}
         distinct = {each: self._mask(run, each) for each in set(reach.values())}
         masks = {window: distinct[each] for window, each in reach.items()}
@@ -128,7 +128,7 @@ class GroupedAttention:
         if rules.alibi_slopes is None and rules.distance_bias is None and even:
             if new_tokens == 1 or not rules.causal:
                 return AttentionMask(None, causal=False, first=first)
-            # Capped attention takes no flag.
+            # `_attend_capped` has no causal flag.
             if run[0].start == 0 and window is None and rules.softcap is None:
                 return AttentionMask(None, causal=True)
         starts = torch.tensor([s.start - first for s in run])
@@ -153,7 +153,7 @@ class GroupedAttention:
         if mask.first:
             keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]
         if rules.softcap is not None or (dtype == torch.bfloat16 and single):
-            # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with conversion.
+            # torch takes 1.6 to 3.6 times as long for single queries in bf16 as in converted fp32.
             query, keys, values = query.float(), keys.float(), values.float()
             bias = None if bias is None else bias.float()
         if rules.softcap is not None:
@@ -173,18 +173,18 @@ class GroupedAttention:
 
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Return the segments in runs that share a call."""
+    """Return the segments in runs, each of which shares an attention call."""
     found: list[list[Segment]] = []
     for segment in segments:
-        if found and _may_join(found[-1], segment):
+        if found and _can_join(found[-1], segment):
             found[-1].append(segment)
         else:
             found.append([segment])
     return found
 
 
-def _may_join(run: list[Segment], segment: Segment) -> bool:
-    """Return whether single tokens of neighbouring slots are padded to the longest, in one call."""
+def _can_join(run: list[Segment], segment: Segment) -> bool:
+    """Return whether single tokens of adjacent slots are padded to the longest, in one call."""
     if segment.tokens != 1 or run[-1].tokens != 1 or segment.slot != run[-1].slot + 1:
         return False
     lengths = [each.stop for each in (*run, segment)]
@@ -199,10 +199,10 @@ def _attend_capped(
     bias: Tensor | None,
     rules: AttentionRules,
 ) -> Tensor:
-    """Return attention (B, H, Q, D) whose scores pass a soft cap, which torch's has not."""
+    """Return attention (B, H, Q, D) with soft-capped scores, which torch's does not support."""
     assert rules.softcap is not None
     scale = query.shape[3] ** -0.5 if rules.scale is None else rules.scale
-    # The query heads that share a key head, one after the other: (B, K, G*Q, D).
+    # Query heads grouped by key head: (B, K, G*Q, D).
     shared = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
     scores = (shared @ keys.transpose(2, 3)).view(*query.shape[:3], -1)  # (B, H, Q, S)
     scores = scores.mul_(scale / rules.softcap).tanh_().mul_(rules.softcap)

@@ -1,7 +1,7 @@
 """Decoder-only models: GPT, OPT, BLOOM, GPT-J, GPT-NeoX, and today's dense ones.
 
-The architecture record states the differences; a pipeline stage holds only its layers, and only the
-linears know how tensors are divided among ranks.
+The architecture record describes their differences. A pipeline stage holds only its own layers, and
+only the linears know how tensors are divided among ranks.
 """
 
 # Shapes: N tokens of a step, E hidden
@@ -32,21 +32,21 @@ from inference.model.step import AttentionRules, Step
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
-# The norms before and after attention and MLP, and the adapter.
+# Names of the norm before a part, the norm after it, and its adapter.
 _ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
 _MLP_PLACES = ("post_attention_layernorm", "mlp_output_layernorm", "after_ffn_adapter.")
 
 
 @dataclass(frozen=True)
 class ParallelLayer:
-    """A layer whose attention and MLP read the same residual, which takes their sum."""
+    """A layer whose attention and MLP read the same input, and add their sum to it."""
 
     attention: Attention
     mlp: MLP
     norm: Normalise
-    mlp_norm: Normalise | None  # None: the first feeds both
-    reduce: AllReduce | None  # one for both
-    bias: Tensor | None  # added after it
+    mlp_norm: Normalise | None  # None: `norm` serves both
+    reduce: AllReduce | None  # applied once, to the sum
+    bias: Tensor | None  # added after the all-reduce
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Return (N, E) for x (N, E)."""
@@ -59,79 +59,79 @@ class ParallelLayer:
 
 
 class DecoderLoader(LayerLoader[DecoderArchitecture]):
-    """Builder of a decoder's parts from a rank's files."""
+    """Builds a decoder's parts from a rank's tensors."""
 
     @property
     def _heads(self) -> tuple[int, int, int]:
-        """This rank's query heads, key/value heads, and their size."""
-        choice, tp_size = self.architecture, self.weights.layout.tp_size
-        return choice.head_num // tp_size, choice.kv_head_num // tp_size, choice.size_per_head
+        """Number of query heads and key/value heads of this rank, and the head size."""
+        arch, tp_size = self.architecture, self.weights.layout.tp_size
+        return arch.head_num // tp_size, arch.kv_head_num // tp_size, arch.size_per_head
 
     @cached_property
     def tables(self) -> tuple[RotaryTable | None, RotaryTable | None]:
-        """The rotary tables of the layers that see all tokens, and of those with a window."""
-        choice, weights = self.architecture, self.weights
-        interleaved = choice.position == "rotary_interleaved"
+        """The rotary tables of layers without and with a sliding window."""
+        arch, weights = self.architecture, self.weights
+        interleaved = arch.position == "rotary_interleaved"
         table = partial(RotaryTable, interleaved=interleaved, device=weights.device)
         wide, local = (
             None if rotary is None else table(rotary, dtype=weights.dtype)
-            for rotary in (choice.rotary, choice.local_rotary)
+            for rotary in (arch.rotary, arch.local_rotary)
         )
         return wide, local or wide
 
     def rules(self) -> AttentionRules:
         """Return the rules of attention in this stage's layers."""
-        choice, layout = self.architecture, self.weights.layout
+        arch, layout = self.architecture, self.weights.layout
         slopes = None
-        if choice.position == "alibi":
+        if arch.position == "alibi":
             heads = self._heads[0]
             first = layout.tp_rank * heads
-            slopes = alibi_slopes(choice.head_num)[first : first + heads].to(self.weights.device)
-        sliding = choice.sliding_layers
+            slopes = alibi_slopes(arch.head_num)[first : first + heads].to(self.weights.device)
+        sliding = arch.sliding_layers
         if sliding is not None:
-            sliding = tuple(sliding[layer] for layer in layout.layers(choice.num_layer))
+            sliding = tuple(sliding[layer] for layer in layout.layers(arch.num_layer))
         return AttentionRules(
             slopes,
-            choice.sliding_window,
+            arch.sliding_window,
             sliding_layers=sliding,
-            scale=choice.attention_scale,
-            softcap=choice.attention_softcap,
+            scale=arch.attention_scale,
+            softcap=arch.attention_softcap,
             batch_invariant=self.gemm.batch_invariant,
-            group=choice.head_num // choice.kv_head_num,
+            group=arch.head_num // arch.kv_head_num,
         )
 
     def embedding(self) -> Embedding:
-        """Return the input side, of the first stage."""
-        choice = self.architecture
-        positions = "model.wpe" if choice.position == "learned" else None
+        """Return the embedding, for the first stage."""
+        arch = self.architecture
+        positions = "model.wpe" if arch.position == "learned" else None
         norm = "model.pre_decoder_layernorm"
         return self.input_side(
-            *("model.wte", positions, choice.vocab_size),
-            norm=self.norm(norm) if choice.has_pre_decoder_layernorm else None,
-            scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
+            *("model.wte", positions, arch.vocab_size),
+            norm=self.norm(norm) if arch.has_pre_decoder_layernorm else None,
+            scale=float(torch.tensor(arch.embedding_scale, dtype=self.weights.dtype)),
         )
 
     def head(self) -> VocabParallelHead:
-        """Return the output side, of the last stage."""
-        choice = self.architecture
-        table = "model.lm_head.weight" if choice.untied_head else "model.wte"
-        bias = "model.lm_head.bias" if choice.head_bias else None
-        norm = self.norm("model.final_layernorm") if choice.has_post_decoder_layernorm else None
-        scale, softcap = choice.logit_scale, choice.logit_softcap
+        """Return the head, for the last stage."""
+        arch = self.architecture
+        table = "model.lm_head.weight" if arch.untied_head else "model.wte"
+        bias = "model.lm_head.bias" if arch.head_bias else None
+        norm = self.norm("model.final_layernorm") if arch.has_post_decoder_layernorm else None
+        scale, softcap = arch.logit_scale, arch.logit_softcap
         return self.vocab_head(
-            table, bias, choice.vocab_size, norm=norm, scale=scale, softcap=softcap
+            table, bias, arch.vocab_size, norm=norm, scale=scale, softcap=softcap
         )
 
     def layer(self, number: int) -> ParallelLayer | Sublayers:
         """Return the layer of global number `number`."""
-        choice, prefix = self.architecture, f"model.layers.{number}."
-        parallel = choice.residual != "sequential"
+        arch, prefix = self.architecture, f"model.layers.{number}."
+        parallel = arch.residual != "sequential"
         attention_out, mlp_out = self._output_biases(prefix)
         late = self.reduce is not None and parallel
         biases = [b for b in (attention_out, mlp_out) if b is not None] if late else []
         reduce = None if parallel else self.reduce
         attention = self._attention(number, None if late else attention_out, reduce)
-        mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated)
+        mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=arch.gated)
         if not parallel:
             return Sublayers(
                 (
@@ -139,7 +139,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
                     self._sublayer(mlp, prefix, _MLP_PLACES),
                 )
             )
-        shared = choice.residual == "parallel_shared"
+        shared = arch.residual == "parallel_shared"
         return ParallelLayer(
             attention,
             mlp,
@@ -151,24 +151,24 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
 
     def _sublayer(self, part: PartT, prefix: str, places: tuple[str, str, str]) -> Sublayer[PartT]:
         before, after, adapter = (prefix + place for place in places)
-        choice, norm = self.architecture, None
-        if choice.has_input_norms:
-            rounds = choice.norm_before and not choice.residual_from_norm
+        arch, norm = self.architecture, None
+        if arch.has_input_norms:
+            rounds = arch.norm_before and not arch.residual_from_norm
             norm = self.norm(before, rounds=rounds)
         return Sublayer(
             part,
-            norm if choice.norm_before else None,
-            self.norm(after) if choice.has_output_norms else None,
-            self._adapter(adapter) if choice.adapter_inter_size else None,
-            choice.residual_scale,
-            sum_norm=None if choice.norm_before else norm,
-            residual_from_norm=choice.residual_from_norm,
+            norm if arch.norm_before else None,
+            self.norm(after) if arch.has_output_norms else None,
+            self._adapter(adapter) if arch.adapter_inter_size else None,
+            arch.residual_scale,
+            sum_norm=None if arch.norm_before else norm,
+            residual_from_norm=arch.residual_from_norm,
         )
 
     def _output_biases(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return the biases of attention and MLP output, whole."""
+        """Return the undivided biases of attention and MLP output."""
         if self.architecture.fused_bias_sum:
-            # Stored divided, as each rank of FasterTransformer adds it before the sum.
+            # Stored divided by the TP size: FasterTransformer's ranks add it before the all-reduce.
             share = self.weights.tensor(prefix + "mlp.attention.bias.sum")
             return None, share * self.weights.layout.tp_size
         return (
@@ -194,21 +194,21 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         )
 
     def _rotary_of(self, layer: int) -> RotaryTable | None:
-        choice = self.architecture
-        if choice.rotary_layers is not None and not choice.rotary_layers[layer]:
+        arch = self.architecture
+        if arch.rotary_layers is not None and not arch.rotary_layers[layer]:
             return None
-        slides = choice.sliding_layers is None or choice.sliding_layers[layer]
-        return self.tables[bool(slides and choice.sliding_window)]
+        slides = arch.sliding_layers is None or arch.sliding_layers[layer]
+        return self.tables[bool(slides and arch.sliding_window)]
 
     def _query_key_norm(self, prefix: str) -> QueryKeyNorm | None:
-        choice = self.architecture
-        if choice.query_key_norm is None:
+        arch = self.architecture
+        if arch.query_key_norm is None:
             return None
         *counts, size = self._heads
         names = [f"{prefix}{name}_norm" for name in ("query", "key")]
 
         def of_heads(parts: list[Tensor]) -> Tensor:
-            # Those of one head serve all of them.
+            # A norm of a single head's size serves all heads.
             pairs = zip(parts, counts, strict=True)
             return torch.cat([part.view(-1, size).expand(count, size) for part, count in pairs])
 
@@ -217,13 +217,13 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         return QueryKeyNorm(
             of_heads([self.scale(name) for name in names]),
             counts=(counts[0], counts[1]),
-            eps=choice.layernorm_eps,
-            whole=choice.query_key_norm == "all",
+            eps=arch.layernorm_eps,
+            whole=arch.query_key_norm == "all",
             reduce=self.reduce,
             tp_size=self.weights.layout.tp_size,
-            centred=choice.norm == "layernorm",
+            centred=arch.norm == "layernorm",
             bias=of_heads(stored) if stored else None,
-            rotated=choice.query_key_norm_rotated,
+            rotated=arch.query_key_norm_rotated,
         )
 
     def _mlp(
@@ -236,7 +236,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
     ) -> MLP:
         name, curve = prefix + "dense_h_to_4h", None
         if self.architecture.activation == "xielu":
-            # No product applies it: another operation does, on any device.
+            # No product kernel can apply it.
             up, curve = self.column(name), self._xielu(prefix + "xielu.")
         else:
             up = self.up(name, name + "_2" if gated else None, rounds=True)
@@ -269,15 +269,15 @@ class Decoder(GeneratorModel):
         self.head = loader.head() if layout.is_last_stage else None
         self._rotary = {table for table in loader.tables if table is not None}
         self.rules = loader.rules()
-        self.narrows = architecture.residual == "sequential"
+        self.can_select_rows = architecture.residual == "sequential"
 
     def run_layers(self, x: Tensor, step: Step) -> Tensor:
-        """Return the output of this stage's last layer (N, E); see `Step.narrows`."""
+        """Return the output of this stage's last layer, (N, E) or with `outputs_only` (n, E)."""
         step = replace(step, angles={table: table(step.positions) for table in self._rotary})
         for layer in self.layers[:-1]:
             x = layer(x, step)
-        if step.narrows and len(step.output_rows) < len(x):
-            # Without outputs the layer stores keys and values alone; one row is little work.
+        if step.outputs_only and len(step.output_rows) < len(x):
+            # Without outputs the layer only stores keys and values; one row costs little.
             rows = step.output_rows if len(step.output_rows) else step.positions.new_zeros(1)
-            step = replace(step, kept=rows)
+            step = replace(step, selected=rows)
         return self.layers[-1](x, step)

@@ -1,6 +1,6 @@
-"""Encoders over whole rows, and BERT-like ones: post-layernorm layers from states to states.
+"""The base class of encoders, and BERT: post-layernorm layers over hidden states.
 
-BERT's embeddings, pooler and heads run outside, as FasterTransformer has it.
+As in FasterTransformer, clients compute BERT's embeddings, pooler and heads.
 """
 
 # Shapes: N tokens of all rows, E hidden
@@ -21,43 +21,40 @@ class Encoder(StageModel):
     """One rank's part of an encoder."""
 
     encoder: list[Sublayers]
-    encoder_layers: range  # their global numbers
+    encoder_layers: range  # global layer numbers
     encoder_rules: AttentionRules
-    _encoder_norm: Normalise | None = None  # of the last stage
+    _encoder_norm: Normalise | None = None  # final norm, on the last stage
 
     def run_encoder(self, x: Tensor, step: EncoderStep, layers: range) -> Tensor:
-        """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
-
-        `layers` are global numbers.
-        """
+        """Run some of this stage's encoder layers, by global number, on x (N, E)."""
         for number in layers:
             x = self.encoder[number - self.encoder_layers.start](x, step)
         return x
 
     def encode(self, ids: Tensor, rows: RaggedRows) -> Tensor:
-        """Return the encoder's output (N, E) for the ids of plain rows, of a single stage."""
+        """Return the encoder's output (N, E) for ids without extras, without a pipeline."""
         step = EncoderStep(rows, self.encoder_rules)
         x = self.embed(Tokens(ids=ids, positions=rows.positions))
         return self.finish_encoder(self.run_encoder(x, step, self.encoder_layers))
 
     def finish_encoder(self, x: Tensor) -> Tensor:
-        """Return the encoder's output (N, E) for that of its last layer."""
+        """Apply the final norm, if any, to the last layer's output (N, E)."""
         return normalised(x, self._encoder_norm)
 
 
 class Bert(Encoder):
-    """One rank's part of a BERT-like encoder, whose ids are hidden states (N, E)."""
+    """One rank's part of a BERT-like encoder, whose inputs are hidden states (N, E)."""
 
     architecture: EncoderArchitecture
 
     def _load(self, weights: RankWeights) -> None:
-        choice = self.architecture
-        loader = LayerLoader(weights, choice)
+        arch = self.architecture
+        loader = LayerLoader(weights, arch)
         dtype = weights.dtype
         self._embedding = lambda tokens: tokens.ids.to(dtype)
-        self.encoder_layers = weights.layout.layers(choice.num_layer)
+        self.encoder_layers = weights.layout.layers(arch.num_layer)
         self.encoder = [_layer(loader, number) for number in self.encoder_layers]
-        scale = 1 / (math.sqrt(choice.size_per_head) * choice.q_scaling)
+        scale = 1 / (math.sqrt(arch.size_per_head) * arch.q_scaling)
         self.encoder_rules = AttentionRules(scale=scale)
 
 

@@ -1,9 +1,8 @@
-"""T5 models: an encoder over whole rows, and a decoder whose tokens read the encoder's output.
+"""T5 models: an encoder over whole rows, and a decoder with attention over its output.
 
-Everything that differs among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5 is read from the
-architecture record. A pipeline stage holds its share of the layers of both stacks.
-
-`scalers` are those of IA3, see `layers.scaled`.
+The architecture record describes the differences among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5.
+A pipeline stage holds its share of the layers of both stacks. `scalers` are IA3's, see
+`layers.scaled`.
 """
 
 # Shapes: N tokens, E hidden, H local heads, D head size, V vocabulary
@@ -43,7 +42,7 @@ class CrossAttention:
     key_value: Product  # all keys, then all values
     out: Gemm
     heads: int
-    layer: int  # of the cache
+    layer: int  # index in the cache
     scalers: Tensor | None  # (tasks + 1, 2H, D)
 
     def cache_encoded(
@@ -54,7 +53,7 @@ class CrossAttention:
         *,
         tasks: Tensor | None,
     ) -> None:
-        """Store keys and values of encoder output (N, E) at `cache_rows`."""
+        """Store keys and values of the encoder's output (N, E) at `cache_rows`."""
         both = self.key_value(encoded).view(len(encoded), 2 * self.heads, -1)
         cache.write(self.layer, cache_rows, scaled(both, self.scalers, tasks))
 
@@ -66,7 +65,7 @@ class CrossAttention:
 
 
 class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
-    """Builder of a T5 model's layers from a rank's tensors."""
+    """Builds a T5 model's layers from a rank's tensors."""
 
     @property
     def _score_scale(self) -> float:
@@ -78,23 +77,23 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         return self.architecture.head_num // self.weights.layout.tp_size
 
     def embedding(self) -> Embedding:
-        """Return the input side of both stacks."""
+        """Return the embedding of both stacks."""
         positions = "shared.ape" if self.architecture.position == "absolute" else None
         return self.input_side("shared.weight_T", positions, self.architecture.vocab_size)
 
     def head(self) -> VocabParallelHead:
-        """Return the output side; without a head of its own the embedding serves."""
-        choice = self.architecture
-        table = "lm_head.weight" if choice.untied_head else "shared.weight_T"
-        bias = "shared.bias" if choice.bias else None
+        """Return the head, which may be tied to the embedding."""
+        arch = self.architecture
+        table = "lm_head.weight" if arch.untied_head else "shared.weight_T"
+        bias = "shared.bias" if arch.bias else None
         return self.vocab_head(
-            *(table, bias, choice.vocab_size),
+            *(table, bias, arch.vocab_size),
             norm=self.norm("decoder.final_layer_norm"),
-            input_scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
+            input_scale=arch.hidden**-0.5 if arch.scale_logits else 1.0,
         )
 
     def relative_bias(self, side: str) -> Tensor | None:
-        """Return the bias by distance of this rank's heads, None with absolute positions."""
+        """Return the distance bias of this rank's heads, None with absolute positions."""
         if self.architecture.position != "relative":
             return None
         name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -105,7 +104,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         )
 
     def rules(self, side: str) -> AttentionRules:
-        """Return the rules of self-attention of the encoder or the decoder."""
+        """Return the self-attention rules of the encoder or the decoder."""
         return AttentionRules(distance_bias=self.relative_bias(side), scale=self._score_scale)
 
     def encoder_layer(self, number: int) -> Sublayers:
@@ -117,7 +116,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         )
 
     def decoder_layer(self, number: int) -> tuple[Sublayers, CrossAttention]:
-        """Return the decoder layer of global number `number`, and its part that reads encoders."""
+        """Return the decoder layer of global number `number`, and its cross-attention."""
         block = f"decoder.block.{number}."
         across = block + "layer.1.EncDecAttention"
         layer = self.local(number, self.architecture.decoder_num_layer)
@@ -166,13 +165,13 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
     def _adapter(self, prefix: str) -> Sublayer[MLP] | None:
         if not self.architecture.adapter_inter_size:
             return None
-        # A LayerNorm and SiLU whatever the model itself has.
+        # Adapters have a LayerNorm and SiLU in every model.
         up = self.column(prefix + "DenseSiluDense.wi", activation="silu")
         mlp = MLP(up, self.row(prefix + "DenseSiluDense.wo"))
         return Sublayer(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
 
     def _scalers(self, attention: str, *, queries: bool = True) -> Tensor | None:
-        """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""
+        """Return the IA3 factors of (queries: ones,) keys and values, (tasks + 1, 3H or 2H, D)."""
         key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
         if key is None or value is None:
             return None
@@ -182,7 +181,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         )
 
     def _table(self, name: str) -> Tensor | None:
-        """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""
+        """Return an IA3 table, with a last row of ones for no task, (tasks + 1, width)."""
         if not self.architecture.ia3_num_tasks:
             return None
         table = self.weights.tensor(f"{name}.ia3.weight")
@@ -190,17 +189,17 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
 
 
 def distance_bias(table: Tensor, *, max_distance: int, bidirectional: bool) -> Tensor:
-    """Return the bias by distance for a table (H, buckets) of learned values.
+    """Return the bias by distance, from a table (H, buckets) of learned values.
 
-    Near distances have a bucket each, farther ones share buckets of logarithmic width, and all
-    beyond `max_distance` the last (Raffel et al., Exploring the Limits of Transfer Learning,
-    section 2.1). For a causal stack (H, max_distance + 1): entry d is for a key d tokens back. For
-    a bidirectional one (H, 2 * max_distance + 1): entry d is for a key at offset d - max_distance.
+    Each short distance has a bucket, longer ones share buckets of logarithmic width, and all beyond
+    `max_distance` share the last (Raffel et al., Exploring the Limits of Transfer Learning, section
+    2.1). For a causal stack the result is (H, max_distance + 1), entry d for a key d tokens back;
+    for a bidirectional one (H, 2 * max_distance + 1), entry d for offset d - max_distance.
     """
     buckets = table.shape[1] // 2 if bidirectional else table.shape[1]  # of one direction
     exact = buckets // 2
     back = torch.arange(max_distance + 1, device=table.device)
-    # Computed in fp32 as in the original, for the same bucket borders.
+    # In fp32, as in the original, for the same bucket boundaries.
     ratio = torch.log(back.clamp_min(1).float() / exact) / math.log(max_distance / exact)
     far = exact + (ratio * (buckets - exact)).long()
     near = torch.where(back < exact, back, far.clamp_max(buckets - 1))  # (max_distance + 1,)
@@ -209,29 +208,30 @@ def distance_bias(table: Tensor, *, max_distance: int, bidirectional: bool) -> T
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """The encoder's output that a sequence reads: `length` tokens in a slot of the cache."""
+    """The encoder's output for a sequence: `length` tokens in a slot of the cache."""
 
     slot: int
     length: int
     task: int  # of IA3
 
 
-def reading_segments(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
-    """Return what the tokens of segments read, each segment its part of `encoded`.
+def cross_segments(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
+    """Return segments for cross-attention, given the encoder's output for each segment.
 
-    Their tokens are as the last of what they read, one segment for all that read the same.
+    Tokens take the last positions of the encoder's output, which they see whole. Adjacent segments
+    with the same encoder output become one.
     """
-    reading: list[Segment] = []
-    for segment, each in zip(segments, encoded, strict=True):
+    found: list[Segment] = []
+    for segment, row in zip(segments, encoded, strict=True):
         count = segment.tokens
-        if reading and reading[-1].slot == each.slot:
-            count += reading.pop().tokens
-        reading.append(Segment(each.slot, each.length - count, count))
-    return reading
+        if found and found[-1].slot == row.slot:
+            count += found.pop().tokens
+        found.append(Segment(row.slot, row.length - count, count))
+    return found
 
 
 class EncoderDecoder(Encoder, GeneratorModel):
-    """One rank's part of a T5 model; without a decoder where the folder has none."""
+    """One rank's part of a T5 model, which may have no decoder."""
 
     architecture: EncoderDecoderArchitecture
 
@@ -246,7 +246,7 @@ class EncoderDecoder(Encoder, GeneratorModel):
         if layout.is_last_stage:
             self._encoder_norm = loader.norm(final_norm)
         self.decoder: list[Sublayers] = []
-        self.cross: list[CrossAttention] = []  # of each layer of the decoder
+        self.cross: list[CrossAttention] = []  # by decoder layer
         self.head = None
         self.rules = AttentionRules()
         if architecture.decoder_num_layer:
@@ -263,7 +263,7 @@ class EncoderDecoder(Encoder, GeneratorModel):
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
-        `slots` of the cache receive them, one for each row.
+        `slots` are the cache slots of the rows.
         """
         cache_rows = cache.token_rows(step.rows.per_token(slots), step.rows.positions)
         for cross in self.cross:

@@ -1,8 +1,8 @@
 """Keys and values of the running sequences, in blocks that sequences take as they grow.
 
 A sequence runs in a slot, whose row of the block table locates its tokens. On a GPU a block holds a
-few tokens, and attention looks them up. On CPU a block holds a whole sequence, which attention
-reads fastest in one piece; the system backs a page only when a token is first written to it.
+few tokens (paged attention). On CPU a block holds a whole sequence, since attention reads
+contiguous tokens fastest; the system backs a page only when a token is first written to it.
 """
 
 # Shapes: L local layers, B slots, H local key/value heads, S tokens of a block, D head size,
@@ -20,19 +20,19 @@ from torch import Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Keys and values of 8 bits: E4M3, whose largest number stands for the largest of a row.
+# Type of 8-bit keys and values; each row is scaled so that its largest magnitude is E4M3's.
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
 _SCALE_BYTES = 4
 
-# In place of a source slot: zeros, to remove values that are not finite.
+# Source of a move that writes zeros, to remove values that are not finite.
 WIPE = -1
 
 # A copy of cached tokens: (source slot, target slot, first token, end).
 Move = tuple[int, int, int, int]
 # Cached tokens: (slot, first token, end).
 Span = tuple[int, int, int]
-# A block that a slot takes: (slot, place among the slot's blocks, block).
+# A block that a slot takes: (slot, index among the slot's blocks, block).
 TableEntry = tuple[int, int, int]
 
 
@@ -42,19 +42,19 @@ def prefix_source(task_id: int) -> int:
 
 
 def encoder_slot(slots: Sequence[int], sequences: int) -> int:
-    """Return the slot that keeps the encoder's output for the sequences in some slots.
+    """Return the slot of the encoder's output for a sequence whose decoder has `slots`.
 
-    Those of an encoder-decoder's cache follow the scratch slot, which comes after `sequences`.
+    A cache has `sequences` decoder slots, the scratch slot, and then the slots of encoder outputs.
     """
     return sequences + 1 + slots[0]
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of one rank's cache; without `block_tokens` each slot has one block of its own.
+    """Sizes of one rank's cache; without `block_tokens` each slot has one fixed block.
 
-    With `parts` 2 there are as many slots again, see `encoder_slot`. With `fp8` the key and the
-    value of a token's head have 8 bits, and their largest magnitude is kept in fp32.
+    With `parts` 2 there are as many slots again, see `encoder_slot`. With `fp8`, keys and values
+    have 8 bits, with the largest magnitude of each head's key and value in fp32.
     """
 
     num_layer: int
@@ -79,7 +79,7 @@ class CacheShape:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether a slot's tokens lie in one block."""
+        """Whether a slot's tokens lie in one block."""
         return self.slot_blocks == 1
 
     def token_bytes(self, item_size: int) -> int:
@@ -100,30 +100,30 @@ class KVCache:
         device: torch.device,
         prefixes: Sequence[Tensor] = (),
     ) -> None:
-        """Allocate it, for keys and values that are computed in `dtype`.
+        """Allocate the cache, for keys and values that are computed in `dtype`.
 
-        Of each prompt task, `prefixes` are (L, 2, H, tokens, D) to start with.
+        `prefixes` are the loaded prefix of each prompt task, (L, 2, H, tokens, D).
         """
         self.shape, self.device = shape, device
-        self.dtype = FP8 if shape.fp8 else dtype  # of what is kept
-        self._wide = dtype
+        self.dtype = FP8 if shape.fp8 else dtype  # as stored
+        self._computed = dtype
         self._prefixes = prefixes
-        # One more block, for tokens that pad a step of fixed size.
+        # One more block takes tokens that pad a step of fixed size.
         heads, size = shape.kv_head_num, shape.size_per_head
         sizes = (shape.num_layer, shape.blocks + 1, 2, heads, shape.block_tokens, size)
         self._data = _zeros(sizes, torch.uint8 if shape.fp8 else dtype, device)
         self._layers = list(self._data.view(self.dtype).unbind(0))  # each (blocks, 2, H, S, D)
-        # Bytes are moved as integers, with the largest magnitudes of their rows, (..., S, 1).
+        # FP8 is stored as bytes, with the largest magnitude of each row, (..., S, 1).
         self._stores = [self._data]
         if shape.fp8:
             self._stores.append(_zeros((*sizes[:-1], 1), torch.float32, device))
         self._rows = [
             [layer.view(-1, store.shape[-1]) for layer in store.unbind(0)] for store in self._stores
         ]
-        every = shape.slots * shape.parts + 1
-        self._table = np.full((every, shape.slot_blocks), shape.blocks, np.int32)
+        slots = shape.slots * shape.parts + 1
+        self._table = np.full((slots, shape.slot_blocks), shape.blocks, np.int32)
         if shape.is_whole:
-            self._table[:, 0] = np.arange(every)
+            self._table[:, 0] = np.arange(slots)
         self.tables = torch.from_numpy(self._table.copy()).to(device)  # (slots, slot_blocks)
 
     @property
@@ -136,11 +136,11 @@ class KVCache:
         return self._layers[layer][:, 0], self._layers[layer][:, 1]
 
     def rows(self, layer: int) -> Tensor:
-        """Return a local layer as rows of one token's key or value of a head: (rows, D)."""
+        """Return a local layer as rows, each the key or value of one token's head: (rows, D)."""
         return self._rows[0][layer].view(self.dtype)
 
     def largest(self, layer: int) -> Tensor | None:
-        """Return the largest magnitude of each of `rows` in FP8, (rows,); None for others."""
+        """Return the largest magnitude of each of `rows`, (rows,), in an FP8 cache, else None."""
         return self._rows[1][layer].view(-1) if self.shape.fp8 else None
 
     def token_rows(self, slots: Tensor, positions: Tensor) -> Tensor:
@@ -154,17 +154,16 @@ class KVCache:
 
     def write(self, layer: int, rows: Tensor, keys_values: Tensor) -> None:
         """Store the (N, 2, H, D) keys and values of a local layer at `rows` of `token_rows`."""
-        flat = self._kept(keys_values.reshape(-1, self.shape.size_per_head))
+        flat = self._encoded(keys_values.reshape(-1, self.shape.size_per_head))
         for each, part in zip(self._rows, flat, strict=True):
             each[layer].index_copy_(0, rows, part)
 
     def reader(
         self, slot: int, slot_count: int, length: int
     ) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """Return a function from a local layer to what it keeps of slots in a row.
+        """Return a function from a local layer to the first keys and values of adjacent slots.
 
-        These are the first `length` keys and values, (slot_count, H, length, D) each: views where a
-        slot is one block, else copies.
+        They are (slot_count, H, length, D) each; views if a slot is one block, else copies.
         """
         read = [_reader(store, slot, slot_count, length, self) for store in self._stores]
         if not self.shape.fp8:
@@ -172,17 +171,18 @@ class KVCache:
 
         def widened(layer: int) -> tuple[Tensor, Tensor]:
             (keys, values), largest = (each(layer) for each in read)
-            return _widened(keys, largest[0], self._wide), _widened(values, largest[1], self._wide)
+            dtype = self._computed
+            return _widened(keys, largest[0], dtype), _widened(values, largest[1], dtype)
 
         return widened
 
     def update(self, moves: Sequence[Move], entries: Sequence[TableEntry] = ()) -> None:
         """Copy tokens among slots, and give slots their new blocks.
 
-        Sources are read before any target is written or any slot gets a block, so slots may swap.
-        The source WIPE writes zeros to the blocks that the slot had, `prefix_source` a loaded
-        prefix. Last, a slot that is its own source drops the tokens before these, which move to
-        its beginning.
+        All sources are read before a target is written or a slot gets a block, so that slots may
+        swap. The source WIPE writes zeros to the slot's old blocks, `prefix_source` a loaded
+        prefix. Last, in a move from a slot to itself the tokens move to its beginning, which drops
+        those before them.
         """
         copies = [move for move in moves if move[0] != move[1] and move[0] > WIPE]
         values = self._load([(source, start, stop) for source, _, start, stop in copies])
@@ -191,17 +191,17 @@ class KVCache:
         self._store([move[1:] for move in copies], values)
         for source, target, start, stop in moves:
             if source < WIPE:
-                part = self._prefixes[WIPE - 1 - source][:, :, :, start:stop].to(self._wide)
+                part = self._prefixes[WIPE - 1 - source][:, :, :, start:stop].to(self._computed)
                 part = part if self.shape.is_whole else part.permute(3, 0, 1, 2, 4)
-                self._store([(target, start, stop)], [self._kept(part)])
-        kept = [move[1:] for move in moves if move[0] == move[1]]
-        values = self._load(kept)
-        self._store([(slot, 0, stop - start) for slot, start, stop in kept], values)
+                self._store([(target, start, stop)], [self._encoded(part)])
+        shifted = [move[1:] for move in moves if move[0] == move[1]]
+        values = self._load(shifted)
+        self._store([(slot, 0, stop - start) for slot, start, stop in shifted], values)
 
     def _assign(self, entries: Sequence[TableEntry]) -> None:
         if not entries:
             return
-        # Blocks that a slot had before would bring the values of others into masked places.
+        # A slot's stale entries would read values of other sequences at masked positions.
         ends = dict.fromkeys((slot for slot, _, _ in entries), 0)
         for slot, place, _ in entries:
             ends[slot] = max(ends[slot], place + 1)
@@ -216,8 +216,8 @@ class KVCache:
         cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self.device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
-    def _kept(self, values: Tensor) -> list[Tensor]:
-        """Return values (..., D) as they are kept: in FP8 also each row's largest, (..., 1)."""
+    def _encoded(self, values: Tensor) -> list[Tensor]:
+        """Return values (..., D) as stored: in FP8 as bytes and each row's largest, (..., 1)."""
         if not self.shape.fp8:
             return [values]
         values = values.float()
@@ -226,9 +226,10 @@ class KVCache:
         return [digits.to(FP8).view(torch.uint8), largest]
 
     def _load(self, spans: Sequence[Span]) -> list[list[Tensor]]:
-        """Return copies of tokens of each store, D values or 1.
+        """Return copies of the tokens of spans, from each store (D is 1 for largest magnitudes).
 
-        (L, 2, H, n, D) for each span where a slot is one block, else one (n, L, 2, H, D) for all.
+        They are (L, 2, H, n, D) for each span if a slot is one block, else (n, L, 2, H, D) for all
+        spans together.
         """
         if self.shape.is_whole:
             return [
@@ -238,23 +239,23 @@ class KVCache:
         if not spans:
             return []
         blocks, places = self._cells(spans)
-        # Indexing two axes that are not neighbours puts the tokens first.
+        # Indexing two axes that are not adjacent puts the tokens first.
         return [[store[:, blocks, :, :, places] for store in self._stores]]
 
     def _store(self, spans: Sequence[Span], values: Sequence[Sequence[Tensor]] | None) -> None:
-        """Store what `_load` returned, zeros for None."""
+        """Store values in the format of `_load`, or zeros for None."""
         for number, store in enumerate(self._stores):
             if self.shape.is_whole:
                 for nth, (slot, start, stop) in enumerate(spans):
-                    room = store[:, slot, :, :, start:stop]
-                    room.zero_() if values is None else room.copy_(values[nth][number])
+                    target = store[:, slot, :, :, start:stop]
+                    target.zero_() if values is None else target.copy_(values[nth][number])
             elif spans:
                 blocks, places = self._cells(spans)
                 zero = store.new_zeros(())
                 store[:, blocks, :, :, places] = zero if values is None else values[0][number]
 
     def _cells(self, spans: Sequence[Span]) -> Tensor:
-        """Return the block of each token and its place there, (2, n)."""
+        """Return the block of each token and its index in the block, (2, n)."""
         tokens = [np.arange(start, stop) for _, start, stop in spans]
         slots = np.repeat([slot for slot, _, _ in spans], [len(each) for each in tokens])
         nth, places = np.divmod(np.concatenate(tokens), self.shape.block_tokens)
@@ -263,7 +264,7 @@ class KVCache:
 
 
 def on_device(values: Array, device: torch.device) -> Tensor:
-    """Return an array on a device, without waiting for the device."""
+    """Return an array on a device, without a synchronisation."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -271,9 +272,9 @@ def on_device(values: Array, device: torch.device) -> Tensor:
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, which uninitialized memory is not: a masked NaN would still spoil its row.
+    """Return zeros: in uninitialised memory, a masked NaN would still spoil its row.
 
-    On CPU the pages are the system's own zeros, taken when first written.
+    On CPU the system provides zeroed pages, allocated when first written.
     """
     if device.type != "cpu":
         return torch.zeros(sizes, dtype=dtype, device=device)
@@ -284,17 +285,17 @@ def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _widened(digits: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the keys or values (..., D) that bytes of FP8 and largest ones (..., 1) stand for."""
+    """Return keys or values (..., D) from FP8 bytes and largest magnitudes (..., 1)."""
     return (digits.view(FP8).float() * (largest / _LARGEST)).to(dtype)
 
 
 def _reader(
     store: Tensor, slot: int, slot_count: int, length: int, cache: KVCache
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return `KVCache.reader` of one of its stores."""
+    """Return `KVCache.reader` for one of its stores."""
     slots = slice(slot, slot + slot_count)
     if cache.shape.is_whole:
-        # All layers at once: a view for each layer would cost more than a small product.
+        # For all layers at once: creating a view per layer would cost more than a small product.
         keys, values = store[:, slots, :, :, :length].unbind(2)  # (L, slots, H, S, D)
         return list(zip(keys.unbind(0), values.unbind(0), strict=True)).__getitem__
     blocks = cache.tables[slots, : -(-length // cache.shape.block_tokens)].long()

@@ -1,4 +1,4 @@
-"""The parts of a transformer layer, written as for a single device."""
+"""The parts of a transformer layer, written as if for a single device."""
 
 # Shapes: N tokens of a step, E hidden, H local query heads, K local key/value heads, D head size
 
@@ -22,9 +22,9 @@ from inference.parallel.gemm import Gemm, Product
 from inference.parallel.linear import AllReduce
 from inference.parallel.native_cpu import has_library, rms_norm
 
-# A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E); with the keywords
-# `onto` (N, E) and `factor` the former plus the factor times the norm. One whose readers are
-# products gives many rows as `RoundedRows` where these are in FP8.
+# A LayerNorm or RMSNorm of the rows of x, or of x + residual, (N, E). With the keywords `onto`
+# (N, E) and `factor` the result is onto + factor * norm. If only FP8 products read the result, many
+# rows are returned as `RoundedRows`.
 Normalise = Callable[..., Any]
 
 
@@ -57,7 +57,7 @@ def make_norm(
         if by_library:
             y = rms_norm(x, weight, eps)
             return y if onto is None else torch.add(onto, y, alpha=factor)
-        wide = x.to(weight.dtype)  # a scale is kept in fp32 where its rounding would matter
+        wide = x.to(weight.dtype)  # the scale is in fp32 where rounding it would matter
         if kind == "layernorm":
             y = functional.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)
         else:
@@ -69,13 +69,11 @@ def make_norm(
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """RMSNorm or, `centred`, LayerNorm of queries and keys, in place.
+    """RMSNorm or (`centred`) LayerNorm of queries and keys, in place.
 
-    It comes before their rotation or, if `rotated`, after it.
-
-    `counts` are this rank's query and key heads, `weight` (H + K, D) fp32 their scales, `bias` what
-    is added to them, if anything. If `whole`, the mean is that of all heads together: `reduce` sums
-    over the `tp_size` ranks that share them.
+    It is applied before their rotation, or after it if `rotated`. `counts` are this rank's numbers
+    of query and key heads; `weight` (H + K, D) fp32 are their scales, `bias` their optional biases.
+    If `whole`, the mean is over all heads together, summed by `reduce` over `tp_size` ranks.
     """
 
     weight: Tensor
@@ -107,14 +105,14 @@ class QueryKeyNorm:
         heads.copy_(wide if self.bias is None else wide + self.bias)
 
     def _summed(self, mean: Tensor) -> Tensor:
-        """Return the mean squares of all ranks' queries and keys (N, 2) for those of this one."""
+        """Return the mean squares of queries and keys (N, 2) over all ranks."""
         return mean if self.reduce is None else self.reduce(mean) / self.tp_size
 
 
 def alibi_slopes(head_num: int) -> Tensor:
     """Return the slope of each head (head_num,), fp32 (Press et al., Train Short, Test Long).
 
-    If the count is not a power of two, the further heads take every other slope of the next power.
+    If the count is not a power of two, further heads take every other slope of the next power.
     """
     power = 2 ** math.floor(math.log2(head_num))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -124,18 +122,18 @@ def alibi_slopes(head_num: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """The input side: tokens, virtual tokens and positions, then a norm in some models.
+    """The embedding of tokens, virtual tokens and positions, with a norm in some models.
 
-    A rank may hold only some rows of the vocabulary; the others then contribute by `reduce`.
+    If this rank holds only some rows of the vocabulary, `reduce` adds those of the other ranks.
     """
 
-    table: Tensor  # (rows, E), which may be memory-mapped; row 0 is token `first_row`
+    table: Tensor  # (rows, E), may be memory-mapped; row 0 is token `first_row`
     vocab_size: int
     dtype: torch.dtype
     first_row: int = 0
     reduce: AllReduce | None = None
-    scale: float = 1.0  # on the rows of the vocabulary, rounded to `dtype`
-    prompts: Tensor | None = None  # all loaded prompt tables, one after the other
+    scale: float = 1.0  # factor on vocabulary rows, rounded to `dtype`
+    prompts: Tensor | None = None  # all loaded prompt tables, concatenated
     positions: Tensor | None = None  # (max_pos_seq_len, E)
     norm: Normalise | None = None
 
@@ -147,10 +145,10 @@ class Embedding:
         return normalised(x, self.norm)
 
     def _with_virtual(self, tokens: Tokens) -> Tensor:
-        ids, given = tokens.ids, (self.prompts, tokens.embeddings)
-        tables = [table.to(self.dtype) for table in given if table is not None]
+        ids, tables = tokens.ids, (self.prompts, tokens.embeddings)
+        present = [table.to(self.dtype) for table in tables if table is not None]
         rows = (ids - self.vocab_size).clamp_min(0)
-        virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
+        virtual = functional.embedding(rows, torch.cat(present))  # (N, E)
         real = self._real(ids.clamp_max(self.vocab_size - 1))
         return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)
 
@@ -174,8 +172,8 @@ class Attention:
 
     qkv: Product
     out: Gemm
-    heads: tuple[int, int, int]  # this rank's query heads, its key/value heads, and their size
-    layer: int  # of this stage
+    heads: tuple[int, int, int]  # H and K of this rank, and D
+    layer: int  # index in this stage
     rotary: RotaryTable | None = None
     norm: QueryKeyNorm | None = None
     scalers: Tensor | None = None  # of IA3, (tasks + 1, H+2K, D)
@@ -193,7 +191,7 @@ class Attention:
             growth = angles.growth
         if self.norm is not None:
             if angles is not None and self.norm.rotated:
-                # Kernels that rotate cannot normalise after it.
+                # Kernels that rotate cannot normalise afterwards.
                 heads.copy_(angles.rotate(heads))
                 angles = None
             self.norm(heads)
@@ -204,12 +202,13 @@ class Attention:
         if growth is not None:
             query.mul_(growth)
         mixed = step.attention(query, layer=self.layer, new=new, angles=angles)
-        return self.out(kept(mixed, step), None if residual is None else kept(residual, step))
+        rows = None if residual is None else selected(residual, step)
+        return self.out(selected(mixed, step), rows)
 
 
 @dataclass(frozen=True)
 class XIELU:
-    """An activation with parameters, fp32: a parabola above zero, an exponential below.
+    """An activation with fp32 parameters: a parabola above zero, an exponential below.
 
     Huang and Schlag, Deriving Activation Functions Using Integration, arXiv 2411.13010.
     """
@@ -217,10 +216,10 @@ class XIELU:
     positive: Tensor  # (1,) like the others
     negative: Tensor
     beta: Tensor
-    eps: Tensor  # most of what is exponentiated, just below zero
+    eps: Tensor  # upper limit of the exponent, just below zero
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the activation of x, of its shape."""
+        """Return the activation of x."""
         wide = x.float()
         below = (torch.expm1(torch.minimum(wide, self.eps)) - wide) * self.negative
         curve = torch.where(wide > 0, self.positive * wide.square(), below)
@@ -229,9 +228,9 @@ class XIELU:
 
 @dataclass(frozen=True)
 class MLP:
-    """Two linears with an activation between, which may be gated."""
+    """Two linears with an activation, possibly gated, between them."""
 
-    up: Product  # with its activation, if that has no parameters
+    up: Product  # includes the activation unless that has parameters
     down: Gemm
     scalers: Tensor | None = None  # of IA3, (tasks + 1, width)
     activation: XIELU | None = None
@@ -245,7 +244,7 @@ class MLP:
         return self.down(scaled(h, self.scalers, step.tasks), residual)
 
 
-# Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
+# The residual stream of T5 in fp16 is known to exceed 65504, the largest fp16 number.
 _FP16_LIMIT = 64504.0
 
 PartT = TypeVar("PartT", bound=Callable[..., Tensor])
@@ -256,19 +255,19 @@ class Sublayer(Generic[PartT]):
     """Attention or MLP with its norms, an adapter, and the residual."""
 
     part: PartT
-    norm: Normalise | None  # None: the part reads the residual as it is
-    output_norm: Normalise | None = None  # of the output, before it joins the residual
-    # A bottleneck, added to the output before that joins the residual. Order: FasterTransformer,
+    norm: Normalise | None  # of the input; None: the part reads the residual directly
+    output_norm: Normalise | None = None  # of the output, before the residual is added
+    # A bottleneck after the part, before the residual is added. Order: FasterTransformer,
     # layers/adapter_layers/LinearAdapterLayer.cc (df4a753) and
     # models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
     adapter: Sublayer[MLP] | None = None
-    scale: float = 1.0  # on what joins the residual
-    bounded: bool = False  # in fp16
+    scale: float = 1.0  # on the output
+    bounded: bool = False  # whether results in fp16 are clamped
     sum_norm: Normalise | None = None  # of the sum with the residual
-    residual_from_norm: bool = False
+    residual_from_norm: bool = False  # whether the normalised input is the residual
 
     def __call__(self, x: Tensor, step: Step | EncoderStep) -> Tensor:
-        """Return x plus what the part makes of the normalised x, (N, E)."""
+        """Return x plus the part's output for the normalised x, (N, E)."""
         h = normalised(x, self.norm)
         x = h if self.residual_from_norm else x
         norms = (self.output_norm, self.sum_norm)
@@ -277,7 +276,7 @@ class Sublayer(Generic[PartT]):
         else:
             y = self.part(h, step)
             y = y if self.adapter is None else self.adapter(y, step)
-            x = x if len(x) == len(y) else kept(x, step)
+            x = x if len(x) == len(y) else selected(x, step)
             if self.sum_norm is not None:
                 x = self.sum_norm(y, x)
             elif self.output_norm is not None:
@@ -290,7 +289,7 @@ class Sublayer(Generic[PartT]):
 
 @dataclass(frozen=True)
 class Sublayers:
-    """A layer whose parts read each other's sums with the residual."""
+    """A layer of sublayers, each of which reads the output of the previous one."""
 
     parts: tuple[Sublayer[Any], ...]
 
@@ -301,22 +300,22 @@ class Sublayers:
         return x
 
 
-def kept(x: Tensor, step: Step | EncoderStep) -> Tensor:
-    """Return the rows of x (N, E) that a layer's step keeps."""
-    return x if step.kept is None else x.index_select(0, step.kept)
+def selected(x: Tensor, step: Step | EncoderStep) -> Tensor:
+    """Return the rows of x (N, E) whose outputs the layer computes."""
+    return x if step.selected is None else x.index_select(0, step.selected)
 
 
 def normalised(x: Tensor, norm: Normalise | None) -> Tensor:
-    """Return the norm of x, or x where there is none."""
+    """Return the norm of x, or x without a norm."""
     y: Tensor = x if norm is None else norm(x)
     return y
 
 
 def scaled(x: Tensor, scalers: Tensor | None, tasks: Tensor | None) -> Tensor:
-    """Return x (N, ...) scaled by the row of `scalers` (tasks + 1, ...) for each task (N,).
+    """Return x (N, ...) times each token's row of `scalers` (tasks + 1, ...), by `tasks` (N,).
 
-    IA3 multiplies keys, values and MLP activations by a learned vector per task; a token without a
-    task takes the last row, which is all ones (Liu et al., Few-Shot Parameter-Efficient
-    Fine-Tuning, section 3.3).
+    IA3 multiplies keys, values and MLP activations by a learned vector per task; tokens without a
+    task use the last row, which is all ones (Liu et al., Few-Shot Parameter-Efficient Fine-Tuning,
+    section 3.3).
     """
     return x if scalers is None or tasks is None else x * scalers[tasks]

@@ -1,6 +1,6 @@
-"""Rows of different lengths laid end to end, and attention within each of them.
+"""Concatenated rows of different lengths, and attention within each row.
 
-Linears run over the true tokens only, and on CPU neighbouring rows of one length attend together:
+Linears run over real tokens only, and on CPU adjacent rows of equal length share an attention call:
 no result depends on padding.
 """
 
@@ -24,21 +24,21 @@ from inference.model.step import AttentionRules
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Division of N tokens into rows of `lengths`; `tiles`, if given, are those of `gpu.rows`."""
+    """Division of N tokens into rows of `lengths`; `tiles`, if any, are those of `gpu.rows`."""
 
     lengths: tuple[int, ...]
     positions: Tensor  # (N,) of each token within its row
     tiles: Tensor | None = None  # (TILE_NUMBERS, T) int32
 
     def per_token(self, values: Sequence[int]) -> Tensor:
-        """Return (N,): each row's value, repeated for its tokens."""
+        """Return each row's value, repeated for its tokens, (N,)."""
         return on_device(np.repeat(values, self.lengths), self.positions.device)
 
 
 def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
     """Lay out rows of `lengths` tokens, each at least 1; padding is not computed.
 
-    With `tiled` attention takes the kernels of `gpu.rows`, which are made for 16 bits.
+    With `tiled`, attention uses the kernels of `gpu.rows`, which need 16-bit types.
     """
     assert lengths, "no rows"
     assert min(lengths) >= 1, "an empty row"
@@ -55,21 +55,21 @@ def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = F
 class EncoderStep:
     """Inputs that an encoder's layers share.
 
-    The `distance_bias` of its `rules` is by offset of key and query, (H, 2 * reach + 1), farther
-    ones as the outermost.
+    The `distance_bias` of its `rules`, (H, 2 * reach + 1), is indexed by the offset of key and
+    query; offsets beyond the reach take the outermost entry.
     """
 
-    kept: ClassVar[None] = None  # the outputs of all tokens are computed
+    selected: ClassVar[None] = None  # the outputs of all tokens are computed
 
     rows: RaggedRows
     rules: AttentionRules
     tasks: Tensor | None = None  # IA3 task of each token (N,), None without IA3
-    # Receives the weights: (rows, stage's layers, H, S, S). Entries beyond a row's length are left.
+    # Receives the weights, (rows, stage's layers, H, S, S), except beyond a row's length.
     attentions: Tensor | None = None
 
     @cached_property
     def _bias(self) -> Tensor | None:
-        """The addition to the scores of the longest row, (H, S, S)."""
+        """The bias on the scores of the longest row, (H, S, S)."""
         table = self.rules.distance_bias
         if table is None:
             return None
@@ -85,9 +85,9 @@ class EncoderStep:
         new: Tensor | None = None,
         angles: Angles | None = None,
     ) -> Tensor:
-        """Return each token's mix of the values of its own row as a `CachedAttention` does.
+        """Return each token's attention within its row, with the signature of `CachedAttention`.
 
-        `layer` is its place in `attentions`.
+        `layer` is the index into `attentions`.
         """
         assert new is not None
         assert angles is None
@@ -103,7 +103,7 @@ class EncoderStep:
         for length, run in groupby(self.rows.lengths):
             count = sum(1 for _ in run)
             stop = first + count * length
-            queries, keys, values, room = (
+            queries, keys, values, target = (
                 each[first:stop].view(count, length, *each.shape[1:]).transpose(1, 2)
                 for each in (query, key, value, mixed)
             )  # (B, H, S, D)
@@ -118,6 +118,6 @@ class EncoderStep:
                 weights = scores.float().softmax(-1).to(query.dtype)
                 self.attentions[row : row + count, layer, :, :length, :length] = weights
                 part = weights @ values
-            room.copy_(part)
+            target.copy_(part)
             first, row = stop, row + count
         return mixed.flatten(1)

@@ -22,10 +22,10 @@ _LONG = 1 << 30
 def position_shift(rotary: Rotary | None, tokens: int) -> int:
     """Return the shift of the positions of a sequence of `tokens` tokens.
 
-    LongRoPE has other factors for all positions of sequences that exceed the original length
-    (Ding et al., LongRoPE, section 3.3): these are marked by their shift. As in transformers, a
-    sequence that grows beyond that length computes its keys again; beams and conversations, which
-    cannot, have the long factors from the start if they may exceed it.
+    LongRoPE uses other factors, for all positions, in sequences that exceed the original length
+    (Ding et al., LongRoPE, section 3.3); the shift marks their positions. As in transformers, a
+    sequence that grows beyond that length recomputes its keys. Beams and conversations cannot, and
+    use the long factors from the start if they may exceed it.
     """
     if rotary is None or rotary.kind != "longrope":
         return 0
@@ -36,8 +36,8 @@ def position_shift(rotary: Rotary | None, tokens: int) -> int:
 class Angles:
     """Cosines and sines of a step's tokens, each (N, 1, R).
 
-    Of `interleaved` ones neighbouring pairs are rotated, else the halves. `growth` is a factor of
-    queries (N, 1, 1), None for none.
+    With `interleaved`, adjacent dimensions are rotated as pairs, else the two halves. `growth` is a
+    factor on queries (N, 1, 1), None for none.
     """
 
     cos: Tensor
@@ -58,14 +58,14 @@ class Angles:
         return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
-class RotaryTable:  # hashed by identity: a key of a step's angles
-    """The angle of every position, computed as needed from the model's frequencies."""
+class RotaryTable:  # hashed by identity, as a key of `Step.angles`
+    """The angles of positions, computed on demand from the model's frequencies."""
 
     def __init__(
         self, rotary: Rotary, *, interleaved: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
         frequencies, self._scale = _frequencies(rotary)
-        self._frequencies = frequencies.to(device)  # (R/2,), of LongRoPE (2, R/2): short and long
+        self._frequencies = frequencies.to(device)  # (R/2,); LongRoPE: short and long, (2, R/2)
         self._interleaved = interleaved
         self._dtype = dtype
         self._scaling = rotary.scaling
@@ -75,7 +75,7 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
         frequencies = self._frequencies
         if frequencies.ndim == 2:
             frequencies = frequencies[positions // _LONG]  # (N, R/2)
-        # Other layers than those with LongRoPE get the same positions.
+        # Layers without LongRoPE ignore the shift.
         angles = (positions % _LONG).unsqueeze(1).float() * frequencies  # (N, R/2)
         if self._interleaved:
             angles = angles.repeat_interleave(2, dim=1)  # (N, R)
@@ -85,20 +85,20 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
         cos, sin = (each.unsqueeze(1).to(self._dtype) for each in (cos, sin))
         growth = None
         if "llama_4_scaling_beta" in self._scaling:
-            passed = (positions % _LONG) // self._scaling["original_max_position_embeddings"]
-            growth = 1 + self._scaling["llama_4_scaling_beta"] * torch.log1p(passed)
+            lengths = (positions % _LONG) // self._scaling["original_max_position_embeddings"]
+            growth = 1 + self._scaling["llama_4_scaling_beta"] * torch.log1p(lengths)
             growth = growth.view(-1, 1, 1).to(self._dtype)
         return Angles(cos, sin, self._interleaved, growth)
 
 
-# The angles of a step's tokens by each of a model's tables.
+# The angles of a step's tokens, for each of a model's tables.
 AnglesOf = Mapping[RotaryTable, Angles]
 
 
 def _frequencies(rotary: Rotary) -> tuple[Tensor, float]:
     """Return the angle per position of each pair, and a factor on cosine and sine.
 
-    The angles are (R/2,), or of LongRoPE (2, R/2).
+    The angles are (R/2,), for LongRoPE (2, R/2).
     """
     exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32) / rotary.dims
     scaling, base = rotary.scaling, rotary.base
@@ -114,16 +114,17 @@ def _frequencies(rotary: Rotary) -> tuple[Tensor, float]:
     if rotary.kind == "longrope":
         factors = torch.tensor([scaling["short_factor"], scaling["long_factor"]])
         return frequencies / factors, scaling["attention_factor"]
-    # "dynamic" changes angles only beyond the trained context, which the engine does not exceed but
-    # in sessions that forget.
+    # "dynamic" changes angles only beyond the trained context, which the engine exceeds only in
+    # sessions with `memory_len`.
     return frequencies, 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Slow down long waves by the factor, keep short ones, blend between (Llama 3.1)."""
+    """Divide the frequencies of long waves by the factor, keep short ones, blend between."""
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, original = (float(scaling[name]) for name in names)
-    turns = original * frequencies / math.tau  # of each pair over the original length
+    # As in Llama 3.1, by the turns of each pair over the original length.
+    turns = original * frequencies / math.tau
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / factor)
 
@@ -134,7 +135,7 @@ def _yarn(frequencies: Tensor, rotary: Rotary) -> tuple[Tensor, float]:
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:
-        """Index of the pair that makes `turns` turns over the original length."""
+        """Return the index of the pair that makes `turns` turns over the original length."""
         waves = math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
         return rotary.dims * waves
 
@@ -143,7 +144,7 @@ def _yarn(frequencies: Tensor, rotary: Rotary) -> tuple[Tensor, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.dims - 1)
     index = torch.arange(len(frequencies), dtype=torch.float32)
-    # Below zero where every pair turns less often than that: the ramp then falls.
+    # Negative if every pair turns less often than that; the ramp then falls.
     span = high - low or 1e-3
     interpolated = ((index - low) / span).clamp(0, 1)
     frequencies = frequencies * (1 - interpolated) + frequencies / factor * interpolated

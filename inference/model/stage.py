@@ -1,4 +1,4 @@
-"""One rank's part of a model of any kind."""
+"""Base classes of a rank's part of a model."""
 
 # Shapes: N tokens of a step, n tokens whose logits are wanted, E hidden
 
@@ -24,7 +24,7 @@ class StageModel(ABC):
         """Load the layers of this rank's stage.
 
         Raises:
-            ValueError: The sizes do not divide among the ranks, or a choice is not supported.
+            ValueError: Sizes cannot be divided among the ranks, or the architecture is unsupported.
             CheckpointMismatchError: Tensors hold values that are not finite.
         """
         self.dtype, self.device = weights.dtype, weights.device
@@ -37,21 +37,21 @@ class StageModel(ABC):
         """Load the layers."""
 
     def embed(self, tokens: Tokens) -> Tensor:
-        """Return the input of the first layer, of either stack (N, E)."""
+        """Return the input (N, E) of the first layer, of the encoder or the decoder."""
         assert self._embedding is not None, "only the first stage embeds"
         return self._embedding(tokens)
 
     def empty_hidden(self, tokens: int) -> Tensor:
-        """Return an uninitialised (tokens, E) for the hidden states of the stage before."""
+        """Return an uninitialised buffer (tokens, E) for hidden states."""
         hidden = self.architecture.hidden
         return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
 
 
 class GeneratorModel(StageModel):
-    """One rank's part of a model that generates."""
+    """One rank's part of a generating model."""
 
     rules: AttentionRules
-    narrows = False  # whether its last layer can compute some rows alone, see `Step`
+    can_select_rows = False  # whether the last layer supports `Step.outputs_only`
     head: VocabParallelHead | None  # of the last stage
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Inputs of one forward pass: the flat tokens of several sequences, and what their attention is.
+"""Inputs of one forward pass: the flat tokens of several sequences, and their attention.
 
-The tokens of all sequences are one list, and every linear runs once per layer. Only attention
-distinguishes the sequences.
+The tokens of all sequences form one list, over which every linear runs once per layer. Only
+attention distinguishes the sequences.
 """
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, S cached tokens, H heads
@@ -21,10 +21,10 @@ from inference.model.rotary import Angles, AnglesOf
 
 
 class Segment(NamedTuple):
-    """New tokens of one sequence, from place `start` of `slot` on.
+    """New tokens of one sequence, stored in `slot` from index `start` on.
 
-    A token's position is its place there, shifted: by the tokens that the slot has forgotten, and
-    see `rotary.position_shift`.
+    A token's position is its index plus `shift`: the number of tokens that the slot has dropped,
+    plus `rotary.position_shift`.
     """
 
     slot: int
@@ -44,7 +44,7 @@ def segment_numbers(segments: Sequence[Segment]) -> Array:
 
 
 def token_places(segments: Array) -> tuple[Array, Array]:
-    """Return the slot of each token of segments (B, 3 or 4), and its place there, (N,) each."""
+    """Return slot and index in the slot of each token of segments (B, 3 or 4), (N,) each."""
     slots, starts, counts = segments.T[:3]
     rows = np.cumsum(counts) - counts
     return np.repeat(slots, counts), np.repeat(starts - rows, counts) + np.arange(counts.sum())
@@ -52,37 +52,36 @@ def token_places(segments: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """Scores of attention in a stage's layers, and what each token sees.
+    """Scores and visibility of attention in a stage's layers.
 
     A score is q.k times `scale`, capped, plus the bias of ALiBi or of a table.
     """
 
     alibi_slopes: Tensor | None = None  # (H,) of this rank's heads
     sliding_window: int | None = None
-    sliding_layers: tuple[bool, ...] | None = None  # whether a local layer has it; None: all
-    # (H, D): bias by distance back, the last entry for all that are farther.
-    distance_bias: Tensor | None = None
-    causal: bool = True  # a token does not see those after it
+    sliding_layers: tuple[bool, ...] | None = None  # whether each local layer slides; None: all do
+    distance_bias: Tensor | None = None  # (H, distances back); the last entry also for longer ones
+    causal: bool = True  # a token does not see later ones
     scale: float | None = None  # None: 1 / sqrt(D)
     softcap: float | None = None  # a score becomes cap * tanh(score / cap)
-    batch_invariant: bool = False  # the bits of a token's result do not depend on the step
-    group: int = 1  # query heads of a key/value head
+    batch_invariant: bool = False  # a token's result does not depend on the step, to the bit
+    group: int = 1  # query heads per key/value head
 
     @property
     def across(self) -> AttentionRules:
-        """The rules of attention over an encoder's output, all of which is seen."""
+        """The rules of attention over an encoder's output, all of which is visible."""
         return replace(self, distance_bias=None, causal=False)
 
     def window(self, layer: int) -> int | None:
-        """Return the positions that a query of a local layer sees, its own included; None: all."""
+        """Return the number of positions a query sees, its own included, or None for all."""
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
 
 class CachedAttention(Protocol):
-    """Attention of a step's tokens over what the cache has of their sequences."""
+    """Attention of a step's tokens over their sequences in the cache."""
 
-    rotates: ClassVar[bool]  # whether it rotates queries and keys itself
+    rotates: ClassVar[bool]  # whether it applies the rotary embedding itself
 
     def __call__(
         self,
@@ -95,24 +94,23 @@ class CachedAttention(Protocol):
         """Return (N, H*D) for queries (N, H, D); new keys and values are stored first.
 
         Args:
-            query: Heads side by side; rotated where it lies, or left as it is.
-            layer: Of the cache.
-            new: Keys and values of the tokens themselves, (N, 2 * K, D); None where the cache has
-                all.
-            angles: Rotation of queries and keys, None for models without, or where it is done.
+            query: Contiguous heads; may be rotated in place.
+            layer: Layer of the cache.
+            new: Keys and values of the tokens, (N, 2 * K, D); None if the cache has them already.
+            angles: Rotation to apply to queries and keys, None for none.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The tokens of one forward pass, or their states where a model's embeddings run outside.
+    """The tokens of one forward pass, or hidden states if the client computes the embeddings.
 
-    With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
-    after those, of `embeddings`.
+    With `has_virtual`, ids from the vocabulary's end on refer to rows of the loaded prompt tables,
+    followed by those of `embeddings`.
     """
 
-    ids: Tensor  # (N,), of states (N, E)
+    ids: Tensor  # (N,), or hidden states (N, E)
     positions: Tensor  # (N,)
     has_virtual: bool = False
     embeddings: Tensor | None = None  # (rows, hidden)
@@ -122,18 +120,18 @@ class Tokens:
 class Step(Tokens):
     """The inputs of one forward pass of a decoder.
 
-    `output_rows` are the tokens whose logits are wanted; the last layer may compute these alone
-    where `narrows`. `kept`, of a layer's step, are the tokens whose output it computes, None for
-    all. `encoded`, if given, is attention over the encoder's output, all of which a token sees.
+    `output_rows` are the tokens whose logits are wanted; with `outputs_only` the last layer may
+    compute only these. `selected` are the tokens whose output a layer computes, None for all.
+    `encoded`, if set, is attention over the encoder's whole output.
     """
 
     output_rows: Tensor  # (n,)
     attention: CachedAttention
-    narrows: bool = False
-    kept: Tensor | None = None
+    outputs_only: bool = False
+    selected: Tensor | None = None
     encoded: CachedAttention | None = None
     tasks: Tensor | None = None  # IA3 task of each token (N,), None without IA3
-    angles: AnglesOf = field(default_factory=dict)  # of the tokens
+    angles: AnglesOf = field(default_factory=dict)
 
 
 def attention_bias(
@@ -143,12 +141,11 @@ def attention_bias(
     rules: AttentionRules,
     window: int | None = None,
 ) -> Tensor:
-    """Return the addition to the attention scores of slots with as many new tokens each.
+    """Return the bias on the attention scores of slots with `new_tokens` tokens each.
 
-    Zero or the position bias for visible tokens, -inf elsewhere: (B, 1 or H, Q, S) fp32.
-
-    `starts` (B,) are the positions of the slots' first new tokens, `window` the positions that a
-    query sees, None for all; the windows of `rules` are not looked at.
+    It is (B, 1 or H, Q, S) fp32: zero or the position bias for visible tokens, -inf elsewhere.
+    `starts` (B,) are the positions of the slots' first new tokens. `window` is the number of
+    positions that a query sees, None for all; it replaces the windows of `rules`.
     """
     device = starts.device
     queries = starts.unsqueeze(1) + torch.arange(new_tokens, device=device)  # (B, Q)

@@ -1,4 +1,4 @@
-"""One rank's tensors from FT files, and the parts of layers that all models share."""
+"""One rank's tensors from FT files, and the layer parts that all models share."""
 
 # Shapes: E hidden, V vocabulary
 
@@ -24,17 +24,17 @@ from inference.parallel.int8 import FP8_GROUP, ScaledWeight, Weight, arranged
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
-# Rows of a table on a GPU are a multiple of this. 256 rows of 2048 take cuBLAS 540 us on an H200 to
-# 50,257 outputs, whose rows begin at any address, and 82 us to 50,272.
-_ROWS_OF_TABLES = 16
+# On a GPU, vocabulary tables are padded to a multiple of this, for aligned rows of outputs. cuBLAS
+# on an H200 multiplies 256 rows of 2048 to 50,257 outputs in 540 us, to 50,272 in 82 us.
+_TABLE_ROWS = 16
 
 
 class RankWeights:
     """Reads one rank's tensors from a folder that `FTReader` has validated.
 
-    Tensors with values that are not finite are collected for one error that names them all. What
-    the rank's products also take goes along: `reduce` sums over the ranks of the stage, None for
-    a single one, and `gemm` is the form of all matrices, the head's too.
+    Tensors with values that are not finite are collected, so that one error names them all. It also
+    carries the options of products: `reduce` sums over the ranks of the stage (None for a single
+    rank), and `gemm` is the form of all matrices, including the head.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class RankWeights:
         reduce: AllReduce | None = None,
         gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
-        """Bind the folder to a rank, which computes in `dtype`.
+        """Bind the folder to a rank that computes in `dtype`.
 
-        `matrix_dtype` is the type of matrices in memory, None for `dtype`.
+        `matrix_dtype` is the type of matrices in memory; None for `dtype`.
 
         Raises:
             CheckpointMismatchError: The folder was split for another number of ranks.
@@ -71,17 +71,17 @@ class RankWeights:
         self._tables: dict[tuple[str, range, torch.dtype], Tensor] = {}
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's part of a tensor, in the computed type unless one is given."""
+        """Return this rank's part of a tensor, by default in the type of computation."""
         return self._checked(name, self.reader.read(name, self.layout.tp_rank), dtype or self.dtype)
 
     def optional(self, name: str) -> Tensor | None:
-        """Return this rank's part of a tensor that not every model has."""
+        """Return this rank's part of a tensor, None if the model does not have it."""
         return self.tensor(name) if self.reader.has(name) else None
 
     def matrix(self, name: str, *, in_fp8: bool = False) -> Weight:
-        """Return a weight as (in, out), axes after the first joined.
+        """Return a weight as (in, out), with the axes after the first flattened.
 
-        With `in_fp8` one that is stored so stays as it is.
+        With `in_fp8`, a weight stored in FP8 is not converted.
         """
         found = self.reader.in_fp8(name, self.layout.tp_rank) if in_fp8 else None
         if found is not None:
@@ -94,18 +94,18 @@ class RankWeights:
         return self._checked(name, part, self._matrix_dtype).flatten(1)
 
     def rows(self, name: str, rows: range, *, is_matrix: bool = False) -> Tensor:
-        """Return some rows of a whole table, or of a vector, in the computed type.
+        """Return rows of an undivided table or vector, in the type of computation.
 
-        One that serves as a matrix, such as the head's, has the type of these; on a GPU it ends
-        with zeros up to a multiple of 16 rows.
+        With `is_matrix` (for the head) it has the type of matrices, and on a GPU it is padded with
+        zeros to a multiple of 16 rows.
         """
-        # A tied table is asked for twice, for the embedding and the head: a GPU holds it once.
+        # A tied table is requested for the embedding and the head; a GPU holds it once.
         dtype = self._matrix_dtype if is_matrix else self.dtype
         key = (name, rows, dtype)
         if key not in self._tables:
             part = self.reader.read(name, 0)[rows.start : rows.stop]
             part = self._checked(name, part, dtype)
-            more = -len(part) % _ROWS_OF_TABLES if self.device.type == "cuda" else 0
+            more = -len(part) % _TABLE_ROWS if self.device.type == "cuda" else 0
             self._tables[key] = torch.cat((part, part.new_zeros(more, *part.shape[1:])))
         return self._tables[key] if is_matrix else self._tables[key][: len(rows)]
 
@@ -113,7 +113,7 @@ class RankWeights:
         """Check that all tensors read so far are finite.
 
         Raises:
-            CheckpointMismatchError: naming every tensor that is not.
+            CheckpointMismatchError: With the name of every tensor that is not.
         """
         if self._unusable:
             raise CheckpointMismatchError(
@@ -123,7 +123,7 @@ class RankWeights:
             )
 
     def _checked(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-        # One pass over the values that are read anyway: a sum shows NaN and infinities.
+        # The sum detects NaN and infinities in one pass over values that are read anyway.
         values = values.to(self.device)
         total = values.sum(dtype=torch.float32)
         if not torch.isfinite(total) and not torch.isfinite(values).all():
@@ -132,10 +132,10 @@ class RankWeights:
 
 
 def check_architecture(architecture: Architecture, tp_size: int) -> None:
-    """Check that so many ranks can compute a model.
+    """Check that `tp_size` ranks can compute a model.
 
     Raises:
-        ValueError: with every problem found.
+        ValueError: With every problem found.
     """
     keys: dict[str, str] = {}  # of config.ini, where the names differ
     if isinstance(architecture, EncoderDecoderArchitecture):
@@ -169,7 +169,7 @@ ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
 
 
 class LayerLoader(Generic[ArchitectureT]):
-    """Makes the parts of layers from one rank's tensors."""
+    """Builds the parts of layers from one rank's tensors."""
 
     def __init__(self, weights: RankWeights, architecture: ArchitectureT) -> None:
         """Check the architecture, see `check_architecture`."""
@@ -177,8 +177,8 @@ class LayerLoader(Generic[ArchitectureT]):
         self.weights = weights
         self.architecture = architecture
         self.reduce, gemm = weights.reduce, weights.gemm
-        # A folder that is in FP8 is taken as it is: its tables are wide, and so are the rows of
-        # products whose scales are those of groups. Groups of other sizes are widened.
+        # Matrices of an FP8 folder are used as stored if their groups fit the kernels, and widened
+        # otherwise. Tables, and rows multiplied with grouped scales, are not rounded.
         group = weights.reader.fp8_group
         self._in_fp8 = gemm.fp8 and group is not None and group % FP8_GROUP == 0
         self.gemm = replace(gemm, fp8=gemm.fp8 and not group)
@@ -186,11 +186,11 @@ class LayerLoader(Generic[ArchitectureT]):
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
 
     def local(self, number: int, num_layer: int) -> int:
-        """Return the place in this stage of the layer of a stack's global number."""
+        """Return the index in this stage of the layer with a global number, in its stack."""
         return number - self.weights.layout.layers(num_layer).start
 
     def norm(self, name: str, *, kind: Norm | None = None, rounds: bool = False) -> Normalise:
-        """Return a norm, by default of the model's kind; with `rounds` only products read it."""
+        """Return a norm, by default of the model's kind; with `rounds`, only products read it."""
         weight = self.scale(name) if self._one_plus else self.weights.tensor(f"{name}.weight")
         bias = self.weights.optional(f"{name}.bias")
         bias = None if bias is None else bias.to(weight.dtype)
@@ -202,13 +202,13 @@ class LayerLoader(Generic[ArchitectureT]):
     def scale(self, name: str) -> Tensor:
         """Return a norm's scale in fp32."""
         weight = self.weights.tensor(f"{name}.weight", torch.float32)
-        # Rounded to 16 bits, a sum with 1 would lose what is stored.
+        # In 16 bits the sum with 1 would round the stored value away.
         return weight + 1 if self._one_plus else weight
 
     def column(
         self, *names: str, activation: GemmActivation | None = None, rounds: bool = False
     ) -> Product:
-        """Return column-parallel linears as one, their outputs side by side."""
+        """Return column-parallel linears as one product, with concatenated outputs."""
         matrices = [self._matrix(name) for name in names]
         biases = [self.weights.optional(f"{name}.bias") for name in names]
         present = [bias.flatten() for bias in biases if bias is not None]
@@ -223,12 +223,12 @@ class LayerLoader(Generic[ArchitectureT]):
         )
 
     def up(self, gate: str, linear: str | None = None, *, rounds: bool = False) -> Product:
-        """Return the activated linear of an MLP; of a gated one times its second, `linear`.
+        """Return an MLP's linear with its activation, in a gated MLP times the output of `linear`.
 
-        With `rounds` another product alone takes the result.
+        With `rounds`, only another product reads the result.
         """
-        choice, weights = self.architecture, self.weights
-        activation = gemm_activation(choice.activation, exact_gelu=choice.exact_gelu)
+        arch, weights = self.architecture, self.weights
+        activation = gemm_activation(arch.activation, exact_gelu=arch.exact_gelu)
         if linear is None:
             return self.column(gate, activation=activation, rounds=rounds)
         return make_gated_gemm(
@@ -254,9 +254,9 @@ class LayerLoader(Generic[ArchitectureT]):
     def input_side(
         self, tokens: str, positions: str | None, vocab_size: int, **more: Any
     ) -> Embedding:
-        """Return the input side by the tables `tokens` (V, E) and `positions`.
+        """Return the embedding with the tables `tokens` (V, E) and `positions`.
 
-        `more` is for `Embedding`.
+        `more` are further arguments of `Embedding`.
         """
         weights = self.weights
         names = [
@@ -264,7 +264,7 @@ class LayerLoader(Generic[ArchitectureT]):
         ]
         prompts = [weights.tensor(name) for name in names if weights.reader.has(name)]
         if weights.device.type == "cpu":
-            # The mapped table costs no memory of its own and is shared by the ranks of a node.
+            # The table stays memory-mapped, shared by the ranks of a node.
             table, first_row, reduce = weights.reader.read(tokens, 0), 0, None
         else:
             rows = weights.layout.vocab_rows(vocab_size)
@@ -283,9 +283,9 @@ class LayerLoader(Generic[ArchitectureT]):
     def vocab_head(
         self, name: str, bias: str | None, vocab_size: int, **more: Any
     ) -> VocabParallelHead:
-        """Return the linear from hidden states to logits by the table `name` (V, E).
+        """Return the linear from hidden states to logits, with the table `name` (V, E).
 
-        `more` is for `VocabParallelHead`.
+        `more` are further arguments of `VocabParallelHead`.
         """
         weights, layout = self.weights, self.weights.layout
         rows = layout.vocab_rows(vocab_size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.encoder_decoder import EncodedRow, EncoderDecoder, reading_segments
+from inference.model.encoder_decoder import EncodedRow, EncoderDecoder, cross_segments
 from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.step import CachedAttention, Segment, Tokens
 from inference.ranks.base import StepResult
@@ -98,8 +98,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
         if self.architecture.ia3_num_tasks:
             tasks = on_device(np.repeat([each.task for each in encoded], counts), self.device)
         if self.device.type == "cpu":
-            reading = reading_segments(segments, encoded)
-            return self._attention(reading, rules.across), tasks
+            return self._attention(cross_segments(segments, encoded), rules.across), tasks
         from inference.model.gpu.attention_layout import paged_attention
 
         # Each token takes the place of the encoder's last token, which sees all of them.

@@ -108,8 +108,8 @@ class GeneratorRank(RankBase):
                 ids[first:stop], segments, rows, has_virtual=has_virtual, embeddings=embeddings
             )
             # The last layer computes only rows with logits, unless hidden states are pooled.
-            narrows = self.model.narrows and self.layout.is_last_stage and not plan.pool
-            steps.append(replace(step, narrows=narrows))
+            outputs_only = self.model.can_select_rows and not plan.pool
+            steps.append(replace(step, outputs_only=outputs_only and self.layout.is_last_stage))
             first = stop
         return self._run_stage(steps), steps
 

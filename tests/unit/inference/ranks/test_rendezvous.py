@@ -63,7 +63,7 @@ def test_a_note_of_another_launch_is_nothing(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     rendezvous = Rendezvous(PLACES[0], "127.0.0.1", 0, key_file, timeout_s=5)
     note = module._note_file(key_file, 1)
-    write_private(note, module._mark(b"another key") + b"lost")
+    write_private(note, module._signature(b"another key") + b"lost")
     try:
         assert not rendezvous.problems()
     finally:
