@@ -20,7 +20,7 @@ from foundations.errors import CheckpointMismatchError
 from inference.model.layers import Embedding, Normalise, make_norm
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
 from inference.parallel.gemm import Gemm, Product, make_gated_gemm, make_gemm
-from inference.parallel.int8 import FP8_GROUP, ScaledWeight, Weight, arranged
+from inference.parallel.int8 import FP8_GROUP, ScaledWeight, Weight, combine
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
@@ -215,7 +215,7 @@ class LayerLoader(Generic[ArchitectureT]):
         return make_gemm(
             matrices[0]
             if len(matrices) == 1
-            else arranged(matrices, lambda each: torch.cat(each, dim=1)),
+            else combine(matrices, lambda each: torch.cat(each, dim=1)),
             torch.cat(present) if present else None,
             activation=activation,
             rounds=rounds,

@@ -11,11 +11,11 @@ from export_scripts.families.layout.architecture import Activation
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """Form of all matrices; all but `int8` needs a GPU and 16 bits."""
+    """Options of all matrix products; all but `int8` need a GPU and 16 bits."""
 
-    int8: bool = False  # whole numbers of 8 bits, one scale per output
-    fp8: bool = False  # E4M3, activations too
-    batch_invariant: bool = False  # the bits of a row do not depend on the other rows
+    int8: bool = False  # 8-bit integers, one scale per output
+    fp8: bool = False  # E4M3, for activations, too
+    batch_invariant: bool = False  # a row's bits do not depend on the other rows
 
 
 PLAIN_GEMM = GemmOptions()
@@ -24,10 +24,10 @@ GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "relu2", "silu"]
 
 
 def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> GemmActivation:
-    """Return the form of an architecture's activation that a product can apply.
+    """Return the activation of an architecture as a product can apply it.
 
     Raises:
-        ValueError: It has parameters of its own.
+        ValueError: The activation has parameters.
     """
     if activation == "xielu":
         raise ValueError("activation xielu: only dense decoders have its parameters")
@@ -48,7 +48,7 @@ def activate(x: Tensor, activation: GemmActivation) -> Tensor:
 
 
 def ordered_sum(parts: Tensor, *, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """Return the sum of parts (T, N, E) + bias + residual, added up in fp32 one by one."""
+    """Return the sum of parts (T, N, E) + bias + residual, added in fp32 in a fixed order."""
     terms = [*parts, *(term for term in (bias, residual) if term is not None)]
     total: Tensor = terms[0].float()
     for term in terms[1:]:
@@ -56,7 +56,7 @@ def ordered_sum(parts: Tensor, *, bias: Tensor | None, residual: Tensor | None) 
     return total.to(parts.dtype)
 
 
-def added(y: Tensor, *, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def add_terms(y: Tensor, *, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Return y + bias + residual, (N, O); `y` is overwritten."""
     y = y if bias is None else y.add_(bias)
     return y if residual is None else y.add_(residual)
@@ -66,8 +66,8 @@ def added(y: Tensor, *, bias: Tensor | None, residual: Tensor | None) -> Tensor:
 class Epilogue:
     """Bias and activation of a product's outputs.
 
-    With `gated` outputs are pairs of a gate and what its activation multiplies. With `rounds` one
-    product alone takes them: FP8 rows may be rounded for it.
+    With `gated`, outputs are pairs of a gate and the value that the activated gate multiplies. With
+    `rounds`, only one product reads the outputs, which may be rounded to FP8 for it.
     """
 
     bias: Tensor | None = None  # (O,)
@@ -76,7 +76,7 @@ class Epilogue:
     rounds: bool = False
 
     def finish(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return activation(y) + residual, (N, O), for y with its bias, which is overwritten."""
+        """Return activation(y) + residual, (N, O), for y with bias; y is overwritten."""
         if self.activation is not None:
             y = activate(y, self.activation)
         return y if residual is None else y.add_(residual)

@@ -1,4 +1,4 @@
-"""One matrix product of one rank, its weight kept in the form its device multiplies fastest."""
+"""Matrix products of a rank, with weights in the form that the device multiplies fastest."""
 
 # Shapes: N rows (tokens), I inputs, O outputs
 
@@ -17,10 +17,10 @@ from inference.parallel.epilogue import (
     GemmOptions,
     activate,
 )
-from inference.parallel.int8 import Int8Gemm, Weight, arranged
+from inference.parallel.int8 import Int8Gemm, Weight, combine
 from inference.parallel.native_cpu import NativeGemm, has_native
 
-# A linear without a residual: (N, O) for (N, I).
+# A linear without residual, from (N, I) to (N, O).
 Product = Callable[[Tensor], Tensor]
 # activation(x W + bias) + residual, (N, O), for x (N, I) and residual (N, O) or None.
 Gemm = Callable[..., Tensor]
@@ -36,12 +36,12 @@ def make_gemm(
 ) -> Gemm:
     """Return the product with `weight` (I, O), on its device.
 
-    The weight may be memory-mapped or a transposed view, or on a GPU one in FP8; the result keeps
-    no reference to it where the device has a better form. On CPU rows and results are fp32 for a
-    weight of fp16; otherwise they have the weight's type. With `rounds` another product takes them,
-    see `Epilogue`.
+    The weight may be memory-mapped or a transposed view, or on a GPU in FP8; the product keeps no
+    reference to it if the device has a faster form. Rows and results have the weight's type, but
+    fp32 on a CPU for fp16 weights. With `rounds`, only another product reads the results, see
+    `Epilogue`.
     """
-    return _made(weight, Epilogue(bias, activation, rounds=rounds), options)
+    return _build(weight, Epilogue(bias, activation, rounds=rounds), options)
 
 
 def make_gated_gemm(
@@ -54,8 +54,8 @@ def make_gated_gemm(
 ) -> Product:
     """Return the product activation(x W + b) * (x V + c) for `weights` W, V (I, O) each.
 
-    Both are one product on GPUs, where its outputs alternate, and in the library of a CPU; `rounds`
-    as for `make_gemm`.
+    A GPU in 16 bits computes both as one product with alternating outputs, the CPU library as one
+    with concatenated outputs. `rounds` as for `make_gemm`.
     """
     gate, linear = weights
     on_gpu = gate.device.type != "cpu" and gate.dtype.itemsize == 2
@@ -66,12 +66,12 @@ def make_gated_gemm(
     axis = 2 if on_gpu else 1
     present, bias = next((b for b in biases if b is not None), None), None
     if present is not None:
-        given = [torch.zeros_like(present) if b is None else b for b in biases]
-        bias = torch.stack([b.flatten() for b in given], dim=axis - 1).flatten()
-    weight = arranged(weights, lambda each: torch.stack(each, dim=axis).flatten(1))
+        filled = [torch.zeros_like(present) if b is None else b for b in biases]
+        bias = torch.stack([b.flatten() for b in filled], dim=axis - 1).flatten()
+    weight = combine(weights, lambda each: torch.stack(each, dim=axis).flatten(1))
     if on_gpu:
-        return _made(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
-    both = _made(weight, Epilogue(bias), options)
+        return _build(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
+    both = _build(weight, Epilogue(bias), options)
 
     def product(x: Tensor) -> Tensor:
         first, second = both(x).chunk(2, dim=1)
@@ -81,11 +81,11 @@ def make_gated_gemm(
 
 
 def _is_native(weight: Weight, options: GemmOptions) -> bool:
-    kept = torch.int8 if options.int8 else weight.dtype
-    return weight.device.type == "cpu" and has_native(kept, len(weight))
+    dtype = torch.int8 if options.int8 else weight.dtype
+    return weight.device.type == "cpu" and has_native(dtype, len(weight))
 
 
-def _made(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
+def _build(weight: Weight, epilogue: Epilogue, options: GemmOptions) -> Gemm:
     is_cpu = weight.device.type == "cpu"
     if not is_cpu and weight.dtype.itemsize == 2:
         from inference.parallel.gemm_cuda import CudaGemm

@@ -1,10 +1,10 @@
 """Matrix products on CPU: oneDNN for fp32 and bf16, FBGEMM for fp16 and 8-bit weights.
 
-What decoding costs is reading the weights, here GPT-2's with two cores at one row and at eight. An
-AMD Zen 4 (37 GB/s of memory) reads weights of fp32 at 18 and 7 GB/s by plain products, in oneDNN's
-blocked form at 36 and 24, as bf16 at 50 and 42 and as fp16 at 70 and 37. An Intel Sapphire Rapids
-(19 GB/s) takes 9 and 12 ms for those of 8 bits by FBGEMM, 15 and 18 ms by oneDNN with AMX, which
-is as fast from 16 rows on.
+Decoding is bound by reading the weights. Speeds with GPT-2's, on two cores, for one row and for
+eight: an AMD Zen 4 (37 GB/s of memory) reads fp32 weights at 18 and 7 GB/s with plain products, at
+36 and 24 in oneDNN's blocked form; bf16 at 50 and 42, fp16 at 70 and 37, counted in fp32 bytes. An
+Intel Sapphire Rapids (19 GB/s) takes 9 and 12 ms for 8-bit weights with FBGEMM, 15 and 18 ms with
+oneDNN and AMX, which is as fast from 16 rows on.
 """
 
 # Shapes: N rows (tokens), I inputs, O outputs
@@ -21,30 +21,29 @@ from torch.nn import functional
 from inference.parallel.epilogue import Epilogue, GemmActivation
 from inference.parallel.int8 import quantise
 
-# The row count the blocked form is chosen for; it serves one row and prompts as well.
+# The number of rows for which the blocked form is chosen; it suits one row and prompts as well.
 _ROWS_HINT = 8
-# oneDNN's kernels take several rows at once and have slower ones for fewer: one row alone takes 1.2
-# to 1.7 times as long as four.
+# With fewer rows oneDNN uses slower kernels: a single row takes 1.2 to 1.7 times as long as four.
 _MIN_ROWS = 4
 
-# Models of 7B parameters and more, whose layers are this wide, have a few activations a hundred
-# times as large as the rest (LLM.int8(), arXiv 2208.07339): one digit would round the rest away.
-# Their weights take so long to read that a second digit costs little.
+# In models of 7B parameters and more, whose layers are this wide, a few activations are a hundred
+# times larger than the others (LLM.int8(), arXiv 2208.07339), which a single 8-bit digit would
+# round away. Reading their weights takes so long that a second digit costs little.
 TWO_DIGITS_INPUTS = 4096
 
-# oneDNN's post-operations as torch names them: (attribute, algorithm).
+# oneDNN's post-operations by torch's names: (attribute, algorithm).
 _POST_OPS: dict[GemmActivation | None, tuple[str, str]] = {
     None: ("none", ""),
     "gelu_tanh": ("gelu", "tanh"),
     "gelu_erf": ("gelu", "none"),
     "relu": ("relu", ""),
-    "relu2": ("relu", ""),  # and squared afterwards
+    "relu2": ("relu", ""),  # squared afterwards
     "silu": ("swish", ""),
 }
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
-    """Return whether `OneDnnGemm` multiplies this type fast here."""
+    """Return whether `OneDnnGemm` is fast for this type on this processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
@@ -53,18 +52,18 @@ def has_onednn(dtype: torch.dtype) -> bool:
 
 
 def has_fp16_weights() -> bool:
-    """Return whether `HalfGemm` works here."""
+    """Return whether `HalfGemm` is available."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def has_vnni() -> bool:
-    """Return whether the processor sums 8-bit products in 32 bits; other sums may saturate."""
+    """Return whether the processor sums 8-bit products in 32 bits, so that they cannot saturate."""
     vnni = getattr(torch.cpu, "_is_vnni_supported", None)
     return vnni is not None and bool(vnni())
 
 
 def has_fbgemm_int8() -> bool:
-    """Return whether `FbgemmInt8Gemm` works here."""
+    """Return whether `FbgemmInt8Gemm` is available."""
     product = "linear_with_input_q_dq_qweight_dq_output_fp32"
     return has_fp16_weights() and hasattr(torch.ops.quantized, product)
 
@@ -105,16 +104,16 @@ def _repeated(x: Tensor) -> Tensor:
     return x.expand(_MIN_ROWS, -1) if rows == 1 else x.repeat(-(-_MIN_ROWS // rows), 1)
 
 
-# FBGEMM divides so many rows at once into tiles.
+# Number of rows that FBGEMM divides into tiles at a time.
 _TILED_ROWS = 120
 
 
 @cache
 def _rows_to_add() -> list[int]:
-    """Return for 1 to 120 rows how many more FBGEMM needs to add up all rows in one order.
+    """Return, for 1 to 120 rows, how many padding rows make FBGEMM sum all rows in the same order.
 
-    Its tiles of one and two rows have an order of their own on processors without AVX-512: a row's
-    result would depend on how many others there are.
+    Without AVX-512 its tiles of one and two rows use another order: a row's result would depend on
+    the number of rows.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, _TILED_ROWS, 64, generator=generator)
@@ -127,10 +126,10 @@ def _rows_to_add() -> list[int]:
 
 
 class HalfGemm:
-    """A product of fp32 rows with fp16 weights, widened as they are read: half the bytes."""
+    """A product of fp32 rows with fp16 weights, which are widened as they are read."""
 
     def __init__(self, weight: Tensor, epilogue: Epilogue) -> None:
-        """Copy `weight` (I, O) fp16 into FBGEMM's form."""
+        """Copy `weight` (I, O) fp16 into FBGEMM's layout."""
         columns = weight.t().float().contiguous()
         bias = None if epilogue.bias is None else epilogue.bias.float()
         self._packed = torch.ops.quantized.linear_prepack_fp16(columns, bias)
@@ -149,9 +148,9 @@ class HalfGemm:
 class FbgemmInt8Gemm:
     """A product of rows rounded to 8 bits with 8-bit weights and a scale per output.
 
-    Each row is divided by its largest value and rounded to whole numbers, whose sums of products
-    are exact: no row sees another, and none depends on how many there are. Of rows with many inputs
-    the remainders are rounded too and multiplied along.
+    Each row is divided by its largest magnitude and rounded to integers, whose products have exact
+    sums: a row's result does not depend on the others or on their number. For rows with many
+    inputs, the remainders are rounded and multiplied, too.
     """
 
     def __init__(self, weight: Tensor, epilogue: Epilogue) -> None:
@@ -159,13 +158,13 @@ class FbgemmInt8Gemm:
         columns, scale = quantise(weight)
         zeros = torch.zeros(len(columns), dtype=torch.int64)
         with warnings.catch_warnings():
-            # torch announces the end of quantised tensors; `has_fbgemm_int8` checks for it.
+            # torch warns that quantised tensors will be removed; `has_fbgemm_int8` checks for them.
             warnings.simplefilter("ignore")
             quantised = torch._make_per_channel_quantized_tensor(columns, scale.double(), zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(quantised, None)
-        # Without VNNI sums of two products are kept in 16 bits, which hold those of 7 bits by 8.
-        most = 127 if has_vnni() else 63
-        self._step, self._zero_point = 1 / most, most + 1
+        # Without VNNI, sums of two products are 16 bits wide, which suffices for 7 bits by 8.
+        largest = 127 if has_vnni() else 63
+        self._step, self._zero_point = 1 / largest, largest + 1
         self._two_digits = len(weight) >= TWO_DIGITS_INPUTS
         self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         self._bias = None if epilogue.bias is None else epilogue.bias.float()
@@ -173,17 +172,17 @@ class FbgemmInt8Gemm:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
-        # Few operations: at one row each costs as much as a tenth of the product.
+        # Few operations, since for one row each costs a tenth of the product.
         wide = x if x.dtype == torch.float32 else x.float()
         unit = wide.abs().amax(1, keepdim=True)
-        # A row of zeros is NaN after the division. The product rounds that to an arbitrary integer,
-        # which the unit, zero, makes zero again.
+        # The division makes a row of zeros NaN, which the product rounds to an arbitrary integer;
+        # multiplied by the unit, which is zero, the result is zero again.
         y = self._multiply(wide / unit)
         y = y.mul_(unit) if self._bias is None else torch.addcmul(self._bias, y, unit, out=y)
         return self._epilogue.finish(y.to(x.dtype), residual)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """Return x W for rows of at most 1, each rounded to one or two digits of 8 bits."""
+        """Return x W for rows within [-1, 1], rounded to one or two digits of 8 bits."""
         y: Tensor
         if not self._two_digits:
             y = self._product(x, self._step, self._zero_point, self._packed)
@@ -195,18 +194,18 @@ class FbgemmInt8Gemm:
         return torch.add(y[: len(x)], y[len(x) :], alpha=self._step / 2)
 
 
-# Failing costs nothing: older kernels collapse nothing, and small weights have no whole huge page.
+# Errors are ignored: older kernels lack MADV_COLLAPSE, and small weights fill no huge page.
 _LIBC = ctypes.CDLL(None)
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _HUGE_PAGE = 2 << 20
 
 
 def use_huge_pages(start: int, size: int) -> None:
-    """Ask the kernel for huge pages under a weight, where it can: products are 5 to 10% faster.
+    """Ask the kernel to back a weight by huge pages, which makes products 5 to 10% faster.
 
     Args:
-        start: Its address.
-        size: Its bytes.
+        start: Address of the weight.
+        size: Its size in bytes.
     """
     if sys.platform != "linux":
         return

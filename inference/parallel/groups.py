@@ -1,6 +1,6 @@
-"""Communication of ranks: one group for plans, one per stage for sums, pairs between stages.
+"""Communication of ranks: a group for plans, one per stage for sums, one between stages.
 
-Groups are made directly on a store, which allows several engines in one process.
+Groups are created directly on a store, so that one process can have several engines.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
     Work,
 )
 
-from inference.parallel.epilogue import added
+from inference.parallel.epilogue import add_terms
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.peer_memory import PeerMemory, open_peer_memory
 from inference.parallel.reachability import check_reachable, listening_address
@@ -27,26 +27,25 @@ from inference.parallel.shared_memory import SharedMemoryGroup, open_group
 if TYPE_CHECKING:
     from inference.parallel.peer_cuda import PeerSums
 
-# Bytes that travel in the first transfer of a message, its length included; longer messages need a
-# second one.
+# Bytes in the first transfer of a message, its length included; longer ones need a second.
 _PACKET = 4096
 _LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Sending:
-    """A tensor being sent, kept until it is complete."""
+class PendingSend:
+    """A tensor that is being sent, which must not be freed before."""
 
     work: Work
     x: Tensor
 
     def wait(self) -> None:
-        """Return once the tensor is sent."""
+        """Wait until the tensor is sent."""
         self.work.wait()
 
 
 def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGroup:
-    # Builds of torch without CUDA have no such class to import.
+    # Builds of torch without CUDA do not have this class.
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -57,7 +56,7 @@ def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGro
 class RankGroups:
     """The communication of one rank with the others.
 
-    Every wait of the host ends after `timeout_s` with a RuntimeError, also when a peer is gone.
+    Every wait of the host ends after `timeout_s` with a RuntimeError, even if a peer has exited.
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class RankGroups:
     ) -> None:
         """Connect; every rank must do so at the same time.
 
-        `store` is shared by all ranks and was not used by any earlier groups. Hidden states and
-        logits travel by NCCL on CUDA, and for the sums of few tokens by peer memory; on CPU by
-        shared memory unless `shared_memory` is False, or by gloo between hosts, at this rank's
-        `address`.
+        All ranks share `store`, which no earlier groups may have used. On CUDA, hidden states and
+        logits are sent over NCCL, and sums of few tokens through peer memory. On CPU they are sent
+        through shared memory, or over gloo at this rank's `address` between hosts or if
+        `shared_memory` is False.
 
         Raises:
             RuntimeError: A rank did not join in time, or cannot be reached.
@@ -115,7 +114,7 @@ class RankGroups:
         if name == "control":
             timeout_s = self._timeout.total_seconds()
             check_reachable(store, address, place, len(ranks), timeout_s=timeout_s)
-        # As torch.distributed itself makes them.
+        # The options that torch.distributed itself sets.
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -132,14 +131,14 @@ class RankGroups:
             self._peer_memory = memory
 
     def abort(self) -> None:
-        """End the waits of this process where possible; may be called from any thread."""
+        """End waits of this process on shared memory; may be called from any thread."""
         for group in self._shared:
             group.abort()
 
     def close(self) -> None:
-        """Shut down in order, as every rank does after its last step.
+        """Shut down; every rank calls this after its last step.
 
-        No CUDA graph with a sum in it may exist any more: NCCL would wait for its end.
+        CUDA graphs that contain sums must be freed before, as NCCL would wait for them.
         """
         if self._nccl:
             torch.cuda.synchronize(self._device)
@@ -168,20 +167,20 @@ class RankGroups:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.sum(x, bias=bias, residual=residual)
         self._stage.allreduce([x]).wait()
-        return added(x, bias=bias, residual=residual)
+        return add_terms(x, bias=bias, residual=residual)
 
     def gather_stage(self, x: Tensor) -> Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""
         assert self._stage is not None
-        every = x.new_empty(self.layout.tp_size, *x.shape)
-        self._stage._allgather_base(every, x.contiguous()).wait()
-        return every
+        gathered = x.new_empty(self.layout.tp_size, *x.shape)
+        self._stage._allgather_base(gathered, x.contiguous()).wait()
+        return gathered
 
-    def send(self, x: Tensor, rank: int) -> Sending:
+    def send(self, x: Tensor, rank: int) -> PendingSend:
         """Begin to send a tensor to a rank of another stage."""
         assert self._pipe is not None
         x = x.contiguous()
-        return Sending(self._pipe.send([x], rank, 0), x)
+        return PendingSend(self._pipe.send([x], rank, 0), x)
 
     def receive(self, x: Tensor, rank: int) -> Tensor:
         """Receive into `x` from a rank of another stage, and return it."""
@@ -197,9 +196,9 @@ class RankGroups:
         ranks: Sequence[int],
         dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
-        """Return on rank 0 the parts of some ranks in order, all of one shape; elsewhere nothing.
+        """Return the parts of `ranks`, all of one shape, on rank 0; elsewhere an empty list.
 
-        `part` is this rank's, None where it has none.
+        `part` is this rank's, None if it has none.
         """
         group = self._pipe or self._stage
         if self.layout.rank != 0:
@@ -235,10 +234,10 @@ class RankGroups:
         return whole[_LENGTH_BYTES:end]
 
     def share(self, x: Tensor) -> Tensor:
-        """Broadcast rank 0's CPU tensor; the other ranks pass one of its shape."""
+        """Broadcast rank 0's CPU tensor into the other ranks' tensors of the same shape."""
         self._control.broadcast([x]).wait()
         return x
 
     def meet(self) -> None:
-        """Return once every rank has called this."""
+        """Wait until every rank has called this."""
         self._control.barrier().wait()

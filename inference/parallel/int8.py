@@ -1,4 +1,4 @@
-"""8-bit weights: their rounding, and the product that widens them again."""
+"""8-bit weights: quantisation, and a product that widens them again."""
 
 # Shapes: N rows (tokens), I inputs, O outputs, G groups of inputs
 
@@ -10,34 +10,33 @@ from torch import Tensor
 
 from inference.parallel.epilogue import Epilogue
 
-# Inputs that products read at once: of weights in FP8 with a scale for each output and group of
-# inputs, a group is a multiple of so many.
+# Inputs that products read at once; FP8 weights with grouped scales need groups of a multiple.
 FP8_GROUP = 128
 
 
 class ScaledWeight(NamedTuple):
-    """A weight in FP8 as it is stored."""
+    """An FP8 weight as stored in a checkpoint."""
 
     values: Tensor  # (I, O) E4M3
     scale: Tensor  # (G, O) fp32
-    group: int  # inputs of a scale
-    dtype: torch.dtype  # of products
+    group: int  # inputs per scale
+    dtype: torch.dtype  # type of products
 
     @property
     def device(self) -> torch.device:
-        """The device that it is on."""
+        """The device of the values."""
         return self.values.device
 
 
 Weight = Tensor | ScaledWeight
 
 
-def arranged(weights: Sequence[Weight], arrange: Callable[[list[Tensor]], Tensor]) -> Weight:
-    """Return what makes one weight (I, O) of several of the same inputs.
+def combine(weights: Sequence[Weight], arrange: Callable[[list[Tensor]], Tensor]) -> Weight:
+    """Combine weights with the same inputs into one weight (I, O).
 
     Args:
-        weights: All tensors, or all as they are stored.
-        arrange: Rearranges outputs alone.
+        weights: Either all tensors or all `ScaledWeight`.
+        arrange: Joins tensors along their outputs.
     """
     plain = [each for each in weights if isinstance(each, Tensor)]
     if plain:
@@ -50,11 +49,11 @@ def arranged(weights: Sequence[Weight], arrange: Callable[[list[Tensor]], Tensor
 
 
 def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Return (O, I) of 8 bits and the scale of each output (O,) fp32 for a weight (I, O).
+    """Quantise a weight (I, O): return (O, I) in 8 bits, and the scale of each output (O,) fp32.
 
-    Formula of whole numbers: FasterTransformer, weight-only quantisation: scale = max|w| / 128 of
-    each output column, values rounded and kept within [-128, 127]. Of others the largest becomes
-    the largest of the type.
+    For int8 as in FasterTransformer's weight-only quantisation: scale = max|w| / 128 of each
+    output, values rounded and clamped to [-128, 127]. For FP8, each output's largest magnitude
+    becomes the largest number of the type.
     """
     columns = weight.t().float()  # (O, I)
     is_whole = dtype == torch.int8

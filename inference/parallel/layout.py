@@ -1,4 +1,4 @@
-"""The place of a rank in the tensor x pipeline grid, and its part of the model."""
+"""The position of a rank in the tensor x pipeline grid, and its part of the model."""
 
 from dataclasses import dataclass
 
@@ -24,22 +24,22 @@ class ParallelLayout:
 
     @property
     def tp_rank(self) -> int:
-        """Place among the ranks that share each layer of this stage."""
+        """Index among the ranks of this stage, which share each layer."""
         return self.rank % self.tp_size
 
     @property
     def pp_rank(self) -> int:
-        """Number of this rank's pipeline stage."""
+        """Index of this rank's pipeline stage."""
         return self.rank // self.tp_size
 
     @property
     def is_first_stage(self) -> bool:
-        """Return whether this rank embeds the tokens."""
+        """Whether this rank embeds the tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether this rank computes logits."""
+        """Whether this rank computes logits."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -55,13 +55,13 @@ class ParallelLayout:
 
     @property
     def previous_rank(self) -> int:
-        """The rank that sends this one hidden states: same tensor rank, stage before."""
+        """The rank of the previous stage that sends hidden states to this one."""
         assert not self.is_first_stage
         return self.rank - self.tp_size
 
     @property
     def next_rank(self) -> int:
-        """The rank that receives this one's hidden states."""
+        """The rank of the next stage that receives this one's hidden states."""
         assert not self.is_last_stage
         return self.rank + self.tp_size
 
@@ -69,7 +69,7 @@ class ParallelLayout:
         """Return the global numbers of this stage's layers.
 
         Raises:
-            ValueError: The layers do not divide among the stages.
+            ValueError: The layers cannot be divided equally among the stages.
         """
         if num_layer % self.pp_size:
             raise ValueError(
@@ -86,5 +86,5 @@ class ParallelLayout:
         return range(first, min(first + rows, vocab_size))
 
     def vocab_rows_per_rank(self, vocab_size: int) -> int:
-        """Return the most rows any rank holds; slices of logits are this wide."""
+        """Return the most vocabulary rows of any rank, the width of slices of logits."""
         return -(-vocab_size // self.tp_size)

@@ -1,6 +1,6 @@
 """Linears split among tensor-parallel ranks; weights keep FT's (in, out) layout.
 
-A linear whose outputs are divided is a plain product: each rank computes its own columns.
+A column-parallel linear is a plain product, as each rank computes its own outputs.
 """
 
 # Shapes: N rows (tokens), H hidden, V vocabulary, T tensor-parallel size
@@ -15,8 +15,8 @@ from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.gemm import Gemm, make_gemm
 from inference.parallel.int8 import Weight
 
-# The sum over the ranks of a stage of x (N, E), which may be overwritten, + bias + residual: these
-# two are keywords.
+# Returns the sum of x (N, E) over the ranks of a stage, + the keywords `bias` and `residual`; x may
+# be overwritten.
 AllReduce = Callable[..., Tensor]
 
 
@@ -27,12 +27,11 @@ def make_row_gemm(
     reduce: AllReduce | None = None,
     options: GemmOptions = PLAIN_GEMM,
 ) -> Gemm:
-    """Return the product of a linear whose inputs are divided, by this rank's part (in/T, out).
+    """Return a row-parallel linear, given this rank's part of the weight (in/T, out).
 
-    It gives x W + bias + residual (N, out) for x (N, in/T) and a residual that may be overwritten.
-    The ranks' products are summed by one all-reduce; `bias` is whole and added once, after the sum.
-    With `reduce` None and more than one rank the caller sums, for several linears that share one
-    all-reduce.
+    It computes x W + bias + residual (N, out) for x (N, in/T); the residual may be overwritten. One
+    all-reduce sums the ranks' products; the undivided `bias` is added once, afterwards. If `reduce`
+    is None on several ranks, the caller sums, so that several linears can share an all-reduce.
     """
     if reduce is None:
         return make_gemm(weight, bias, options=options)
@@ -46,18 +45,18 @@ def make_row_gemm(
 
 @dataclass
 class VocabParallelHead:
-    """Hidden states to this rank's slice of the logits, in fp32, after the final norm if any."""
+    """The head: from hidden states, by the final norm if any, to this rank's logits in fp32."""
 
-    gemm: Gemm | None  # whose outputs beyond `rows` have no token; None without rows
-    rows: int  # tokens of this rank
+    gemm: Gemm | None  # outputs beyond `rows` are padding; None if this rank has no rows
+    rows: int  # vocabulary ids of this rank
     width: int  # of every rank's slice, at least `rows`
     norm: Callable[[Tensor], Tensor] | None = None  # of the hidden states
-    input_scale: float = 1.0  # on what the norm gives
+    input_scale: float = 1.0  # on the normalised hidden states
     scale: float = 1.0  # on the logits
     softcap: float | None = None  # a scaled logit becomes cap * tanh(logit / cap)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return (N, width) fp32, in `out` if given; columns beyond the rows are the lowest."""
+        """Return (N, width) fp32, in `out` if set; padding columns hold the lowest number."""
         x = x if self.norm is None else self.norm(x)
         x = x if self.input_scale == 1 else x * self.input_scale
         if out is None:

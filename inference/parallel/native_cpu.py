@@ -1,7 +1,7 @@
-"""The project's own library for CPUs: products of 8 bits and bf16, single tokens' attention, norms.
+"""The project's CPU library: products in int8 and bf16, attention of single tokens, RMSNorms.
 
 It reads memory as fast as the processor can (`native/rows.c`), and is compiled when the project is
-installed or its wheel is built. Where there is none, torch computes (`gemm_cpu.py`).
+installed or its wheel is built. Without it torch computes (`gemm_cpu.py`).
 """
 
 # Shapes: N rows (tokens), I inputs, O outputs, B sequences, H query heads, K key/value heads, S
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("native")
 LIBRARY = _FOLDER / "rows.so"
-# Forces the instructions of a processor, or with "none" torch's products.
+# Selects an instruction set, or "none" for torch's products.
 VARIABLE = "SLIPWAY_CPU_KERNEL"
 _CHOICES = {"x86_64": ("avx2", "avx512"), "aarch64": ("dotprod",)}
 
 _WIDTH = 32  # outputs of a block
 _GROUP = {torch.int8: 4, torch.bfloat16: 2}  # inputs that are stored together
-_MAX_INPUTS = 1 << 16  # a sum of 8-bit products fits into 32 bits
+_MAX_INPUTS = 1 << 16  # so that a sum of 8-bit products fits into 32 bits
 
 
 class _Weight(ctypes.Structure):
@@ -46,10 +46,10 @@ class _Weight(ctypes.Structure):
 
 @cache
 def _library() -> tuple[ctypes.CDLL, int] | None:
-    """Return the library and the instructions to take, None where torch multiplies.
+    """Return the library and the level of instructions to use, or None to multiply by torch.
 
     Raises:
-        ValueError: The variable asks for what is not here.
+        ValueError: The variable selects an unknown or unavailable instruction set.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     choices = ("auto", "none", *_CHOICES.get(platform.machine(), ()))
@@ -62,7 +62,7 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
         library = ctypes.CDLL(str(LIBRARY))
         source = b"".join((_FOLDER / name).read_bytes() for name in ("rows.c", "kernel.h"))
         if library.slipway_source() & 0xFFFFFFFF != zlib.crc32(source):
-            raise OSError("it is of another version; install this one again")
+            raise OSError("it was built from another version; install this one again")
         level = library.slipway_level(wanted.encode())
         if level >= 0:
             pointer: Any = ctypes.c_void_p
@@ -78,25 +78,25 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
     except OSError as error:
         reason = error
     if wanted != "auto":
-        raise ValueError(f"{VARIABLE}={wanted}: {reason}; unset it to take what there is")
+        raise ValueError(f"{VARIABLE}={wanted}: {reason}; unset it to use what is available")
     logger.warning("8-bit and bf16 weights are multiplied by torch, not by %s: %s", LIBRARY, reason)
     return None
 
 
 def has_library() -> bool:
-    """Return whether there is the library, for `attend` and `rms_norm`."""
+    """Return whether the library is available, for `attend` and `rms_norm`."""
     return _library() is not None
 
 
 def has_native(weight: torch.dtype, inputs: int) -> bool:
-    """Return whether `NativeGemm` serves weights of a type, and faster than others here."""
+    """Return whether `NativeGemm` supports a type of weights and is the fastest product for it."""
     if weight not in _GROUP or not has_library():
         return False
     return inputs <= _MAX_INPUTS if weight == torch.int8 else not multiplies_bf16()
 
 
 def multiplies_bf16() -> bool:
-    """Return whether the processor multiplies bf16 itself: oneDNN's prompts are then faster."""
+    """Return whether the processor has bf16 products; oneDNN is then faster for prompts."""
     if platform.machine() == "aarch64":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -104,10 +104,10 @@ def multiplies_bf16() -> bool:
 
 
 class NativeGemm:
-    """A product with a weight in bf16, or in 8 bits with a scale per output.
+    """A product with a weight in bf16, or in int8 with a scale per output.
 
-    Rows are multiplied with weights in bf16 in fp32. With those of 8 bits they are rounded to whole
-    numbers, see `FbgemmInt8Gemm`. No row sees another, and none depends on how many there are.
+    With bf16 weights, products are in fp32; with int8 weights, rows are rounded to integers, see
+    `FbgemmInt8Gemm`. A row's result does not depend on the others or on their number.
     """
 
     def __init__(self, weight: Tensor, epilogue: Epilogue, *, int8: bool) -> None:
@@ -117,20 +117,20 @@ class NativeGemm:
         library, self._level = found
         self._multiply = library.slipway_multiply
         inputs, self._outputs = weight.shape
-        kept, kind = {}, 0
+        tensors, kind = {}, 0
         if int8:
             columns, scale = quantise(weight)
-            kept = {"scale": scale, "sums": columns.sum(1, dtype=torch.int32)}
+            tensors = {"scale": scale, "sums": columns.sum(1, dtype=torch.int32)}
             kind = 2 if inputs >= TWO_DIGITS_INPUTS else 1
         else:
             columns = weight.t()
         if epilogue.bias is not None:
-            kept["bias"] = epilogue.bias.float()
+            tensors["bias"] = epilogue.bias.float()
         more = -self._outputs % _WIDTH
-        self._kept = {name: functional.pad(each, (0, more)) for name, each in kept.items()}
-        self._kept["values"] = values = _blocks(columns)
+        self._tensors = {name: functional.pad(each, (0, more)) for name, each in tensors.items()}
+        self._tensors["values"] = values = _blocks(columns)
         use_huge_pages(values.data_ptr(), values.nbytes)
-        pointers = {name: each.data_ptr() for name, each in self._kept.items()}
+        pointers = {name: each.data_ptr() for name, each in self._tensors.items()}
         self._weight = _Weight(**pointers, inputs=inputs, outputs=self._outputs, kind=kind)
         self._address = ctypes.addressof(self._weight)
         self._epilogue = epilogue
@@ -139,7 +139,7 @@ class NativeGemm:
         """Return activation(x W + bias) + residual in the type of x."""
         x = x.contiguous()
         y = x.new_empty(len(x), self._outputs)
-        late = self._epilogue.activation is not None
+        late = self._epilogue.activation is not None  # adds the residual after the activation
         added = None if residual is None or late else residual.contiguous()
         failed = self._multiply(
             self._address,
@@ -152,7 +152,7 @@ class NativeGemm:
             torch.get_num_threads(),
         )
         if failed:
-            raise MemoryError(f"no memory for the rows of a product of {len(x)}")
+            raise MemoryError(f"no memory for a product of {len(x)} rows")
         return self._epilogue.finish(y, residual if late else None)
 
 
@@ -164,11 +164,11 @@ def attend(
     *,
     scale: float,
 ) -> Tensor:
-    """Return the attention (B, H*D) of a token of each sequence, for query (B, H, D).
+    """Return the attention (B, H*D) of one token of each sequence, for query (B, H, D).
 
-    Keys and values (B, K, S, D) lie in the cache, with the same strides; all are fp32 or all are
-    bf16. `spans` (2, B) int64 are the first token that each sequence sees, and the one after the
-    last. Sums are fp32.
+    Keys and values (B, K, S, D) are views of the cache with equal strides; all three are fp32 or
+    bf16. `spans` (2, B) int64 are the first token that each sequence sees and the end of its
+    tokens. Sums are in fp32.
     """
     found = _library()
     assert found is not None
@@ -212,7 +212,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _blocks(columns: Tensor) -> Tensor:
-    """Return (O, I) as the library reads it: (blocks, groups, 32 outputs, inputs of a group)."""
+    """Return (O, I) in the library's layout: (blocks, groups, 32 outputs, inputs of a group)."""
     outputs, inputs = columns.shape
     group = _GROUP[columns.dtype]
     more = (0, -inputs % group, 0, -outputs % _WIDTH)

@@ -1,4 +1,4 @@
-"""Memory of a GPU that the other ranks of its host map, through CUDA's driver."""
+"""GPU memory that the other ranks of a host map, through the CUDA driver."""
 
 import ctypes
 import json
@@ -24,13 +24,13 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """This rank's memory and the mapped ones of its peers; `open_peer_memory` makes it."""
+    """This rank's memory and the mapped memories of its peers; see `open_peer_memory`."""
 
     def __init__(self, size_bytes: int) -> None:
         """Allocate zeroed memory on the current GPU.
 
         Raises:
-            OSError: The driver is missing or refuses.
+            OSError: The driver is missing, or the allocation failed.
         """
         self._driver = ctypes.CDLL(_LIBRARY)
         self._own = ctypes.c_uint64()
@@ -41,16 +41,16 @@ class PeerMemory:
         self._call("cuCtxSynchronize")
 
     def handle(self) -> str:
-        """Return the name by which other processes map this rank's memory."""
+        """Return the handle by which other processes map this rank's memory."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
         return bytes(handle).hex()
 
     def map(self, rank: int, handle: str, device: int, other: int) -> None:
-        """Map the memory of another rank, on the GPU `other`, for this one's `device`.
+        """Map the memory of another rank, on the GPU `other`, for this rank's `device`.
 
         Raises:
-            OSError: Atomic operations of the one do not reach the other.
+            OSError: The GPUs do not support atomic operations in each other's memory.
         """
         linked, address = ctypes.c_int(), ctypes.c_uint64()
         self._call("cuDeviceGetP2PAttribute", ctypes.byref(linked), _NATIVE_ATOMICS, device, other)
@@ -62,18 +62,18 @@ class PeerMemory:
         self._mapped[rank] = address
 
     def addresses(self, place: int) -> list[int]:
-        """Return the addresses of all memories by rank; this one's is `place`."""
-        every = self._mapped | {place: self._own}
-        return [every[rank].value for rank in sorted(every)]
+        """Return the addresses of all memories in rank order; `place` is this rank."""
+        memories = self._mapped | {place: self._own}
+        return [memories[rank].value for rank in sorted(memories)]
 
     def unmap(self) -> None:
-        """Unmap the memories of the other ranks; no kernel that uses them may run any more."""
+        """Unmap the memories of the other ranks, which no kernel may use any more."""
         mapped, self._mapped = self._mapped, {}
         for address in mapped.values():
             self._call("cuIpcCloseMemHandle", address)
 
     def free(self) -> None:
-        """Free this rank's memory, which the others have unmapped."""
+        """Free this rank's memory, after the others have unmapped it."""
         self._call("cuMemFree_v2", self._own)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -84,12 +84,12 @@ class PeerMemory:
 def open_peer_memory(
     store: Store, place: int, size: int, device: torch.device, *, size_bytes: int
 ) -> PeerMemory | None:
-    """Return this rank's memory with those of all others mapped, or None where one cannot be.
+    """Return this rank's memory with all others mapped, or None if one cannot be mapped.
 
-    Every rank of the group must call this, with its `place` in the group and a store that this
-    group alone uses; all get the same answer.
+    Every rank of the group must call this, with its `place` in the group and a store that only this
+    group uses; all get the same result.
     """
-    torch.cuda.synchronize(device)  # makes the context of the driver's calls
+    torch.cuda.synchronize(device)  # creates the context for calls to the driver
     memory: PeerMemory | None = None
     try:
         memory = PeerMemory(size_bytes)
@@ -101,14 +101,14 @@ def open_peer_memory(
     except OSError as error:
         offered = {"problem": str(error)}
     store.set(f"memory/{place}", json.dumps(offered))
-    every = [json.loads(store.get(f"memory/{rank}")) for rank in range(size)]
+    offers = [json.loads(store.get(f"memory/{rank}")) for rank in range(size)]
     problem = ""
     try:
-        for other in every:
+        for other in offers:
             if "problem" in other:
                 raise OSError(other["problem"])
         assert memory is not None
-        for rank, other in enumerate(every):
+        for rank, other in enumerate(offers):
             if other["host"] != offered["host"]:
                 raise OSError(f"rank {rank} runs on another host")
             if rank != place:
@@ -119,7 +119,7 @@ def open_peer_memory(
     problems = {store.get(f"mapped/{rank}").decode() for rank in range(size)} - {""}
     if not problems:
         return memory
-    logger.info("all sums of ranks go over NCCL: %s", "; ".join(sorted(problems)))
+    logger.info("peer memory is unavailable, NCCL sums instead: %s", "; ".join(sorted(problems)))
     if memory is not None:
-        memory.unmap()  # and not freed: a peer may have it mapped still
+        memory.unmap()  # not freed, since a peer may still have it mapped
     return None

@@ -1,6 +1,6 @@
-"""Whether ranks reach each other, asked before gloo is.
+"""A check that ranks can reach each other, made before gloo connects them.
 
-gloo waits for five times its timeout, and then names neither both hosts nor a cause.
+gloo would wait for five times its timeout, and then report neither both hosts nor the cause.
 """
 
 import fcntl
@@ -16,14 +16,14 @@ from torch.distributed.distributed_c10d import Store
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_INTERFACE = struct.Struct("16s4x4s8x")  # struct ifreq: a name, and an IPv4 address
+_INTERFACE = struct.Struct("16s4x4s8x")  # struct ifreq: name and IPv4 address
 
 
 def listening_address(default: str) -> str:
-    """Return the address at which this rank awaits the others: `default`, or GLOO_SOCKET_IFNAME's.
+    """Return the address at which this rank listens: `default`, or that of GLOO_SOCKET_IFNAME.
 
     Raises:
-        RuntimeError: That interface has no IPv4 address.
+        RuntimeError: The interface has no IPv4 address.
     """
     name = os.environ.get(_INTERFACE_VARIABLE, "").partition(",")[0]
     if not name:
@@ -41,15 +41,15 @@ def listening_address(default: str) -> str:
 
 
 def check_reachable(store: Store, address: str, place: int, size: int, *, timeout_s: float) -> None:
-    """Return once each of `size` ranks has reached a free port of each other one.
+    """Check that each of `size` ranks can connect to a free port of every other rank.
 
-    Every rank calls this, with its `place`, its `address` and a store that nothing else uses.
+    All ranks must call this, with their `place` and `address` and a store that nothing else uses.
 
     Raises:
-        RuntimeError: naming the hosts, addresses and ports of the ranks that did not.
+        RuntimeError: With host, address and port of each failed connection.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # The kernel takes connections of its backlog, whether or not they are accepted.
+    # The kernel completes connections up to the backlog, without an accept.
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
         own = [socket.gethostname(), *listener.getsockname()[:2]]
         store.set(f"at/{place}", json.dumps(own))

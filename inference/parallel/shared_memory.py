@@ -1,11 +1,11 @@
-"""Sums, broadcasts and messages among the ranks of one host, through a mapped file.
+"""Sums, broadcasts and messages among the CPU ranks of one host, through a mapped file.
 
-For CPU ranks of one host: a sum of a token's hidden states takes some 20 us here, over gloo's
-sockets some 300 us. Words in the file count the transfers of each rank; a rank waits for another's
-word first by spinning, then asleep in the kernel (futex).
+The sum of one token's hidden states takes about 20 us, over gloo's sockets about 300 us. Words in
+the file count the transfers of each rank; a rank waits for another's word first by spinning, then
+in the kernel (futex).
 """
 
-# The order of a copy and of the word that announces it is kept by x86 processors; others use gloo.
+# x86 processors keep the order of a copy and the word that announces it; others use gloo.
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from inference.system.control_groups import usable_cores
 _FOLDER = Path("/dev/shm")
 _PREFIX = "slipway-"
 _CHUNK = 256 * 1024  # bytes of a buffer for sums
-_MESSAGE = 64 * 1024  # and for messages, of which each pair of ranks has two in each direction
-_WORD_BYTES = 64  # words lie on cache lines of their own
+_MESSAGE = 64 * 1024  # bytes of a buffer for messages; two per pair of ranks and direction
+_WORD_BYTES = 64  # each word has its own cache line
 _SPINS = 2000  # about 0.1 ms before sleeping
-_SLICE_S = 0.1  # of sleep, between looks at the clock
+_SLICE_S = 0.1  # longest sleep before the deadline is checked
 _MASK = 0xFFFFFFFF
 
 _SYS_FUTEX = 202  # x86-64
@@ -59,8 +59,8 @@ def open_group(
 ) -> SharedMemoryGroup | None:
     """Return this rank's end of a group, or None if the ranks do not share memory.
 
-    Every rank of the group must call this, with its `place` in the group and a store that this
-    group alone uses; all get the same answer.
+    Every rank of the group must call this, with its `place` in the group and a store that only this
+    group uses; all get the same result.
 
     Raises:
         RuntimeError: A rank did not join within the store's timeout.
@@ -73,7 +73,7 @@ def open_group(
         memory = _attach(Path(path), size) if path else None
         store.set(f"attached/{place}", "yes" if memory is not None else "no")
         answers = [store.get(f"attached/{rank}") for rank in range(size)]
-    finally:  # also where a rank does not join
+    finally:  # even if a rank does not join
         if segment is not None:
             segment.unlink()
     if memory is None or b"no" in answers:
@@ -82,7 +82,7 @@ def open_group(
 
 
 def _create(size: int) -> Path | None:
-    """Return a new zeroed file for a group, or None where that is impossible."""
+    """Return a new zeroed file for a group, or None if that is impossible."""
     if platform.machine() != "x86_64" or not _FOLDER.is_dir():
         return None
     path = _FOLDER / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
@@ -91,7 +91,7 @@ def _create(size: int) -> Path | None:
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, _Layout(size).size_bytes)  # fails here, not later by SIGBUS
+        os.posix_fallocate(file, 0, _Layout(size).size_bytes)  # otherwise SIGBUS could follow later
     except OSError:
         path.unlink()
         return None
@@ -114,14 +114,14 @@ def _attach(path: Path, size: int) -> mmap.mmap | None:
 
 
 class _Layout:
-    """Offsets of the words and buffers of a group of `size` ranks; words first."""
+    """Offsets of the words and buffers of a group of `size` ranks; words come first."""
 
     def __init__(self, size: int) -> None:
-        self.arrived = 0  # per rank: sums whose part it has written
-        self.sent = size  # per sender and receiver: message chunks
-        self.read = size + size * size  # likewise: those of them that the receiver has read
+        self.arrived = 0  # per rank: chunks of sums that it has written
+        self.sent = size  # per sender and receiver: message chunks sent
+        self.read = size + size * size  # per sender and receiver: message chunks read
         self.words = size + 2 * size * size
-        # Two buffers for a rank's sums, and for the messages of a sender to a receiver.
+        # Two buffers for each rank's sums, and two for each pair of sender and receiver.
         self.sums = math.ceil(self.words * _WORD_BYTES / mmap.PAGESIZE) * mmap.PAGESIZE
         self.messages = self.sums + 2 * size * _CHUNK
         self.size_bytes = self.messages + 2 * size * size * _MESSAGE
@@ -168,7 +168,7 @@ class SharedMemoryGroup:
         return self._done
 
     def barrier(self) -> Work:
-        """Return once every rank has called this."""
+        """Wait until every rank has called this."""
         return self.allreduce([torch.zeros(1)])
 
     def broadcast(self, tensors: list[Tensor]) -> Work:
@@ -180,11 +180,11 @@ class SharedMemoryGroup:
         return self._done
 
     def send(self, tensors: list[Tensor], rank: int, _tag: int) -> Work:
-        """Send a tensor; returns when the last part is copied."""
+        """Send a tensor; return when its last part is copied."""
         pair = self._place * self._size + rank
         for part in _chunks(tensors[0], _MESSAGE):
             number = self._get(self._layout.sent + pair) + 1
-            # The buffer was last used two chunks ago.
+            # The chunk before the last used the same buffer.
             self._await(self._layout.read + pair, number - 2, rank)
             self._message(pair, number, part).copy_(part)
             self._put(self._layout.sent + pair, number)
@@ -223,7 +223,7 @@ class SharedMemoryGroup:
         _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 2**30, None, None, 0)
 
     def _await(self, word: int, number: int, rank: int) -> None:
-        """Wait until a word of `rank` has reached `number`, which may have wrapped around."""
+        """Wait until a word of `rank` has reached `number`; both may wrap around."""
         place, words = word * (_WORD_BYTES // 4), self._words
         for _ in range(self._spins + 1):
             if ((words[place] - number) & _MASK) < 2**31:

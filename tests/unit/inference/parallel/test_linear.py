@@ -6,7 +6,7 @@ import torch
 
 from inference.model.layers import Embedding
 from inference.model.step import Tokens
-from inference.parallel.epilogue import added
+from inference.parallel.epilogue import add_terms
 from inference.parallel.gemm import make_gemm
 from inference.parallel.linear import VocabParallelHead, make_row_gemm
 
@@ -27,7 +27,7 @@ class Sum:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.total = x if self.total is None else self.total + x
-        return added(self.total.clone(), bias=bias, residual=residual)
+        return add_terms(self.total.clone(), bias=bias, residual=residual)
 
 
 def test_rows_sum_to_the_whole_with_one_bias() -> None:
