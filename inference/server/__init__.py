@@ -1,4 +1,4 @@
-"""Servers and their clients: find, configure, start, watch, ask.
+"""Starting, supervising and querying servers.
 
-The process that answers is `inference.host`; the models are in `inference.backend`.
+`inference.host` is the process that answers; `inference.backend` has the models.
 """

@@ -1,8 +1,8 @@
 """`python -m inference.server`: serve a repository in the foreground, without a deploy stage.
 
 For containers and pods: one process to start, one signal to stop it. It ends with status 1 and the
-reason as soon as the server has lost a model; its owner then starts it again. A server that lost a
-model never becomes ready again.
+reason as soon as a model is lost, for its owner to restart it; a server that has lost a model never
+becomes ready again.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_server_options(parser: argparse.ArgumentParser, *, host: str = "127.0.0.1") -> None:
-    """Add the options from which `server_of` makes a server."""
+    """Add the options that `server_of` reads."""
     parser.add_argument(
         "--host", default=host, help="address to listen on; 0.0.0.0: all interfaces (%(default)s)"
     )
@@ -96,7 +96,7 @@ def server_of(
     log_path: Path,
     **more: Any,
 ) -> ModelServer:
-    """Return the server that parsed options ask for. Raises ValueError with their problems."""
+    """Return a server with the parsed options. Raises ValueError with their problems."""
     access = access_of(vars(arguments))
     if problems := access.problems(prefix="--", joiner="-"):
         raise ValueError("\n".join(problems))
@@ -145,12 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=("pytorch", _FASTERTRANSFORMER), default="pytorch",
         help="fastertransformer: NVIDIA's server, through mpirun (%(default)s)")  # fmt: skip
     add("--server", choices=SERVERS, default=AUTO,
-        help="slipway: this project's own; tritonserver: the one that TRITON_SERVER names, that is "
-        "on PATH, or that of nvidia-pytriton; auto: tritonserver if one is named or on PATH "
+        help="slipway: this project's own; tritonserver: the one in TRITON_SERVER, on PATH, or in "
+        "nvidia-pytriton; auto: tritonserver if it is in TRITON_SERVER or on PATH "
         "(%(default)s)")  # fmt: skip
     add("--ready-timeout-s", type=_seconds, default=1800.0, help="limit for loading (%(default)g)")
     add("--drain-s", type=_seconds, default=60.0,
-        help="for running requests at the end (%(default)g)")  # fmt: skip
+        help="limit for running requests at shutdown (%(default)g)")  # fmt: skip
     add_server_options(parser)
     return parser
 

@@ -1,7 +1,7 @@
-"""Client of a Triton server: text or tensors, one answer or a stream, many requests at once.
+"""Client of a Triton server: text or tensors, single answers or streams, concurrent requests.
 
-Works against any server with these models; the inputs of a model are read from the server itself.
-Requests never go through a proxy.
+It works against any server with these models; it reads a model's inputs from the server. Requests
+never go through a proxy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Outputs = dict[str, "np.ndarray[Any, Any]"]
 PROTOCOLS = ("grpc", "http")
 DEFAULT_URLS = {name: f"localhost:{TRITON_PORTS[name]}" for name in PROTOCOLS}
 DEFAULT_IN_FLIGHT = 64
-# Text input, ids and lengths of the models that encode text.
+# Names of the text input and of the ids and lengths of models that tokenize text.
 _ENCODERS = (
     ("QUERY", "INPUT_ID", "REQUEST_INPUT_LEN"),
     ("query", "input_ids", "request_input_len"),
 )
-# Text, length and answer of the models that take and give text: ensembles, and those for clients of
-# PyTriton and NeMo.
+# Names of text, length and answer in models from text to text: ensembles, and the models for
+# clients of PyTriton and NeMo.
 _TEXTS = (
     ("INPUT_0", "INPUT_1", "OUTPUT_0"),
     *(("prompts", length, "sentences")
@@ -52,13 +52,13 @@ _CHANNEL_OPTIONS = (
 class TritonClient:
     """A connection to one server; safe to use from several threads.
 
-    At most `max_in_flight` asynchronous requests wait for the server at a time. `timeout_s` limits
-    each request. `model_name` and `ensemble_name` are those of the repository. `credentials` hold
-    TLS and the token.
+    At most `max_in_flight` asynchronous requests are sent at a time. `timeout_s` limits each
+    request. `model_name` and `ensemble_name` are names in the repository. `credentials` hold the
+    TLS settings and the token.
 
-    Raises ValueError if the protocol is unknown, or `max_in_flight` is not positive. Failures of
-    requests raise tritonclient's InferenceServerException, with the server's message, or stating
-    that the server is unreachable.
+    Raises ValueError if the protocol is unknown or `max_in_flight` is not positive. Failed requests
+    raise tritonclient's InferenceServerException with the server's message, or with the reason why
+    the server is unreachable.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TritonClient:
         self._credentials = credentials
         self._library = importlib.import_module(f"tritonclient.{protocol}")
         self._is_grpc = protocol == "grpc"
-        # A connection of HTTP serves one thread at a time, a channel of gRPC any number.
+        # An HTTP connection serves one thread at a time, a gRPC channel any number.
         self._held: Any = SimpleNamespace() if self._is_grpc else threading.local()
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-client")
         self._configs: dict[str, dict[str, Any]] = {}
@@ -102,8 +102,8 @@ class TritonClient:
     ) -> Outputs:
         """Send one request and return its outputs by name: `outputs`, or all of them.
 
-        Floating-point inputs are sent in the precision that the model declares. Of a streaming
-        model the last response is returned, which holds the whole answer. An interactive model
+        Floating-point inputs are sent in the precision that the model declares. For a streaming
+        model this returns the last response, which holds the whole answer. An interactive model
         needs `turn`, its session.
         """
         request = self._request(model, inputs, outputs, turn)
@@ -140,7 +140,7 @@ class TritonClient:
 
     def _frames(self, model: str, request: dict[str, Any]) -> Generator[Outputs, None, None]:
         responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-        # A stream belongs to its client object; channels to the same address share a connection.
+        # A client object has one stream; channels to the same address share a connection.
         client, done = self._connected(), False
         try:
             client.start_stream(
@@ -161,7 +161,7 @@ class TritonClient:
             client.close()
 
     def _connected(self) -> Any:
-        # No time limit is None; that of HTTP is one minute by default.
+        # None means no limit; HTTP's default would be one minute.
         limits = {"channel_args": list(_CHANNEL_OPTIONS)} if self._is_grpc else {
             "network_timeout": self.timeout_s
         }  # fmt: skip
@@ -194,8 +194,8 @@ class TritonClient:
         turn: SessionTurn | None,
     ) -> dict[str, Any]:
         types, tensors = self.input_types(model), []
-        for name, given in inputs.items():
-            value, dtype = typed_tensor(np.asarray(given), types.get(name))
+        for name, tensor in inputs.items():
+            value, dtype = typed_tensor(np.asarray(tensor), types.get(name))
             tensors.append(self._library.InferInput(name, list(value.shape), dtype))
             tensors[-1].set_data_from_numpy(value)
         request: dict[str, Any] = {"inputs": tensors}
@@ -212,10 +212,10 @@ class TritonClient:
     def parameters(self, model: str) -> dict[str, str]:
         """Return the parameters of a model's configuration."""
         found = self._config(model).get("parameters", {})
-        return {key: each["string_value"] for key, each in found.items()}
+        return {key: value["string_value"] for key, value in found.items()}
 
     def streams(self, model: str) -> bool:
-        """Return whether `model` answers in several responses, which HTTP cannot carry."""
+        """Return whether `model` answers in several responses; always False over HTTP."""
         if not self._is_grpc:
             return False
         return bool(self._config(model).get("model_transaction_policy", {}).get("decoupled"))
@@ -223,26 +223,26 @@ class TritonClient:
     def input_types(self, model: str) -> Mapping[str, str]:
         """Return the inputs that `model` declares and their Triton types."""
         return {
-            each["name"]: each["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
-            for each in self._config(model).get("input", ())
+            tensor["name"]: tensor["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+            for tensor in self._config(model).get("input", ())
         }
 
     def text_request(
         self, prompts: Sequence[str], *, output_len: int, options: Mapping[str, Any] | None = None
     ) -> Outputs:
-        """Return the inputs of the model of texts, a row for each prompt, all with the options.
+        """Return the inputs of the text model, a row for each prompt, all with the same options.
 
-        `options` are values by the contract's names, and `bad_words` and `stop_words`, each one CSV
-        record. An option of None is left out. Raises ValueError if the ensemble takes no such
-        option (all of them are named).
+        `options` are values by input name, and `bad_words` and `stop_words`, each one CSV record.
+        None values are left out. Raises ValueError, which names every option that the ensemble does
+        not take.
         """
         types = self.input_types(self.ensemble_name)
         values = {_OPTION_NAMES.get(k, k): v for k, v in (options or {}).items() if v is not None}
         text, length, _ = self._text_names()
         if unknown := sorted(set(values) - set(types)):
-            taken = ", ".join(sorted(set(types) - {text, length}))
+            known = ", ".join(sorted(set(types) - {text, length}))
             raise ValueError(
-                f"{self.ensemble_name} takes no {', '.join(unknown)}; its options are: {taken}."
+                f"{self.ensemble_name} takes no {', '.join(unknown)}; its options are: {known}."
             )
         rows = len(prompts)
         columns = {name: [value] * rows for name, value in values.items()}
@@ -265,9 +265,9 @@ class TritonClient:
         output_len: int,
         options: Mapping[str, Any] | None = None,
     ) -> list[list[str]]:
-        """Return the texts of each prompt, best beam first, in the order of the prompts.
+        """Return the texts of each prompt, best beam first.
 
-        Each is a request of its own, many in flight.
+        Each prompt is a request of its own; they run concurrently.
         """
         futures, (*_, answer) = [], self._text_names()
         for prompt in prompts:
@@ -278,9 +278,9 @@ class TritonClient:
     def stream_text(
         self, prompt: str, *, output_len: int, options: Mapping[str, Any] | None = None
     ) -> Iterator[str]:
-        """Yield the text of one prompt in pieces, which together are the whole text.
+        """Yield the text for one prompt in pieces, which together are the whole text.
 
-        Raises ValueError for several beams, whose text changes after it was sent.
+        Raises ValueError for several beams, whose earlier text may still change.
         """
         if (options or {}).get("beam_width", 1) not in (None, 1):
             raise ValueError("beam_width must be 1 to stream: a better beam replaces text sent.")
@@ -297,7 +297,7 @@ class TritonClient:
             yield text[len(list(same)) :]
 
     def encode(self, texts: Sequence[str], *, model: str = "preprocessing") -> list[list[int]]:
-        """Return the token ids of each text, made by the server's preprocessing or tokenizer.
+        """Return the token ids of each text from the server's preprocessing or tokenizer model.
 
         Raises ValueError if `model` takes no text.
         """
@@ -321,7 +321,7 @@ class TritonClient:
         if not self._is_grpc:
             from geventhttpclient.response import HTTPParseError  # takes seconds to import
 
-            failures += (HTTPParseError,)  # the answer is not HTTP, or is HTTP over TLS
+            failures += (HTTPParseError,)  # the answer is not HTTP, or it is HTTPS
         asked = ("is_server_ready",) if model is None else ("is_model_ready", model)
         try:
             return bool(self._call(*asked))
@@ -333,10 +333,10 @@ class TritonClient:
         more = {"as_json": True} if self._is_grpc else {}
         index = self._call("get_model_repository_index", **more)
         found = index.get("models", ()) if self._is_grpc else index
-        return [{key: each.get(key, "") for key in ("name", "state")} for each in found]
+        return [{key: model.get(key, "") for key in ("name", "state")} for model in found]
 
     def close(self) -> None:
-        """Close the connection; those of the pool close with their threads."""
+        """Close the connection; the pool's connections close with their threads."""
         self._pool.shutdown()
         if hasattr(self._held, "client"):
             self._held.client.close()
@@ -349,14 +349,14 @@ class TritonClient:
 
 
 def _arrays(result: Any) -> Outputs:
-    response = result.get_response()  # a message of gRPC, or JSON
+    response = result.get_response()  # a gRPC message, or JSON
     names = (
-        [each["name"] for each in response["outputs"]]
+        [output["name"] for output in response["outputs"]]
         if isinstance(response, dict)
-        else [each.name for each in response.outputs]
+        else [output.name for output in response.outputs]
     )
     found = {name: result.as_numpy(name) for name in names}
     for name, array in found.items():
-        if array.dtype.name == "bfloat16":  # of ml_dtypes, which numpy's functions do not know
+        if array.dtype.name == "bfloat16":  # ml_dtypes' type, which numpy's functions do not know
             found[name] = array.astype(np.float32)
     return found

@@ -16,12 +16,12 @@ from export_scripts.triton.signature import ENCODERS
 from inference.server.kinds import SERVER_VARIABLE, TRITONSERVER
 from inference.system.process_memory import memory_variables
 
-# Python-based backends of this project, each a folder that a backend directory can hold.
+# This project's Python-based backends, each a folder for Triton's backend directory.
 _ROOT = Path(__file__).resolve().parents[2]
 OWN_BACKENDS = _ROOT / "export_scripts" / "triton" / "backends"
-# The environment that `make triton` makes.
+# The environment that `make triton` creates.
 _ENVIRONMENT = _ROOT / ".triton"
-# Printed by the interpreter of an environment: its version, packages, shared library and numpy.
+# Program for the interpreter of an environment: prints its version, folders and numpy's version.
 _FACTS = """
 import json, sysconfig
 from importlib import metadata
@@ -41,18 +41,18 @@ _HELP_TIMEOUT_S = 120.0  # a container's first read of the program can be slow
 _MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
 _REMOTE_SHELLS = ("ssh", "rsh")  # Open MPI's mpirun ends at once where there is neither
-# The server itself waits this long for running requests: it is ended once it has none.
+# The server's own limit for running requests; this project ends it once it has none.
 _EXIT_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
 class TritonInstallation:
-    """A server program, and what it needs from elsewhere.
+    """A server program, and the files that it needs.
 
     Attributes:
-        backends: what its folder of backends holds, by path in it; nothing for the folder that was
-            compiled into the program.
-        cache_directory: None for the one that was compiled into the program.
+        backends: files to link into its backend directory, by path in it; empty for the directory
+            that is compiled into the program.
+        cache_directory: None for the one that is compiled into the program.
         library_paths: folders of shared libraries.
         interpreter: the Python whose packages the Python backend imports.
     """
@@ -64,8 +64,8 @@ class TritonInstallation:
     interpreter: Path = Path(sys.executable)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of the server that differ from those of this process."""
-        # The Python backend embeds an interpreter and takes its packages from the first python3.
+        """Return the environment variables to set for the server."""
+        # The Python backend embeds an interpreter and uses the packages of the first python3.
         folders = [str(self.interpreter.parent), os.environ.get("PATH", os.defpath)]
         variables = {"PATH": os.pathsep.join(folders)}
         searched = [*map(str, self.library_paths), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -74,17 +74,16 @@ class TritonInstallation:
         return variables | memory_variables()
 
     def arguments(self, folder: Path | None = None) -> list[str]:
-        """Return the options with the paths of the server's parts.
+        """Return the options for the server's backend and cache directories.
 
-        Links to its backends are made in `folder`; without one it has those that it was built
-        with.
+        Links to its backends are created in `folder`; without one the built-in directory is used.
         """
         found = []
         if folder is not None and self.backends:
             for name, path in self.backends.items():
                 link = folder / "backends" / name
                 link.parent.mkdir(parents=True, exist_ok=True)
-                if path.suffix == ".so":  # the server loads none that lies elsewhere
+                if path.suffix == ".so":  # the server does not load libraries through links
                     shutil.copyfile(path, link)
                 else:
                     link.symlink_to(path)
@@ -95,20 +94,19 @@ class TritonInstallation:
 
 
 def find_triton(*, own_backends: bool = True) -> TritonInstallation:
-    """Return the server that TRITON_SERVER names, else the one on PATH, else nvidia-pytriton's.
+    """Return the server in TRITON_SERVER, else the one on PATH, else nvidia-pytriton's.
 
-    TRITON_SERVER names a program, or the folder of a Python environment that has nvidia-pytriton.
-    Where it is not set, such an environment is looked for in this checkout (`make triton`), then
-    this process's own is.
+    TRITON_SERVER is a program, or the folder of a Python environment with nvidia-pytriton. Without
+    it, the environment of this checkout (`make triton`) is tried, then this process's own.
 
-    With `own_backends` it serves models for NVIDIA's FasterTransformer backend with this project's
-    engine; without, with whatever backend the server itself has.
+    With `own_backends` this project's engine serves models for NVIDIA's FasterTransformer backend;
+    without, the server's own backend does.
 
-    Raises FileNotFoundError if there is none, or TRITON_SERVER names none.
+    Raises FileNotFoundError if there is no server, or none in TRITON_SERVER.
     """
     own: dict[str, Path] = {}
     if own_backends:
-        own = {each.name: each for each in OWN_BACKENDS.iterdir() if (each / "model.py").is_file()}
+        own = {path.name: path for path in OWN_BACKENDS.iterdir() if (path / "model.py").is_file()}
     named = os.environ.get(SERVER_VARIABLE)
     program = named or shutil.which(TRITONSERVER)
     if program and Path(program).is_file():
@@ -125,14 +123,14 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
         )
     raise FileNotFoundError(
         "no tritonserver found; put one on PATH, name it in "
-        f"{SERVER_VARIABLE}, or install the one of NVIDIA's PyTriton: `make triton` in a checkout, "
-        "elsewhere pip install 'slipway-serving[triton]' in an environment of its own with Python "
-        f"3.11 or 3.12, whose folder {SERVER_VARIABLE} then names."
+        f"{SERVER_VARIABLE}, or install the one of NVIDIA's PyTriton: `make triton` in a checkout; "
+        "elsewhere pip install 'slipway-serving[triton]' in a separate environment with Python "
+        f"3.11 or 3.12, and set {SERVER_VARIABLE} to its folder."
     )
 
 
 def _facts_of(interpreter: Path) -> dict[str, Any]:
-    """Return what an interpreter says of itself, without the packages of PYTHONPATH."""
+    """Return version, folders and numpy version of an interpreter, ignoring PYTHONPATH."""
     done = subprocess.run(
         [interpreter, "-E", "-c", _FACTS],
         capture_output=True,
@@ -147,7 +145,7 @@ def _facts_of(interpreter: Path) -> dict[str, Any]:
 
 
 def _installed(program: Path, own: dict[str, Path]) -> TritonInstallation:
-    """Return a server of an image, whose backends are in the folder next to its own."""
+    """Return the server of an image, whose backend directory is next to its program's folder."""
     backends = program.resolve().parent.parent / "backends"
     if not own or not backends.is_dir():
         return TritonInstallation(program)
@@ -157,7 +155,7 @@ def _installed(program: Path, own: dict[str, Path]) -> TritonInstallation:
 def _from_wheel(
     interpreter: Path, facts: Mapping[str, Any], folder: Path, own: dict[str, Path]
 ) -> TritonInstallation:
-    """Return the server of nvidia-pytriton in an interpreter's packages."""
+    """Return nvidia-pytriton's server in an interpreter's packages. Raises FileNotFoundError."""
     version = facts["version"]
     stub = folder / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
@@ -175,8 +173,8 @@ def _from_wheel(
             f"{SERVER_VARIABLE}."
         )
     python = {path.name: path for path in (folder / "backends" / "python").iterdir()}
-    # The stub ignores PYTHONPATH but searches its own folder: models import this project, which
-    # need not be installed in its environment.
+    # The stub ignores PYTHONPATH but searches its own folder. Models import this project, which may
+    # not be installed in that environment.
     python |= {name: _ROOT / name for name in ("inference", "export_scripts", "foundations")} | {
         stub.name: stub
     }
@@ -191,15 +189,15 @@ def _from_wheel(
 
 
 def server_options(repository: str, sockets: Path) -> list[str]:
-    """Return the options of a server that listens on Unix sockets in a folder alone."""
+    """Return the options of a server that only listens on Unix sockets in a folder."""
     return [
         f"--model-repository={repository}",
         *_listening(sockets),
         f"--metrics-address=unix:{sockets / 'metrics'}",
-        # Lets a model whose workers died take itself out of service.
+        # Lets a model whose workers have died unload itself.
         "--model-control-mode=explicit",
         "--load-model=*",
-        # A failed model stays listed with its reason; the server goes on.
+        # Keep running, with a failed model listed together with its reason.
         "--exit-on-error=false",
         "--strict-readiness=true",
         *_completion(repository),
@@ -207,16 +205,16 @@ def server_options(repository: str, sockets: Path) -> list[str]:
 
 
 def nvidias_options(repository: str, sockets: Path) -> list[str]:
-    """Return options that releases of tritonserver for NVIDIA's C++ backend know.
+    """Return the options of a server with NVIDIA's C++ backend, which may be an old release.
 
-    Models are loaded once: the backend cannot load one again in the same process. Releases before
-    23.06 cannot bind the metrics to an address.
+    The backend cannot load a model twice in one process. Releases before 23.06 cannot bind the
+    metrics to an address.
     """
     return [f"--model-repository={repository}", *_listening(sockets), "--allow-metrics=false"]
 
 
 def _listening(sockets: Path) -> list[str]:
-    # To the name of a Unix socket, too, the server adds the port.
+    # The server appends the port, also to the name of a Unix socket.
     return [
         "--allow-http=false",
         f"--grpc-address=unix:{sockets / 'grpc'}",
@@ -226,13 +224,13 @@ def _listening(sockets: Path) -> list[str]:
 
 
 def _completion(repository: str) -> list[str]:
-    """Return the option by which backends fill in nothing that a config.pbtxt leaves out.
+    """Return the option that keeps backends from completing configurations, unless one needs it.
 
-    For an encoder made for NVIDIA's backend they have to: its configuration does not give the types
-    of its tensors, or not the right ones. Each model is then loaded twice.
+    Encoders for NVIDIA's backend need it, as their config.pbtxt has missing or wrong tensor types;
+    each model is then loaded twice.
     """
     for path in Path(repository).glob("*/config.pbtxt"):
-        with contextlib.suppress(OSError, ValueError):  # the server reports what is wrong with it
+        with contextlib.suppress(OSError, ValueError):  # the server reports bad files
             config = parse_config(path.read_text(encoding="utf-8"))
             model_type = config.parameters["model_type"].string_value
             if config.backend == "fastertransformer" and model_type in ENCODERS:
@@ -241,16 +239,16 @@ def _completion(repository: str) -> list[str]:
 
 
 def mpi_start(*, is_step: bool = False) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the command prefix of a server with NVIDIA's backend, and its variables.
+    """Return the command prefix and the variables of a server with NVIDIA's backend.
 
-    In an MPI step it is one of the step's processes, elsewhere mpirun starts it. Without mpirun,
-    too, the backend's process is the only one of its MPI world.
+    Inside an MPI step the server is one of the step's processes; elsewhere mpirun starts it.
+    Without mpirun, its process forms an MPI world of size 1.
     """
-    # Parallel launches are faster and can hang.
+    # NCCL's parallel launch mode is faster but can hang.
     variables = {"NCCL_LAUNCH_MODE": os.environ.get("NCCL_LAUNCH_MODE", "GROUP")}
     if is_step or any(name in os.environ for name in _MPI_VARIABLES):
         return (), variables
     if shutil.which(_MPIRUN[0]) and any(map(shutil.which, _REMOTE_SHELLS)):
         return _MPIRUN, variables
-    # By itself Open MPI would start a daemon, for which it wants a remote shell.
+    # By default Open MPI would start a daemon, which requires a remote shell.
     return (), {**variables, "OMPI_MCA_ess_singleton_isolated": "1"}

@@ -1,4 +1,4 @@
-"""A server's log: its last lines, and what NVIDIA's backend says there alone."""
+"""A server's log: its last lines, and errors that NVIDIA's backend reports only there."""
 
 import contextlib
 import itertools
@@ -12,12 +12,11 @@ from pathlib import Path
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _FORWARD_S = 0.25
-_MOST = 300  # characters of a line worth showing
+_MOST = 300  # characters of a line to show
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
-# The Python backend appends where in the model file the exception came from.
+# The Python backend appends the exception's place in the model file.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
-# Lines of NVIDIA's C++ backend, after some of which it goes on with uninitialised weights, and what
-# to do.
+# Errors of NVIDIA's C++ backend, after some of which it serves uninitialized weights, and a remedy.
 _FATAL = {
     r"cannot be opened, loading model fails!": "convert the model again",
     r"only has \d+, but request \d+, loading model fails!": "it is not complete, or was made for "
@@ -31,7 +30,7 @@ _FATAL = {
 
 
 class ServerStartError(RuntimeError):
-    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines."""
+    """The server did not become ready. `log_tail` holds the last lines of its log."""
 
     def __init__(self, summary: str, *, reasons: Sequence[str], log_path: Path) -> None:
         self.summary = summary
@@ -46,9 +45,9 @@ class ServerStartError(RuntimeError):
 
 
 def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
-    """Return the last `count` lines of a log, long ones cut; none if it does not exist.
+    """Return the last `count` lines of a log, truncated; empty if it does not exist.
 
-    The server's tables and the frames of Python's import system are left out.
+    It leaves out the server's tables and the frames of Python's import system.
     """
     try:
         with path.open("rb") as log:
@@ -62,7 +61,7 @@ def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
 
 
 def put_aside(log_path: Path) -> Path:
-    """Rename the log of an earlier start to the first free number; return where it is now."""
+    """Rename the log of an earlier start to the first free number; return its new path."""
     if not log_path.exists():
         return log_path
     names = (f"{log_path.stem}.{number}{log_path.suffix}" for number in itertools.count(1))
@@ -71,13 +70,13 @@ def put_aside(log_path: Path) -> Path:
 
 
 def short_reason(text: str) -> str:
-    """Return a model's failure without quoting and without the trace of the model file."""
+    """Return a model's error without quotes and without the trace of the model file."""
     plain = text.strip().strip('"').replace("\\n", "\n").replace('\\"', '"')
     return _TRACE.sub("", plain).strip()
 
 
 def fatal_lines(text: str) -> list[str]:
-    """Return the lines of a log after which NVIDIA's backend cannot use the model, and a remedy."""
+    """Return the lines of a log with fatal errors of NVIDIA's backend, each with its remedy."""
     return [
         f"{line.strip()[:_MOST]} ({remedy})" if remedy else line.strip()[:_MOST]
         for line in text.splitlines()
@@ -88,17 +87,17 @@ def fatal_lines(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def forwarded_log(path: Path) -> Iterator[None]:
-    """Copy a growing log to standard output for the duration of a block."""
+    """Copy a growing log to standard output while the block runs."""
     ended = threading.Event()
 
     def forward() -> None:
         position, is_last = 0, False
         while not is_last:
             is_last = ended.wait(_FORWARD_S)
-            # There is none before a start, and for a moment none before the next.
+            # The log does not exist before a start, and for a moment between two starts.
             with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(position if position <= size else 0)  # 0 after another start
+                log.seek(position if position <= size else 0)  # a new start has a new log
                 sys.stdout.buffer.write(log.read())
                 sys.stdout.flush()
                 position = log.tell()

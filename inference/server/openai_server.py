@@ -1,4 +1,4 @@
-"""A server of OpenAI's protocol by another engine: start it, wait for it, watch it, stop it."""
+"""A third-party server of OpenAI's protocol, such as vLLM: start it, watch it, stop it."""
 
 import http.client
 import json
@@ -12,22 +12,22 @@ from pathlib import Path
 from inference.server import supervisor
 from inference.server.process import ServedProcess
 
-HOST_FIELD, PORT_FIELD, MODEL_FIELD = "{host}", "{port}", "{model}"  # in a command
+HOST_FIELD, PORT_FIELD, MODEL_FIELD = "{host}", "{port}", "{model}"  # placeholders in a command
 _POLL_S = 0.25
-_GRACE_S = 5.0  # between SIGTERM and SIGKILL once this process is gone
+_GRACE_S = 5.0  # between SIGTERM and SIGKILL after this process has ended
 _ASK_S = 5.0
-_PATIENCE_S = 30.0  # with one that runs and does not answer
-_FIRST_ANSWER_S = 120.0  # kernels may be compiled for it
+_PATIENCE_S = 30.0  # after which a running server that does not answer has failed
+_FIRST_ANSWER_S = 120.0  # the first request may compile kernels
 
 
 @dataclass(eq=False)
 class OpenAIServer(ServedProcess):
-    """A process that serves OpenAI's protocol, and the processes that it starts.
+    """A process that serves OpenAI's protocol, with the processes that it starts.
 
     Attributes:
-        command: in which the fields {host}, {port} and {model} are filled in.
-        model: that requests name.
-        folder: of the model.
+        command: its command, with the placeholders {host}, {port} and {model}.
+        model: the model's name in requests.
+        folder: the model's folder.
     """
 
     command: Sequence[str]
@@ -65,11 +65,10 @@ class OpenAIServer(ServedProcess):
         timeout_s: float,
         body: Mapping[str, object] | None = None,
     ) -> tuple[int, bytes]:
-        """Ask the server over HTTP, by POST where there is a body.
+        """Send an HTTP request, a POST if there is a body; return status and first 1000 bytes.
 
-        Its certificate, which names the host for clients, is not checked. Returns the status and
-        the first bytes of the answer. Raises OSError if there is none; a wrong one is a
-        ConnectionError.
+        The server's certificate, which names the host for clients, is not verified. Raises OSError
+        without an answer, ConnectionError if the answer is not HTTP.
         """
         address = self.connect_host, self.ports["http"]
         connection = http.client.HTTPConnection(*address, timeout=timeout_s)
@@ -88,7 +87,7 @@ class OpenAIServer(ServedProcess):
             connection.close()
 
     def _fault(self) -> str | None:
-        """Return that the server does not answer; one that is very busy gets some time."""
+        """Return an error if the server has not answered for 30 s; it may be busy before."""
         if self._is_healthy():
             self._silent_since = None
             return None
@@ -99,7 +98,7 @@ class OpenAIServer(ServedProcess):
         return f"{self.name} does not answer on {where}: neither /health nor /v1/models"
 
     def _is_healthy(self) -> bool:
-        """Return whether /health, or the list of models of a server without it, answers."""
+        """Return whether /health answers, or /v1/models on a server without /health."""
         try:
             status, _ = self.ask("/health", timeout_s=_ASK_S)
             if status == HTTPStatus.NOT_FOUND:
@@ -109,7 +108,7 @@ class OpenAIServer(ServedProcess):
         return status == HTTPStatus.OK
 
     def _ask_once(self) -> None:
-        """Send a request for one token; a server without completions is asked for nothing."""
+        """Send a request for one token; a server without /v1/completions passes."""
         body = {"model": self.model, "prompt": "The", "max_tokens": 1}
         try:
             status, answer = self.ask("/v1/completions", timeout_s=_FIRST_ANSWER_S, body=body)

@@ -1,4 +1,4 @@
-"""A server's process: its ports, its start, its end."""
+"""Base class of server processes: ports, start and stop."""
 
 import contextlib
 import os
@@ -17,23 +17,23 @@ from inference.server.processes import descendants, is_running
 from inference.system.parent_process import LinkedProcess
 from inference.system.ports import TRITON_PORTS, free_ports, host_and_port, ports_problems
 
-_END_S = 5.0  # for processes that were killed to go
+_END_S = 5.0  # for killed processes to end
 _POLL_S = 0.02
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# Lines that a server itself marks as errors, or the exception that ended it.
+# Log lines that a server marks as errors, and the last words of an uncaught C++ exception.
 _ERROR = re.compile(r"E\d{4} |error: |terminate called ")
 _Server = TypeVar("_Server", bound="ServedProcess")
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedProcess:
-    """A server that ends with this process, with all that it starts.
+    """A server that ends, with all processes that it starts, when this process ends.
 
     Attributes:
-        ports: by name; those of 0 are chosen when it starts, and are then here.
-        env: is added to this process's environment.
-        port_keys: the configuration key of each port and of the host, for messages.
-        access: limits the clients and their requests.
+        ports: by name; a port of 0 is replaced by a free one at the start.
+        env: variables to add to this process's environment.
+        port_keys: configuration keys of the ports and of the host, for messages.
+        access: limits and credentials for clients.
     """
 
     name = "the server"
@@ -65,7 +65,7 @@ class ServedProcess:
         return self._process.pid if self._process else None
 
     def port_problems(self) -> list[str]:
-        """Return a message for a host of another machine, or for every port that is unavailable."""
+        """Return a message for every unavailable port, or for a host that is not this machine."""
         keys = {name: f"{name}_port" for name in self.ports} | {"host": "host", **self.port_keys}
         return ports_problems(self.host, self._wanted_ports, keys=keys)
 
@@ -76,11 +76,11 @@ class ServedProcess:
         progress: Callable[[str], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the server and return once it has answered a small request to every model.
+        """Start the server; return once it has answered a small request to every model.
 
-        `check` is called repeatedly; an exception that it raises ends the start. Raises
-        ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
-        process is left then.
+        `check` is called repeatedly; an exception from it cancels the start. Raises
+        ServerStartError if a port is taken, the server ends, a model fails or time runs out; no
+        process is left running then.
         """
         assert self._process is None, "a server object can be started once"
         if problems := self.port_problems():
@@ -104,7 +104,7 @@ class ServedProcess:
         raise NotImplementedError
 
     def _starting(self, progress: Callable[[str], None]) -> Iterator[Sequence[str]]:
-        """Yield what is still loading, until the server is ready; a failed one raises."""
+        """Yield what is still loading until the server is ready. Raises ServerStartError."""
         raise NotImplementedError
 
     def poll(self) -> int | None:
@@ -112,13 +112,13 @@ class ServedProcess:
         return self._process.poll() if self._process else None
 
     def failure(self) -> str | None:
-        """Return why a started server no longer serves all its models, None while it does."""
+        """Return why the server no longer serves all its models, None while it does."""
         if (status := self.poll()) is not None:
             return self._lost() or f"{self.name} ended with status {status}"
         return self._fault()
 
     def _fault(self) -> str | None:
-        """Return the fault of a server that runs."""
+        """Return why a running server does not serve all its models, None if it does."""
         raise NotImplementedError
 
     def stop(self, *, drain_s: float = 30.0) -> None:
@@ -134,7 +134,7 @@ class ServedProcess:
         below += descendants(process.pid)
         kill([process.pid])
         self.ended_within(_END_S)
-        # A supervisor ends what it has started, and removes the memory that was shared.
+        # A supervisor needs time to end its processes and to remove shared memory.
         deadline = time.monotonic() + _END_S
         while any(map(is_running, below)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -142,7 +142,7 @@ class ServedProcess:
         process.link.close()
 
     def _tell_clients(self) -> None:
-        """Give a server that has lost another process a moment to answer those that wait for it."""
+        """Give a server that has lost a process a moment to answer its pending requests."""
 
     def __enter__(self: _Server) -> _Server:
         return self
@@ -158,7 +158,7 @@ class ServedProcess:
         log_path: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> LinkedProcess:
-        """Start a program with a new log; `words` follow the descriptor of its link."""
+        """Start a program with an empty log; `words` are its arguments after the link's FD."""
         log_path = log_path or self.log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
@@ -166,7 +166,7 @@ class ServedProcess:
         return LinkedProcess(program, words, log_path=log_path, env=env)
 
     def _lost(self) -> str:
-        """Return what the server has reported as lost, empty for nothing."""
+        """Return the failure that the server itself has reported, "" if none."""
         return ""
 
     def _fail(self, summary: str, reasons: Sequence[str] = ()) -> NoReturn:
@@ -175,7 +175,7 @@ class ServedProcess:
         raise ServerStartError(summary, reasons=found, log_path=self.log_path)
 
     def ended_within(self, limit_s: float) -> bool:
-        """Return whether a started server has ended, as soon as it has."""
+        """Wait until the server has ended, at most `limit_s`; return whether it has."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
@@ -183,7 +183,7 @@ class ServedProcess:
 
 
 def kill(pids: Sequence[int]) -> None:
-    """End processes, also those that are stopped."""
+    """Kill processes, also stopped ones."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them: what is below one, and whether all of it still runs."""
+"""Process states and trees from /proc, and a watch over a server's processes."""
 
 import os
 import signal
@@ -10,20 +10,20 @@ from pathlib import Path
 from inference.system.parent_process import signal_name
 
 STOPPED_LIMIT_S = 1.0  # how long a process may stay stopped by SIGSTOP
-_SCAN_S = 2.0  # between searches for new ones, which read all of /proc
-_STUB = "triton_python_backend_stub"  # the program of a model's process in tritonserver
+_SCAN_S = 2.0  # between scans of all of /proc for new processes
+_STUB = "triton_python_backend_stub"  # tritonserver's program for the process of a model
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """A line of /proc/PID/stat, proc(5).
+    """The state of a process in /proc/PID/stat, see proc(5).
 
     Attributes:
-        letter: Such as S, R, Z (ended, not collected), T (stopped by a signal).
-        started: Start time in clock ticks; distinguishes two processes of the same id.
-        cpu_s: Processor time so far, of all its threads.
-        exit_code: Wait status of one that has ended; 0 where this user may not see it.
+        letter: such as S, R, Z (zombie), T (stopped by a signal).
+        started: start time in clock ticks; distinguishes two processes with the same id.
+        cpu_s: CPU time of all its threads so far, in seconds.
+        exit_code: wait status after its end; 0 if this user may not see it.
     """
 
     letter: str
@@ -34,9 +34,9 @@ class ProcessState:
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Return the state of a process, None if there is none of this id."""
+    """Return the state of a process, None if it does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")  # a name is any bytes
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")  # names may be any bytes
     except OSError:
         return None
     # "pid (name) state ppid ...": the name may hold blanks and parentheses.
@@ -51,13 +51,13 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs, or is stopped: it has not ended."""
+    """Return whether a process exists and has not ended; a stopped one counts as running."""
     state = process_state(pid)
     return state is not None and state.letter not in "ZX"
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process ids below `pid`, parents first."""
+    """Return the ids of all descendants of `pid`, parents first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (state := process_state(int(entry.name))) is not None:
@@ -85,7 +85,7 @@ def model_of(pid: int) -> str | None:
 
 @dataclass
 class _Process:
-    """A process of a server: its place, its name if its end is a loss, and since when it stops."""
+    """A watched process; `name` is set if it must not end, `stopped_since` while it is stopped."""
 
     pid: int
     started: int
@@ -93,7 +93,7 @@ class _Process:
     stopped_since: float | None = None
 
     def fault(self, now: float) -> tuple[str | None, bool]:
-        """Return what has happened to the process, and whether it has ended."""
+        """Return what is wrong with the process, None if nothing, and whether it has ended."""
         state = process_state(self.pid)
         is_same = state is not None and state.started == self.started
         if state is None or not is_same:
@@ -109,12 +109,12 @@ class _Process:
 
 
 class ServerWatch:
-    """The processes of a ready server: whether those that have names are there, and all run.
+    """Watches the processes of a ready server: none may be stopped, and named ones may not end.
 
     `names` returns the name of a process that must not end, None for another.
 
     Attributes:
-        lost: ids of the process that is lost, if it was stopped; None while nothing is lost.
+        lost: None while nothing is lost; then the id of the stopped process, () if it has ended.
     """
 
     lost: tuple[int, ...] | None = None
@@ -125,19 +125,19 @@ class ServerWatch:
         self._scanned = float("-inf")
 
     def loss(self) -> str | None:
-        """Return what the server has lost, None if nothing. Quick enough for a loop."""
+        """Return which process the server has lost, None if none. Cheap enough for polling."""
         now = time.monotonic()
         if now - self._scanned > _SCAN_S:
             self._scanned = now
             self._scan()
-        for each in list(self._known.values()):
-            fault, has_ended = each.fault(now)
-            if has_ended and each.name is None:
-                del self._known[each.pid]
+        for process in list(self._known.values()):
+            fault, has_ended = process.fault(now)
+            if has_ended and process.name is None:
+                del self._known[process.pid]
             elif fault is not None:
-                self.lost = () if has_ended else (each.pid,)
-                of_model = f" of model {each.name}" if each.name else ""
-                return f"process {each.pid}{of_model} {fault}"
+                self.lost = () if has_ended else (process.pid,)
+                of_model = f" of model {process.name}" if process.name else ""
+                return f"process {process.pid}{of_model} {fault}"
         return None
 
     def _scan(self) -> None:
@@ -147,9 +147,9 @@ class ServerWatch:
 
 
 def how_ended(status: int) -> str:
-    """Return how a process has ended, with -n after signal n."""
+    """Return how a process has ended; `status` is -n after signal n."""
     if status >= 0:
         return f"has ended with status {status}"
-    # The kernel's log names the process if so.
+    # The kernel's log names the processes that the OOM killer ends.
     hint = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""
     return f"was ended by {signal_name(-status)}{hint}"

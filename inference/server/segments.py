@@ -1,4 +1,4 @@
-"""Shared memory of a server: segments whose names have a prefix of its own, gone with it."""
+"""A server's shared memory: segments with a prefix of its own, removed at its end."""
 
 import contextlib
 import os
@@ -14,10 +14,10 @@ _LOCK_SUFFIX = ".lock"
 
 @contextlib.contextmanager
 def shared_memory_of(prefix: str) -> Iterator[None]:
-    """Hold a prefix of names in /dev/shm, and remove the segments with it at the end.
+    """Reserve a prefix of names in /dev/shm; remove its segments when the block ends.
 
-    A locked file marks the prefix as in use; the lock ends with the process. Segments that killed
-    servers of this user left behind are removed first.
+    A locked file marks the prefix as in use; the lock ends with the process. Segments left behind
+    by this user's killed servers are removed first.
     """
     if not prefix or not SHM_FOLDER.is_dir():
         yield
@@ -37,15 +37,15 @@ def shared_memory_of(prefix: str) -> Iterator[None]:
 
 
 def user_prefix() -> str:
-    """Return the prefix of the names of this user's segments."""
+    """Return the common prefix of this user's segments."""
     return f"slipway-{os.getuid()}-"
 
 
 def close_segments(prefix: str) -> None:
-    """Keep other users out of the segments whose names begin with a prefix.
+    """Remove other users' access to the segments with a prefix.
 
-    The Python backend makes them readable for everybody, whatever the umask, and all requests and
-    answers pass through them.
+    The Python backend makes them world-readable, whatever the umask, and all requests and answers
+    pass through them.
     """
     for path in SHM_FOLDER.glob(f"{prefix}*") if prefix else ():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A server of a repository, as its owner sees it: start it, watch it, stop all of it."""
+"""The owner's side of a repository's server: start, watch, reload and stop it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from inference.system.process_memory import memory_variables
 
 _PROGRAM = checkout_program("inference.host.__main__")
 _POLL_S = 0.02
-NEXT_LOG = ".next.log"  # the end of the name of a standby's log
-_END_S = 5.0  # for a process that was killed to go
-_LAST_S = 0.5  # for the last answers of a server that has lost a process
+NEXT_LOG = ".next.log"  # suffix of a standby process's log
+_END_S = 5.0  # for a killed process to end
+_LAST_S = 0.5  # for a server that has lost a process to send its last answers
 
 
 @dataclass(eq=False)
 class ModelServer(ServedProcess):
-    """One process that serves a repository, and those that it starts.
+    """A process that serves a repository, with the processes that it starts.
 
     Attributes:
-        prefix: of the command of a tritonserver, such as mpirun.
-        has_triton: a tritonserver runs the models, in place of this project's own engines.
-        is_nvidias: with NVIDIA's C++ backend.
-        openai: adds an endpoint of OpenAI's protocol.
-        canaries: how often each model gets a small request, once the server is ready.
-        standby: a process that the server before this one has `prepared`.
+        prefix: command prefix of a tritonserver, such as mpirun.
+        has_triton: a tritonserver runs the models instead of this project's own engines.
+        is_nvidias: the tritonserver uses NVIDIA's C++ backend.
+        openai: options of an endpoint for OpenAI's protocol, None for no endpoint.
+        canaries: interval and timeout of the small requests to each model of a ready server.
+        standby: a process that the previous server has `prepared`.
     """
 
     model_repository: Path | str
@@ -55,7 +55,7 @@ class ModelServer(ServedProcess):
     standby: LinkedProcess | None = None
 
     name = "the server"
-    # These are set once a server is started.
+    # Set when the server is started.
     _link: HostLink = field(init=False)
     _watch: ServerWatch | None = field(init=False, default=None)
 
@@ -88,9 +88,9 @@ class ModelServer(ServedProcess):
         self._link.send(settings)
 
     def prepared(self, env: Mapping[str, str]) -> LinkedProcess:
-        """Return a process for the start after this one, with further variables.
+        """Return a standby process for the next start, with additional variables.
 
-        It imports what the server and its engine need, and waits.
+        It imports what the server and its engine need, then waits for its settings.
         """
         return self._prepared(self._next_log, env)
 
@@ -145,13 +145,13 @@ class ModelServer(ServedProcess):
         repository: Path | str | None = None,
         exchanges: bool = False,
     ) -> None:
-        """Serve a repository, None for the same, as it is now; requests under way end before.
+        """Serve a repository as it is now, None for the current one; running requests finish first.
 
-        With `exchanges` its weights go into the engines that are there, while requests are refused;
-        without, new engines answer them meanwhile.
+        With `exchanges` the running engines load its weights, and new requests are refused until
+        then; without, new engines are started while the old ones keep serving.
 
-        Raises ValueError if it cannot be served; what was loaded is served on, but a server whose
-        exchange has failed ends.
+        Raises ValueError if it cannot be served; the server then keeps serving the old repository,
+        unless an exchange has failed, which ends it.
         """
         link = self._link
         link.news |= {"models": [], "kept": ""}
@@ -175,7 +175,7 @@ class ModelServer(ServedProcess):
             self.ended_within(_LAST_S)
 
     def _fault(self) -> str | None:
-        assert self._watch is not None, "it is asked of a server that has started"
+        assert self._watch is not None, "the server has been started"
         return self._watch.loss()
 
     def _lost(self) -> str:
@@ -185,10 +185,10 @@ class ModelServer(ServedProcess):
 
 
 class HostLink:
-    """The owner's end of the connection to a server: orders there, news back.
+    """The owner's end of the connection to a server: sends orders and receives news.
 
     Attributes:
-        news: the latest of each kind, see `inference.front.link`.
+        news: the latest news by key, see `inference.front.link`.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -202,30 +202,30 @@ class HostLink:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models that are served, none before they are ready."""
+        """Names of the served models; empty before they are ready."""
         return tuple(sorted(self.news["models"]))
 
     def send(self, record: object) -> None:
         """Send an order."""
-        with contextlib.suppress(OSError):  # its exit status reports its end
+        with contextlib.suppress(OSError):  # the server has ended; its exit status is checked later
             self._connection.send(record)
 
     def read_all(self) -> None:
-        """Read what a server that has ended has sent."""
+        """Read the remaining news of a server that has ended."""
         self._reader.join(_END_S)
 
     def wait(self, limit_s: float) -> None:
-        """Wait for news."""
+        """Wait for news, at most `limit_s`."""
         with self._changed:
             self._changed.wait(limit_s)
 
     def said(self) -> list[str]:
-        """Return what the server has said since the last time."""
+        """Return the progress lines since the last call."""
         said, self._said = self._said, []
         return said
 
     def loading(self) -> list[str]:
-        """Return which models are loading, for a start that takes too long."""
+        """Return a line that names the models still loading, for a start that has timed out."""
         return [f"still loading {', '.join(self._loading)}"] if self._loading else []
 
     def _read(self) -> None:
@@ -244,5 +244,5 @@ class HostLink:
             self._loading.append(model)
         elif model in self._loading:
             self._loading.remove(model)
-        # A model that has loaded does not hide those that still load.
+        # While others are still loading, show those rather than the model that has loaded.
         self._said.append(f"loading {', '.join(self._loading)}" if self._loading else line)

@@ -1,9 +1,9 @@
-"""Supervisor of one server: it ends all of it with its owner.
+"""Supervisor of one server: ends all of the server's processes when its owner ends.
 
-A small process: PROGRAM, with the arguments LINK_FD SHM_PREFIX GRACE_S COMMAND... The owner holds
-the other end of the link. When that closes the command gets SIGTERM, and SIGKILL after GRACE_S;
-when it ends, every process that it has left behind is stopped, and the shared memory whose names
-begin with the prefix is removed. SIGTERM asks the command to end by itself, KILL ends it at once.
+A small process: PROGRAM with the arguments LINK_FD SHM_PREFIX GRACE_S COMMAND... The owner holds
+the other end of the link. When that closes, the command gets SIGTERM, and SIGKILL after GRACE_S.
+When the command ends, the supervisor ends every process that it has left behind and removes the
+shared memory with the prefix. SIGTERM is passed on to the command; KILL over the link kills it.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from inference.server.segments import close_segments, shared_memory_of
 from inference.system.parent_process import adopt_orphans, checkout_program, end_with_parent
 
 PROGRAM = checkout_program("inference.server.supervisor", "-I")
-KILL = b"kill"  # from the owner
-LEFTOVER_GRACE_S = 2.0  # for processes that an orderly end of the command left behind
+KILL = b"kill"  # the owner's order
+LEFTOVER_GRACE_S = 2.0  # between SIGTERM and SIGKILL for processes that the command left behind
 _POLL_S = 0.1
 
 
@@ -55,7 +55,7 @@ def _stop_leftovers(grace_s: float) -> None:
 def _status_of(
     child: subprocess.Popen[bytes], owner: Connection, prefix: str, grace_s: float
 ) -> int:
-    """Wait for the command, or for the end of the owner and then for the command."""
+    """Wait for the command to end, and end it after the owner; return its status."""
     kill_at: float | None = None
     while (status := child.poll()) is None:
         close_segments(prefix)
@@ -67,7 +67,7 @@ def _status_of(
         try:
             if owner.poll(_POLL_S) and owner.recv_bytes() == KILL:
                 child.kill()
-        except (EOFError, OSError):  # there is no owner any more
+        except (EOFError, OSError):  # the owner has ended
             child.terminate()
             kill_at = time.monotonic() + grace_s
     return status
@@ -86,6 +86,6 @@ def main() -> int:
             signal.signal(signal.SIGTERM, lambda *_: child.terminate())
             status = _status_of(child, owner, prefix, grace_s)
         finally:
-            # Processes whose server was killed have nothing to save.
+            # After a kill, the remaining processes get no time either.
             _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)
     return status if status >= 0 else 128 - status

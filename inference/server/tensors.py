@@ -1,4 +1,4 @@
-"""Values as tensors: of a text request, of a request file, and in a model's own types."""
+"""Conversion of values to tensors: for text requests, request files and a model's types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ _FLOAT_TYPES = ("FP16", "FP32", "BF16")
 
 
 def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Return one value per row in Triton's `dtype`: (B, 1), or (B, ...) if the values are arrays.
+    """Return a row for each value, in Triton's `dtype`: (B, 1), or (B, ...) for arrays.
 
     Raises ValueError if a value does not fit the type.
     """
@@ -35,7 +35,7 @@ def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
 
 
 def as_texts(tensor: np.ndarray[Any, Any]) -> list[list[str]]:
-    """Return a (B, K) tensor of bytes as text; a flat one has one text per row."""
+    """Return a (B, K) or (B,) tensor of bytes as lists of texts, one list per row."""
     rows = tensor.reshape(len(tensor), -1)
     return [[bytes(value).decode(errors="replace") for value in row] for row in rows]
 
@@ -43,11 +43,11 @@ def as_texts(tensor: np.ndarray[Any, Any]) -> list[list[str]]:
 def typed_tensor(
     value: np.ndarray[Any, Any], declared: str | None
 ) -> tuple[np.ndarray[Any, Any], str]:
-    """Return an input and the type to send it as: its own, or for floats the declared precision."""
+    """Return an input with its Triton type; floats are cast to the declared precision."""
     from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
     if value.dtype.kind == "f" and declared in _FLOAT_TYPES:
-        # BF16, which numpy lacks, is a type of ml_dtypes since tritonclient 2.70, before float32.
+        # numpy has no BF16: tritonclient uses ml_dtypes since 2.70, float32 before.
         return value.astype(triton_to_np_dtype(declared), copy=False), declared
     return value, np_to_triton_dtype(value.dtype)
 
@@ -58,9 +58,9 @@ def file_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray[A
     Raises ValueError if an entry lacks a key, or its data does not fit its dtype.
     """
     read = [_file_tensor(entry, f"request[{number}]") for number, entry in enumerate(entries)]
-    if problems := [each for each in read if isinstance(each, str)]:
+    if problems := [result for result in read if isinstance(result, str)]:
         raise ValueError("\n".join(problems))
-    return dict(each for each in read if not isinstance(each, str))
+    return dict(result for result in read if not isinstance(result, str))
 
 
 def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[Any, Any]] | str:
@@ -73,10 +73,10 @@ def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[
             array = np.array(data, dtype=object)
             texts = [str(value).encode() for value in array.reshape(-1)]
             return name, np.array(texts, dtype=object).reshape(array.shape)
-        kind, given = np.dtype(dtype), np.array(data)
-        array = given.astype(kind)
-        if kind.kind in "iub" and given.size and not np.array_equal(given, array):
-            raise ValueError(f"{given[given != array].flat[0]} does not fit {kind}")
+        kind, values = np.dtype(dtype), np.array(data)
+        array = values.astype(kind)
+        if kind.kind in "iub" and values.size and not np.array_equal(values, array):
+            raise ValueError(f"{values[values != array].flat[0]} does not fit {kind}")
     except (TypeError, ValueError, OverflowError) as error:
         reason = "rows differ in length; pad them" if "inhomogeneous" in str(error) else error
         return f"{where} ({name}): {reason}"
