@@ -1,10 +1,9 @@
 """Programmatic dependent launch: kernels that begin before the previous one has ended.
 
-Decoding is a chain of short kernels, and between two of them a GPU's memory is idle for some 3 us.
-GPUs of compute capability 9 can start a kernel early (programmatic dependent launch): it fetches
-weights, which no kernel writes, and waits before it touches anything else. On an H200 a step of
-GPT-J-6B took 3.4 ms without and 3.0 ms with this. Import this module only where Triton is
-installed.
+Decoding is a chain of short kernels, between which a GPU's memory is idle for about 3 us. GPUs of
+compute capability 9 can start a kernel early: it prefetches weights, which no kernel writes, and
+waits before it accesses anything else. On an H200 a step of GPT-J-6B took 3.4 ms without and 3.0 ms
+with this. Import this module only where Triton is installed.
 """
 
 from functools import cache
@@ -22,12 +21,12 @@ def _starts_early(device: int) -> bool:
 
 
 def is_native(x: torch.Tensor) -> bool:
-    """Whether kernels on the device of `x` may have instructions of NVIDIA's GPUs."""
+    """Return whether kernels on the device of `x` may use instructions of NVIDIA GPUs."""
     return x.is_cuda and torch.version.cuda is not None
 
 
 def launch_options(x: torch.Tensor) -> dict[str, Any]:
-    """Return the launch arguments of a kernel with a constant EARLY on the device of `x`."""
+    """Return launch arguments, on the device of `x`, for a kernel with a constant EARLY."""
     if is_native(x) and _starts_early(x.device.index):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
@@ -43,24 +42,24 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory of a GPU's multiprocessor that one program can take."""
+    """Return the shared memory that one program can use, in bytes."""
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return int(properties["max_shared_mem"])
 
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """Let the next kernel take the room that this one leaves; it waits for this one's end."""
+    """Let the next kernel start on free multiprocessors; it waits for this one's end itself."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_earlier(EARLY: tl.constexpr):
-    """Return once all that earlier kernels wrote can be read.
+    """Wait until everything that earlier kernels wrote can be read.
 
-    Every kernel that starts early calls this before it writes anything: the end of one then implies
-    the end of all before it.
+    Every kernel that starts early calls this before it writes anything, so that the end of one
+    implies the end of all earlier ones.
     """
     if EARLY:
         gdc_wait()
@@ -68,7 +67,7 @@ def wait_for_earlier(EARLY: tl.constexpr):
 
 @triton.jit
 def read_ahead(at):
-    """Bring the cache lines at the pointers `at` into the GPU's second-level cache."""
+    """Prefetch the cache lines at the pointers `at` into the GPU's L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",

@@ -1,9 +1,9 @@
-"""Sums over the GPUs of one node by writing into each other's memory, one kernel each.
+"""All-reduce over the GPUs of one node through each other's memory, in one kernel.
 
-For few tokens an all-reduce is latency alone. Every rank writes its summand into the memory of all
-others, raises a flag there, waits for theirs, and adds what it has received to bias and residual,
-which NCCL leaves to two further kernels. All ranks add in rank order and get the same bits. Import
-this module only where Triton is installed.
+For few tokens an all-reduce is bound by latency. Every rank writes its summand into the memory of
+all others, raises a flag there, waits for their flags, and adds the received summands to bias and
+residual, for which NCCL would need two more kernels. All ranks add in rank order and get the same
+bits. Import this module only where Triton is installed.
 """
 
 # Shapes: N tokens, E hidden
@@ -16,16 +16,16 @@ import triton.language as tl
 
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
-# Every program exchanges one region of a tensor: 16 bytes for each of 128 threads.
+# Every program exchanges one region of a tensor: 16 bytes per thread of 128.
 _REGION_BYTES = 2048
 _WARPS = 4
-# Bytes of a rank's summand up to which a kernel here is used, by the number of ranks. Each rank
-# receives the summands of all, which NCCL avoids for larger ones. All programs wait for their peers
-# and must find room on the GPU at once: 132 multiprocessors of an H200 hold 2112 of 128 threads.
+# Largest summand in bytes for this kernel, by the number of ranks. Each rank receives all summands,
+# which NCCL avoids for larger ones. All programs wait for their peers, so that all must fit on the
+# GPU at once: the 132 multiprocessors of an H200 hold 2112 programs of 128 threads.
 _MOST_BYTES = {2: 2 << 20, 3: 1 << 20, 4: 512 << 10}
 _MOST_BYTES_OF_MANY = 256 << 10
-# Polls of a flag after which a rank gives up: some minutes. The engine notices a lost rank much
-# earlier; a rank that compiles its kernels is only late.
+# A rank gives up after so many polls of a flag, some minutes: a peer may still be compiling its
+# kernels. The engine notices a lost rank much earlier.
 _MOST_POLLS = 500_000_000
 
 
@@ -52,19 +52,19 @@ def _sum_of_ranks(
     place = region * REGION + tl.arange(0, REGION)
     inside = place < size
     wait_for_earlier(EARLY)
-    # Two halves in turn: a peer that writes this half again has seen the flag of the turn between,
-    # which this rank raises after it has read this half.
+    # Double buffering: a peer that writes this half again has seen the flag of the turn in between,
+    # which this rank raises only after it has read this half.
     turn = tl.load(turns_at + region) + 1
     half = (turn & 1) * RANKS * capacity
     x = tl.load(x_at + place, mask=inside, other=0.0)
-    if bias_at is not None:  # read now, not after the peers' flags
+    if bias_at is not None:  # read before the wait for the peers' flags
         bias = tl.load(bias_at + place % width, mask=inside, other=0.0).to(tl.float32)
     if residual_at is not None:
         residual = tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
     for peer in tl.static_range(RANKS):
         data_at = tl.multiple_of((tl.load(memories_at + peer) + DATA).to(x_at.dtype), 16)
         tl.store(data_at + half + rank * capacity + place, x, mask=inside)
-    tl.debug_barrier()  # the flag of one thread announces the writes of all
+    tl.debug_barrier()  # one thread's flag announces the writes of all threads
     for peer in tl.static_range(RANKS):
         flags_at = tl.load(memories_at + peer).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(flags_at + region * RANKS + rank, turn, sem="release", scope="sys")
@@ -95,7 +95,7 @@ def _sum_of_ranks(
 
 @triton.jit
 def _fail():
-    """End the kernel, and with it the process's use of the GPU, with an error."""
+    """Abort the kernel with an error, after which the process can no longer use the GPU."""
     tl.inline_asm_elementwise(
         "trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -110,20 +110,19 @@ def _flag_bytes(ranks: int) -> int:
 
 
 def memory_bytes(ranks: int) -> int:
-    """Return the size of one rank's memory: a flag for each region and peer, and two halves."""
+    """Return the size of one rank's memory: a flag for each region and peer, and two buffers."""
     return _flag_bytes(ranks) + 2 * ranks * _most_bytes(ranks)
 
 
 class PeerSums:
-    """One rank's end of the sums over its peers' memories."""
+    """One rank's side of the sums through peer memory."""
 
     def __init__(self, place: int, memories: Sequence[int], device: torch.device) -> None:
-        """Take the memories that all ranks have mapped.
+        """Bind the memories that all ranks have mapped.
 
         Args:
-            place: This rank's number.
-            memories: Addresses in this process of the memories of all ranks, zeroed, of
-                `memory_bytes` each.
+            place: This rank's index.
+            memories: Addresses, in this process, of the ranks' zeroed memories of `memory_bytes`.
             device: This rank's GPU.
         """
         self._place, self._ranks = place, len(memories)
@@ -133,7 +132,7 @@ class PeerSums:
         self._turns = torch.zeros(regions, dtype=torch.int32, device=device)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether a tensor is small enough."""
+        """Return whether a tensor is small enough for this kernel."""
         return 0 < x.nbytes <= self._most_bytes
 
     def sum(
@@ -141,8 +140,8 @@ class PeerSums:
     ) -> torch.Tensor:
         """Return the sum of contiguous tensors (N, E) over the ranks, + bias + residual.
 
-        All ranks call this at the same time with tensors of one shape. Where a peer does not
-        answer for minutes, the kernel ends with an error and the process can no longer use its GPU.
+        All ranks must call this at the same time, with tensors of one shape. If a peer does not
+        answer for minutes, the kernel aborts, and the process can no longer use its GPU.
         """
         y = torch.empty_like(x)
         item = x.element_size()

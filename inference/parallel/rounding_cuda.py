@@ -1,4 +1,4 @@
-"""8-bit numbers on a GPU: rounding and widening, in Triton's language; needs Triton."""
+"""8-bit numbers on a GPU: rounding and widening, in Triton, which must be installed."""
 
 # Shapes: N rows, I inputs, O outputs
 
@@ -17,14 +17,14 @@ from inference.parallel.launch_cuda import (
 )
 
 FP8 = torch.float8_e4m3fn
-LARGEST = tl.constexpr(448.0)  # what a row's largest value becomes
-# Rows up to which FP8 weights are widened within the product, and rows of x stay in 16 bits: a
-# layer's products of 4096 inputs and 14,336 inner ones take 72 us at 8 rows on an H200, 99 at 32,
-# where rounded rows take 74.
+LARGEST = tl.constexpr(448.0)  # E4M3's largest number, to which a row's largest value is scaled
+# Up to so many rows, FP8 weights are widened within the product and rows of x stay in 16 bits. On
+# an H200, a layer's products with 4096 inputs and an inner size of 14,336 take 72 us for 8 rows and
+# 99 for 32, for which rounded rows take 74.
 FEW_ROWS = 16
-# Values of a row that a program rounds at once, or pairs of them, which it reads once. On an H200
-# 8000 rows of 4096 take 24 us and of 14,336 pairs 132, as long as their bytes; pairs that were read
-# and computed twice took 196.
+# Values of a row, or gated pairs, that a program rounds at once; it reads each only once. On an
+# H200, 8000 rows of 4096 values take 24 us and of 14,336 pairs 132, the time to transfer them;
+# reading and computing pairs twice took 196.
 _ROUNDED = {False: {"INPUTS": 2048, "num_warps": 8}, True: {"INPUTS": 1024, "num_warps": 16}}
 # Weights of one output that a program widens.
 _WIDENED = {"INPUTS": 2048, "num_warps": 4}
@@ -40,27 +40,27 @@ ACTIVATIONS: dict[GemmActivation | None, int] = {
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows of a product in FP8."""
+    """Input rows of a product, rounded to FP8."""
 
     digits: torch.Tensor  # (N, I)
     scale: torch.Tensor  # (N,) fp32
-    dtype: torch.dtype  # of the rows before
+    dtype: torch.dtype  # before rounding
 
     def __len__(self) -> int:
         return len(self.digits)
 
     def widened(self) -> torch.Tensor:
-        """Return the rows (N, I) that these stand for."""
+        """Return the rows (N, I) in their original type."""
         return (self.digits.float() * self.scale.unsqueeze(1)).to(self.dtype)
 
 
 @triton.jit
 def _sigmoid(y, NATIVE: tl.constexpr):
-    """Return 1 / (1 + exp(-y)), to 2 units of the last place."""
+    """Return 1 / (1 + exp(-y)), with an error of up to 2 ulp."""
     below = 1 + tl.exp(-y)
     if NATIVE:
-        # A division takes some eight instructions, with which gates take longer to compute than to
-        # read.
+        # A division takes about eight instructions, which would make gates take longer to compute
+        # than to read.
         share = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
             "=f,f",
@@ -76,13 +76,13 @@ def _sigmoid(y, NATIVE: tl.constexpr):
 
 @triton.jit
 def activated(y, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the activation of sums y, by its number in `ACTIVATIONS`."""
+    """Return the activation of sums y; ACTIVATION is its number in `ACTIVATIONS`."""
     if ACTIVATION == 1:
         inner = 0.7978845608028654 * (y + 0.044715 * y * y * y)  # sqrt(2 / pi)
         y = y * _sigmoid(2 * inner, NATIVE)  # (1 + tanh(inner)) / 2
     if ACTIVATION == 2:
-        # erfc to 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. The
-        # library's takes 65 us for 12,288 rows of 3072 where reading and writing takes 37.
+        # erfc with an error of 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions,
+        # 7.1.26. The library's takes 65 us for 12,288 rows of 3072; reading and writing takes 37.
         x = tl.abs(y) * 0.7071067811865476
         t = 1 / (1 + 0.3275911 * x)
         rest = -1.453152027 + t * 1.061405429
@@ -101,10 +101,10 @@ def activated(y, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def widened(weight, NATIVE: tl.constexpr):
-    """Return fp16 of whole numbers of 8 bits, or of FP8; what has 16 bits as it is.
+    """Return int8 or FP8 weights as fp16, and 16-bit weights unchanged.
 
-    Four whole numbers at a time become the low bytes of 1024 + 128 + weight. A step of GPT-J-6B
-    takes 1.9 ms this way, 2.4 ms with the compiler's own conversion.
+    Four int8 values at a time become the low bytes of 1024 + 128 + weight. A step of GPT-J-6B takes
+    1.9 ms this way, 2.4 ms with the compiler's conversion.
     """
     wide = weight
     if NATIVE and weight.dtype == tl.int8:
@@ -131,14 +131,14 @@ def widened(weight, NATIVE: tl.constexpr):
 
 @triton.jit
 def store_rounded(x, largest, inside, digits_at):
-    """Store some of a row's values x fp32, of which `largest` is the largest, in 8 bits."""
+    """Store values x fp32 of a row in FP8, given the row's largest magnitude."""
     x *= LARGEST / tl.maximum(largest, 1e-30)
     tl.store(digits_at, x.to(digits_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_scale(largest, spoilt, scale_at):
-    """Store the scale of a row; `spoilt` is NaN where a value is not finite, else 0."""
+    """Store the scale of a row; `spoilt` is NaN if a value is not finite, else 0."""
     tl.store(scale_at, largest / LARGEST + spoilt)
 
 
@@ -152,7 +152,7 @@ def finished_values(
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Return (INPUTS,) fp32: the activation of values, or of pairs of a gate and another."""
+    """Return (INPUTS,) fp32: the activation of values, or the gated product of pairs."""
     if GATED:
         place = 2 * first + tl.arange(0, 2 * INPUTS)
         pairs = tl.load(x_at + place, mask=place < 2 * inputs, other=0.0).to(tl.float32)
@@ -173,13 +173,13 @@ def _round_rows(
     x_stride,
     inputs,
     INPUTS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of INPUTS that a row has
+    CHUNKS: tl.constexpr,  # chunks of INPUTS values in a row
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Round a row, which is read once and held in registers."""
+    """Round a row, which is read once and kept in registers."""
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     x_at += row * x_stride
@@ -201,17 +201,17 @@ def _round_rows(
 
 
 def empty_rounded(count: int, inputs: int, x: torch.Tensor) -> RoundedRows:
-    """Return room for rows (count, inputs), on the device of `x` and for its type."""
+    """Return uninitialised rows (count, inputs), on the device of `x` and for its type."""
     digits = torch.empty(count, inputs, dtype=FP8, device=x.device)
     return RoundedRows(digits, x.new_empty(count, dtype=torch.float32), x.dtype)
 
 
 def round_rows(x: torch.Tensor, epilogue: Epilogue = Epilogue()) -> RoundedRows:  # noqa: B008
-    """Return the activation of rows in FP8: each has a scale, its largest value becomes 448.
+    """Return the activation of rows in FP8, scaled so that each row's largest value becomes 448.
 
     Args:
-        x: (N, I), inputs side by side; (N, 2 I) where the epilogue is gated, see `Epilogue`.
-        epilogue: Its activation is applied first; a bias is in x already.
+        x: (N, I) with contiguous inputs, or (N, 2 I) if the epilogue is gated, see `Epilogue`.
+        epilogue: Its activation is applied first; x includes the bias already.
     """
     count, width = x.shape
     rounded = empty_rounded(count, width // 2 if epilogue.gated else width, x)
@@ -234,7 +234,7 @@ def _widen(
     scale_at,
     wide_at,
     inputs,
-    group,  # inputs of a scale
+    group,  # inputs per scale
     INPUTS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -250,9 +250,9 @@ def _widen(
 def widen(
     weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, group: int = 0
 ) -> torch.Tensor:
-    """Return the weights (O, I) that 8-bit ones and their scales (O,) stand for.
+    """Return 8-bit weights (O, I) times their scales (O,), in `dtype`.
 
-    Scales (O, G) are those of `group` inputs each.
+    With `group`, scales are (O, G), one for every `group` inputs.
     """
     outputs, inputs = weight.shape
     wide = torch.empty(weight.shape, dtype=dtype, device=weight.device)

@@ -1,10 +1,10 @@
-"""Attention of new tokens over the cached blocks of their sequences, by Triton's kernels.
+"""Attention of new tokens over the cached blocks of their sequences, by Triton kernels.
 
-A launch serves the sequences of a step together, whatever their lengths: in each layer one stores
-the new keys and values and rotates the queries, one attends for prompts (flash attention), one for
-single tokens (flash decoding). The last divides all cached tokens evenly among its programs: none
-waits for the longest sequence. In a step of single tokens alone it also rotates and stores the new
-keys and values.
+A launch serves all sequences of a step, whatever their lengths. Each layer has up to three: one
+stores the new keys and values and rotates the queries, one attends for prompts (flash attention),
+one for single tokens (flash decoding). The last divides all cached tokens evenly among its
+programs, so that none waits for the longest sequence. In a step with only single tokens it also
+rotates and stores.
 
 Import this module only where Triton is installed.
 """
@@ -44,16 +44,16 @@ from inference.parallel.launch_cuda import (
 
 RecordT = TypeVar("RecordT", Cached, Heads, Inputs, Scores)
 
-# Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least.
+# Least query rows of a tile, each a token and head of the group: the minimum of a tensor core.
 LEAST_ROWS = 16
-# New tokens from which on tiles of prompts have 128 rows, for heads of 65 to 128. Causal attention
-# of 8000 tokens on an H200 does 464 TFLOP/s with 32 query and 8 key heads of 128, and 496 with 16
-# and 8 of 256 (tiles of 64 rows 442 and 364). 16 prompts of 512 tokens do 225 and 234 with heads of
-# 128.
+# From so many new tokens on, prompts use tiles of 128 rows, for heads of 65 to 128. Causal
+# attention of 8000 tokens on an H200 reaches 464 TFLOP/s with 32 query and 8 key heads of 128, and
+# 496 with 16 and 8 heads of 256 (with tiles of 64 rows 442 and 364). For 16 prompts of 512 tokens
+# with heads of 128 it is 225, with 64 rows 234.
 _LONG_PROMPT = 2048
-# Ways of reading it for single tokens, programs of a multiprocessor, and about the most parts of a
-# head. 48 sequences of 4000 tokens with 12 query and 2 key heads of 128 take 59 us of a layer (one
-# program for each head: 428), 48 of 2000 to 6000 with 32 and 8 heads 190; reading takes 45 and 179.
+# How flash decoding reads the cache; programs per multiprocessor; about the most parts of a head.
+# 48 sequences of 4000 tokens with 12 query and 2 key heads of 128 take 59 us per layer (428 with
+# one program per head), 48 of 2000 to 6000 with 32 and 8 heads 190; just reading takes 45 and 179.
 _DECODE_TILE: dict[str, int] = {
     "TOKENS": 64,
     "MOST_PARTS": 32,
@@ -61,20 +61,20 @@ _DECODE_TILE: dict[str, int] = {
     "num_stages": 2,
     "num_warps": 2,
 }
-# The same for as many key/value heads of all sequences as there are programs, of which six fit a
-# multiprocessor with fewer registers: 96 sequences of 600 tokens with 32 query and 8 key heads of
-# 128 take 86 us on an H100, and 93 with the tile above; reading takes 70.
+# The same if all sequences have at least as many key/value heads as there are programs. With fewer
+# registers six programs fit on a multiprocessor: 96 sequences of 600 tokens with 32 query and 8 key
+# heads of 128 take 86 us on an H100, 93 with the tile above; just reading takes 70.
 _MANY_DECODE_TILE = _DECODE_TILE | {"TOKENS": 32, "programs": 6, "maxnreg": 168}
-# And for heads of 256: 200 sequences of 1500 tokens with 16 and 8 heads, which are capped, take 484
-# us on an H200, where reading takes 482, and 624 with 32 tokens at once and four programs.
+# The same for heads of 256: 200 sequences of 1500 tokens with 16 and 8 soft-capped heads take 484
+# us on an H200, 624 with 32 tokens at once and four programs; just reading takes 482.
 _WIDE_DECODE_TILE = _MANY_DECODE_TILE | {"TOKENS": 16}
-_OTHER_SHARED_BYTES = 2048  # barriers, and what reductions exchange
-_JOINED_VALUES = (8192, 4096)  # of parts that a program joins at once; fewer with `maxnreg`
-_LEAST_SEQUENCES = 256  # one kernel serves all steps of fewer
+_OTHER_SHARED_BYTES = 2048  # for barriers and reductions
+_JOINED_VALUES = (8192, 4096)  # of parts that a program joins at once, without and with `maxnreg`
+_LEAST_SEQUENCES = 256  # steps of fewer share one compiled kernel
 
 
 def constants(record: RecordT) -> RecordT:
-    """Return a record for a kernel: its fields in capitals are constants of the compiled kernel."""
+    """Return a record for a kernel, with capitalised fields as compile-time constants."""
     named = record._asdict().items()
     return type(record)(
         *(tl.constexpr(value) if name.isupper() else value for name, value in named)
@@ -82,7 +82,7 @@ def constants(record: RecordT) -> RecordT:
 
 
 def prompt_rows(size: int, longest: int = 0) -> int:
-    """Return the query rows of a tile for prompts of at most `longest` tokens; 0 for any."""
+    """Return the query rows of a tile for prompts of at most `longest` tokens, 0 for any length."""
     return 128 if size > 128 or (size > 64 and longest >= _LONG_PROMPT) else 64
 
 
@@ -90,20 +90,19 @@ def prompt_rows(size: int, longest: int = 0) -> int:
 class PagedAttention:
     """A `CachedAttention` of any number of new tokens for each sequence.
 
-    `single` is true in a graph for steps of one new token of each sequence, which writes none of
-    `slots`, `places` and the cache's tables: kernels then read the cache before the ones before
-    them end.
+    `single` is true in a graph for steps of one new token per sequence. It writes none of `slots`,
+    `places` and the cache's tables, so that kernels can read these before earlier kernels end.
     """
 
     rotates: ClassVar[bool] = True
 
     slots: torch.Tensor  # (N,) integers: slot of each token
-    places: torch.Tensor  # (N,) integers: its index among the sequence's cached tokens
+    places: torch.Tensor  # (N,) integers: index of each token in its slot
     cache: KVCache
-    tiles: tuple[tuple[int, Tiles], ...]  # with the most tokens of a tile
+    tiles: tuple[tuple[int, Tiles], ...]  # each with the most tokens of a tile
     rules: AttentionRules
     single: bool = False
-    prompts: Prompts | None = None  # FlashAttention's, which then are in no tile
+    prompts: Prompts | None = None  # prompts that FlashAttention serves, which are in no tile
 
     def __call__(
         self,
@@ -113,7 +112,7 @@ class PagedAttention:
         new: torch.Tensor | None = None,
         angles: Angles | None = None,
     ) -> torch.Tensor:
-        """Return (N, H*D) as a `CachedAttention` does; queries are not rotated yet."""
+        """See `CachedAttention`; queries are not rotated yet."""
         count, H, D = query.shape
         y = query.new_empty(count, H * D)
         launch = _Launch(self, query, layer, angles, y)
@@ -132,7 +131,7 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The arguments that the kernels of one layer share."""
+    """The arguments shared by the kernels of one layer."""
 
     step: PagedAttention
     query: torch.Tensor
@@ -170,11 +169,11 @@ class _Launch:
         return constants(record)
 
     def _described(self, tokens: int, width: int) -> Any:
-        """Return the descriptor for `tokens` of the layer's cache, None where TMA cannot copy.
+        """Return the TMA descriptor for tiles of `tokens` in the layer's cache, None without TMA.
 
-        The tensor memory accelerator copies a tile by one instruction, from compute capability 9
-        on: attention of prompts then does 472 TFLOP/s on an H200, 388 with an address for each 16
-        bytes.
+        From compute capability 9 on, the tensor memory accelerator copies a tile with a single
+        instruction: attention of prompts reaches 472 TFLOP/s on an H200, 388 with an address for
+        every 16 bytes.
         """
         block, size = self.cache.shape.block_tokens, self.cache.shape.size_per_head
         has_tma = launch_options(self.query)["EARLY"] and self.query.itemsize == 2
@@ -183,7 +182,7 @@ class _Launch:
         return TensorDescriptor.from_tensor(self.cache.rows(self.layer), [tokens, width])
 
     def _heads(self, rows: int) -> Heads:
-        """Return the sizes of heads, for tiles of some tokens."""
+        """Return the sizes of heads, for tiles of `rows` tokens."""
         _, H, size = self.query.shape
         return head_sizes(H, self.cache.shape.kv_head_num, size, rows)
 
@@ -215,7 +214,7 @@ class _Launch:
         )
 
     def attend_prompts(self, tiles: Tiles, size: int) -> None:
-        """Attend for the queries of some tiles, whose keys and values are all in the cache."""
+        """Attend for the queries of tiles whose keys and values are all in the cache."""
         heads = self._heads(size)
         options = prompt_options(self.query, heads)
         described = self._described(options["TOKENS"], heads.WIDTH)
@@ -228,7 +227,7 @@ class _Launch:
         )
 
     def decode(self, tiles: Tiles, new: torch.Tensor | None) -> None:
-        """Attend for tiles of one token each; new keys and values, if any, are stored first."""
+        """Attend for tiles of one token each; new keys and values, if any, are stored, too."""
         heads = self._heads(1)
         count, K, group = len(tiles.slots), self.cache.shape.kv_head_num, heads.G
         device, width = self.query.device, heads.WIDTH
@@ -254,7 +253,7 @@ class _Launch:
 
 
 def head_sizes(query_heads: int, kv_heads: int, size: int, tokens: int) -> Heads:
-    """Return the sizes of heads, and of tiles of some tokens."""
+    """Return the sizes of heads, and of tiles of `tokens` tokens."""
     group = query_heads // kv_heads
     return Heads(
         G=group,
@@ -267,16 +266,16 @@ def head_sizes(query_heads: int, kv_heads: int, size: int, tokens: int) -> Heads
 
 @cache
 def _tickets(device: torch.device, count: int) -> torch.Tensor:
-    """Return zeros, one for each token's head; every kernel leaves them zero."""
+    """Return zeroed counters, one per key/value head of each token; kernels reset them to zero."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def prompt_options(query: torch.Tensor, heads: Heads) -> dict[str, int]:
-    """Return how a tile of queries reads keys: tokens at once, loads in flight, warps."""
+    """Return how a tile of queries reads keys: tokens at once, pipeline stages, warps."""
     rows, width, item_bytes = heads.ROWS, heads.WIDTH, query.dtype.itemsize
     if item_bytes == 4:
         options = {"TOKENS": 16, "num_stages": 1, "num_warps": 4 if rows < 64 else 8}
-    elif rows < 64 or width > 256:  # those of batch-invariant steps, or too wide for large tiles
+    elif rows < 64 or width > 256:  # batch-invariant steps, or heads too wide for large tiles
         options = {"TOKENS": 32 if width > 128 else 64, "num_stages": 3, "num_warps": 4}
     else:
         stages = 3 if (width, rows) == (128, 64) else 2
@@ -288,12 +287,12 @@ def prompt_options(query: torch.Tensor, heads: Heads) -> dict[str, int]:
 
 
 def fitting(options: dict[str, int], room: int, *, row_bytes: int) -> dict[str, int]:
-    """Return the options with fewer loads in flight, or fewer tokens of each, if `room` is short.
+    """Return the options with fewer stages, or fewer tokens per stage, to fit into shared memory.
 
     Args:
         options: From `prompt_options`.
         room: Bytes of shared memory for keys and values.
-        row_bytes: Of a token's key and value.
+        row_bytes: Bytes of a token's key and value.
     """
     tokens, stages = options["TOKENS"], options["num_stages"]
     room -= _OTHER_SHARED_BYTES
@@ -305,7 +304,7 @@ def fitting(options: dict[str, int], room: int, *, row_bytes: int) -> dict[str, 
 def _decode_options(width: int, item_bytes: int, *, many: bool) -> dict[str, int]:
     """Return how a program of `flash_decode` reads the cache.
 
-    `programs` are those of a multiprocessor.
+    `programs` is the number per multiprocessor.
     """
     if item_bytes == 4:
         return _DECODE_TILE | {"TOKENS": 16, "num_stages": 1}

@@ -1,7 +1,7 @@
-"""Kernels of attention over the cached blocks of sequences, in Triton's language.
+"""Triton kernels of attention over the cached blocks of sequences.
 
-`attention` launches them. Import this module only where Triton is installed. What several kernels
-take is a record: pointers, strides and numbers, and constants of the compiled kernel (capitals).
+`attention` launches them. Shared arguments are records of pointers, strides, numbers, and (in
+capitals) compile-time constants. Import this module only where Triton is installed.
 """
 
 # Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
@@ -19,7 +19,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Inputs(NamedTuple):
-    """New tokens: heads of queries, and of keys and values if these are new, and their angles."""
+    """New tokens: heads of queries, of keys and values if these are new, and rotation angles."""
 
     query_at: Any
     token_stride: Any
@@ -32,12 +32,11 @@ class Inputs(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """A layer's keys and values in blocks of BLOCK tokens, and the blocks of each slot.
+    """A layer's keys and values in blocks of BLOCK tokens, and the block table of the slots.
 
-    In FP8 `largest_at` has the largest magnitude of the key or value of each token's head, in the
-    order of these. Kernels take the descriptor of keys and values, by which TMA copies tiles of
-    TOKENS tokens, next to this: Triton knows none within records. It is None where TMA does not
-    serve.
+    In an FP8 cache, `largest_at` has the largest magnitude of the key or value of each token's
+    head, in the same order. The TMA descriptor for tiles of TOKENS keys or values is a separate
+    argument, None without TMA, since Triton does not support descriptors in records.
     """
 
     keys_at: Any
@@ -51,17 +50,17 @@ class Cached(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Runs of new tokens that one launch serves, each of one sequence; (n,) integers each."""
+    """Runs of new tokens of one launch, each within one sequence; fields are (n,) integers."""
 
     slots: Any
-    places: Any  # of the first token
-    rows: Any  # of the first token among the step's
+    places: Any  # index of the first token in its slot
+    rows: Any  # index of the first token in the step
     counts: Any
-    stops: Any = None  # tokens of the sequence, where a query sees later ones
+    stops: Any = None  # tokens of the sequence, for attention that is not causal
 
 
 class Heads(NamedTuple):
-    """Sizes of heads; powers of two are at least what they hold."""
+    """Sizes of heads and tiles."""
 
     G: Any
     K: Any
@@ -71,26 +70,26 @@ class Heads(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The factor on the scores and what is added to them, see `AttentionRules`.
+    """Scale, cap, bias and visibility of scores, see `AttentionRules`.
 
-    `bias_at` are slopes of ALiBi, or with TABLE > 0 the biases of distances from FIRST on.
+    `bias_at` points to ALiBi slopes, or with TABLE > 0 to the biases of distances from FIRST on.
     """
 
     scale: Any
     bias_at: Any = None
-    WINDOW: Any = 0  # for none
-    SOFTCAP: Any = 0.0  # likewise
+    WINDOW: Any = 0  # 0 for none
+    SOFTCAP: Any = 0.0  # 0 for none
     TABLE: Any = 0
     FIRST: Any = 0
     CAUSAL: Any = True
-    NATIVE: Any = False  # whether a cap's tanh is the processor's
+    NATIVE: Any = False  # whether the soft cap uses the hardware's tanh
 
 
 @triton.jit
 def _turned(at, inside, inputs, angle, d):
-    """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
+    """Return the values of heads at `at` + `d`, with the first R dimensions of each rotated.
 
-    `at` and `angle` are the beginnings of heads and of their tokens' angles, and broadcast with the
+    `at` and `angle` are the start of each head and of its token's angles; they broadcast with the
     dimensions `d`.
     """
     R: tl.constexpr = inputs.R
@@ -112,10 +111,10 @@ def _turned(at, inside, inputs, angle, d):
 
 @triton.jit
 def _in_units_of_log_2(product, scores):
-    """Return scores for products of queries and keys: scaled, capped, as exponents of 2."""
+    """Return scores from products of queries and keys: scaled, capped, as exponents of 2."""
     if scores.SOFTCAP > 0:
         cap: tl.constexpr = scores.SOFTCAP * 1.4426950408889634
-        if scores.NATIVE:  # to 2**-11 of it
+        if scores.NATIVE:  # with a relative error of 2**-11
             part = tl.inline_asm_elementwise(
                 "tanh.approx.f32 $0, $1;",
                 "=f,f",
@@ -133,7 +132,7 @@ def _in_units_of_log_2(product, scores):
 
 @triton.jit
 def _biased(score, start, position, scores, head, TOKENS: tl.constexpr):
-    """Return scores of queries and of tokens from `start` on, with what their distance adds."""
+    """Return scores of queries and tokens from `start` on, with the bias of their distance."""
     if scores.bias_at is not None:
         distance = position[:, None] - (start + tl.arange(0, TOKENS))[None, :]
         if scores.TABLE > 0:
@@ -148,9 +147,9 @@ def _biased(score, start, position, scores, head, TOKENS: tl.constexpr):
 
 @triton.jit
 def _store_token(cached, heads, kv_head, table_at, place, d, key, value):
-    """Store some heads' keys and values of the token of a place, (heads, WIDTH) each.
+    """Store keys and values (heads, WIDTH) of the token at index `place`.
 
-    `kv_head` (heads, 1) may lie beyond K.
+    Entries of `kv_head` (heads, 1) beyond K are skipped.
     """
     within = place % cached.BLOCK
     block = tl.load(table_at + place // cached.BLOCK).to(tl.int64)
@@ -182,7 +181,7 @@ def store_new_tokens(
     HEADS: tl.constexpr,  # a power of two, at least K
     EARLY: tl.constexpr,
 ):
-    """Store the rotated keys and the values of one token; rotate its queries where they lie."""
+    """Store the rotated keys and the values of one token, and rotate its queries in place."""
     let_next_begin(EARLY)
     token = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
@@ -201,20 +200,20 @@ def store_new_tokens(
         inside = (query < heads.G * heads.K) & (d < inputs.R)
         at = inputs.query_at + token.to(tl.int64) * inputs.token_stride + query * heads.D
         turned = _turned(at, inside, inputs, angle, d)
-        tl.debug_barrier()  # both of a pair are read before either is written
+        tl.debug_barrier()  # both elements of a pair are read before either is written
         tl.store(at + d, turned, mask=inside)
 
 
 @triton.jit
 def _nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the online softmax of rows before their first token, see `_attend_keys`."""
+    """Return the initial state of the online softmax, see `_attend_keys`."""
     largest = tl.full((ROWS,), -1e30, tl.float32)
     return largest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 @triton.jit
 def _loaded(at, inside, WHOLE: tl.constexpr):
-    """Return what lies at pointers, zeros for those not `inside`; WHOLE if all are."""
+    """Load values at pointers, zeros for those not `inside`; WHOLE means that all are inside."""
     if WHOLE:
         values = tl.load(at)
     else:
@@ -236,30 +235,30 @@ def _attend_keys(  # noqa: C901 - constants choose
     head,
     heads,
     TOKENS: tl.constexpr,
-    MASKED: tl.constexpr,  # whether some queries do not see some of the tokens
+    MASKED: tl.constexpr,  # whether some tokens are hidden from some queries
 ):
-    """Return the online softmax of queries (ROWS, WIDTH) with cached tokens of a span added.
+    """Add cached tokens of a span to the online softmax of queries (ROWS, WIDTH).
 
-    The state is each row's largest score so far, in units of log 2, the sum of the weights and the
-    sum of the weighted values, both relative to it. The span is where the tokens begin and end, and
-    from where on nothing lies.
+    The state is each row's largest score so far in units of log 2, and, relative to it, the sum of
+    the weights and the weighted sum of values. The span is the first token to read, the end of
+    these, and the end of valid tokens.
     """
     largest, total, mixed = state
     begin, end, stop = span
     D: tl.constexpr = heads.D
     BLOCK: tl.constexpr = cached.BLOCK
     d = tl.arange(0, heads.WIDTH)[None, :]
-    ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # TOKENS never lie in two
-    # Products alone are scaled as their largest is subtracted, by one instruction.
+    ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # TOKENS never span two blocks
+    # Without cap and bias, scaling and subtracting the largest score is one instruction.
     PLAIN: tl.constexpr = scores.bias_at is None and scores.SOFTCAP == 0
     FP8: tl.constexpr = cached.largest_at is not None
-    if FP8:  # values are weighed by their largest, in units of their digits
+    if FP8:  # values are summed in units of their digits, weighted by their largest magnitude
         mixed *= LARGEST
     unit = scores.scale * _LOG2_E if PLAIN else 1.0
-    zero = tl.full((), 0, tl.int32)  # Triton's interpreter divides no number of its own
+    zero = tl.full((), 0, tl.int32)  # Triton's interpreter cannot divide Python integers
     block = zero
     if ONE_BLOCK:
-        # One step ahead: the compiler can then load keys ahead, too.
+        # Loaded one step ahead, so that the compiler can prefetch keys, too.
         block = tl.load(table_at + (begin + zero) // BLOCK, mask=begin < end, other=0)
     for start in range(begin, end, TOKENS):
         within = (start + zero) % BLOCK
@@ -298,13 +297,13 @@ def _attend_keys(  # noqa: C901 - constants choose
             score = tl.where(seen, score, -1e30)
         new_largest = tl.maximum(largest, tl.max(score, 1) * unit)
         weight = tl.exp2(score * unit - new_largest[:, None])
-        if MASKED and scores.WINDOW > 0:  # a row may see none of these
+        if MASKED and scores.WINDOW > 0:  # a row may see none of these tokens
             weight = tl.where(seen, weight, 0.0)
         shrink = tl.exp2(largest - new_largest)
         total = total * shrink + tl.sum(weight, 1)
         if described is not None:
             values = described.load([row + heads.K * BLOCK, 0])
-            if MASKED:  # what lies there need not be finite
+            if MASKED:  # values beyond the end may not be finite
                 values = tl.where(there, values, 0.0)
         else:
             values = _loaded(cached.values_at + at, inside, not MASKED and heads.WIDTH == D)
@@ -332,12 +331,12 @@ def flash_attend_prompts(
     y_at,
     y_stride,
     heads,
-    TOKENS: tl.constexpr,  # cached ones that are read at once
+    TOKENS: tl.constexpr,  # cached tokens that are read at once
     EARLY: tl.constexpr,
 ):
-    """Flash attention of some new tokens of one sequence, all query heads of one key/value head.
+    """Flash attention of a tile: new tokens of one sequence, query heads of one key/value head.
 
-    Tokens whose keys all queries of the tile see are added without masks.
+    Keys that all queries of the tile see are added without masks.
     """
     let_next_begin(EARLY)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -346,7 +345,7 @@ def flash_attend_prompts(
     d = tl.arange(0, heads.WIDTH)
     wait_for_earlier(EARLY)
     count = tl.load(tiles.counts + tile)
-    if count == 0:  # a graph has more tiles than most steps
+    if count == 0:  # an unused tile of a graph
         return
     slot, place = tl.load(tiles.slots + tile), tl.load(tiles.places + tile).to(tl.int32)
     first_row = tl.load(tiles.rows + tile).to(tl.int64)
@@ -354,7 +353,7 @@ def flash_attend_prompts(
     across = head[:, None] * heads.D + d[None, :]
     at = inputs.query_at + (first_row + token)[:, None] * inputs.token_stride + across
     query = tl.load(at, mask=inside, other=0.0)
-    # Tokens are read by the same tiles wherever the query's own tile begins.
+    # Cached tokens are read in the same tiles wherever the query's tile begins.
     begin, all_seen = 0, 0
     if scores.CAUSAL:
         stop = place + count.to(tl.int32)
@@ -393,10 +392,10 @@ def _even_shares(
     NEW: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return where each single token's tiles of cached tokens end, and how many a program takes.
+    """Return the end of each single token's tiles of cached tokens, and the tiles per program.
 
-    The heads of all tokens lie end to end; (COUNTED,) ends. Programs take equal shares of
-    neighbouring tiles, and about MOST_PARTS share a head at the most.
+    The tiles of all tokens and heads are numbered consecutively; ends are (COUNTED,). Each program
+    takes an equal share of consecutive tiles; about MOST_PARTS programs at most share a head.
     """
     rows = tl.arange(0, COUNTED)
     there = rows < count
@@ -413,7 +412,7 @@ def _even_shares(
 
 @triton.jit
 def _head_of(tile, ends, heads):
-    """Return the token and the head that a tile is of, and the head's first and end tile."""
+    """Return the token and the head of a tile, and the head's first and end tile."""
     nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
     row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
     row_end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)
@@ -438,10 +437,10 @@ def _leave_head(
     HEADS: tl.constexpr,  # a power of two, at least G
     JOINED: tl.constexpr,  # parts that are read at once
 ):
-    """Store the results of G query heads, or of this part of heads that are cut into parts.
+    """Store the results of G query heads, or a part of them if several programs share the heads.
 
-    The program that stores the last part of a head joins all its parts, by the logarithm of each
-    one's sum of weights. The state is that of `_attend_keys`.
+    The program that stores the last part joins all parts, by the logarithms of their sums of
+    weights. `state` is that of `_attend_keys`.
     """
     largest, total, mixed = state
     WIDTH: tl.constexpr = heads.WIDTH
@@ -456,12 +455,12 @@ def _leave_head(
         y = mixed.to(target_at.dtype.element_ty)
         tl.store(target_at + g[:, None] * heads.D + d[None, :], y, mask=inside)
     else:
-        # A program has at most two heads that it shares: that of its first tile, and a later.
+        # A program shares at most two heads with others: its first and its last.
         mine = 2 * program + (tile == head_begin).to(tl.int32)
         cell = mine * (HEADS * WIDTH) + g[:, None] * WIDTH + d[None, :]
         tl.store(parts_at + cell, mixed, mask=inside)
         tl.store(sums_at + mine * HEADS + g, largest + tl.log2(total), mask=g < heads.G)
-        tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+        tl.debug_barrier()  # this program's values are all stored before it draws its ticket
         if tl.atomic_add(ticket_at, 1) == parts - 1:
             tl.debug_barrier()
             h = tl.arange(0, HEADS)
@@ -506,17 +505,17 @@ def flash_decode(
     heads,
     TOKENS: tl.constexpr,
     COUNTED: tl.constexpr,  # a power of two, at least `count`
-    MOST_PARTS: tl.constexpr,  # of a head, about
+    MOST_PARTS: tl.constexpr,  # approximate limit per head
     HEADS: tl.constexpr,
     JOINED: tl.constexpr,
-    FIXED: tl.constexpr,  # see `PagedAttention`
+    FIXED: tl.constexpr,  # `single` of `PagedAttention`
     EARLY: tl.constexpr,
 ):
     """Flash decoding with split keys: each key is read once for all query heads that share it.
 
-    The heads of all tokens lie end to end, in tiles of cached tokens, of which each program takes
-    an equal share; the one that ends a head's last part joins its parts. New keys and values, if
-    any, are stored and seen.
+    The tiles of cached tokens of all heads and tokens are numbered consecutively, and each program
+    takes an equal share of them; the last program to finish a head joins its parts. New keys and
+    values, if any, are stored and attended to.
     """
     NEW: tl.constexpr = inputs.key_at is not None
     let_next_begin(EARLY)

@@ -1,9 +1,10 @@
-"""The next token of each row of logits in one GPU kernel, in Triton's language; needs Triton.
+"""The choice of the next token of each row of logits, in one Triton kernel.
 
-A step of one token launches a dozen small kernels for its best tokens otherwise, 25 us on an H200.
-A token is drawn without a sort: the logits that can be drawn are listed, and cuts through their
-order find the one at which the sum of masses reaches the drawn part. One program works on a row,
-always in the same order, so that a row's token does not depend on the other rows.
+Without it a decode step would launch a dozen small kernels to find its best tokens, 25 us on an
+H200. Drawing needs no sort: the logits that can be drawn are listed, and a search over thresholds
+(cuts) finds the one at which the cumulative mass reaches the drawn share. One program works on a
+row, always in the same order, so that a row's token does not depend on the other rows. Import this
+module only where Triton is installed.
 """
 
 # Shapes: n rows of logits, V ids of a rank
@@ -16,24 +17,24 @@ from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_
 
 _WARPS = 16
 _IDS = tl.constexpr(8192)  # logits that a program reads at once
-_LISTED = tl.constexpr(8192)  # most logits that it lists; a flatter row is searched whole
+_LISTED = tl.constexpr(8192)  # most logits that it lists; of flatter rows all logits are searched
 _PART = tl.constexpr(2048)  # listed logits that are compared at once
-_CUTS = tl.constexpr(8)  # what they are compared to
+_CUTS = tl.constexpr(8)  # thresholds that they are compared with
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-_DEEPEST = tl.constexpr(87.0)  # below the best logit: no mass further down is a normal fp32 number
-_LEAST = tl.constexpr(1e-30)  # for a threshold of 0, which only the best token reaches
+_DEEPEST = tl.constexpr(87.0)  # any further below the best logit, masses are subnormal in fp32
+_LEAST = tl.constexpr(1e-30)  # in place of a target of 0, which only the best token should reach
 
 
 @triton.jit
 def _order(x):
-    """Return integers in the order of the numbers; -0.0 equals 0.0."""
+    """Map floats to integers of the same order; -0.0 equals 0.0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _number(order):
-    """Undo `_order`."""
+    """Invert `_order`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -41,7 +42,7 @@ def _number(order):
 def _sums(at, count, best, cuts, COUNTS: tl.constexpr):
     """Return for each cut the mass of the logits at or above it, or with COUNTS their number.
 
-    The additions have the same order for every cut: a lower cut never gives a smaller sum.
+    The order of additions is the same for every cut, so that a lower cut never has a smaller sum.
     """
     within = tl.arange(0, _PART)
     sums = tl.zeros_like(cuts).to(tl.float32)
@@ -62,7 +63,7 @@ def _sum(at, count, best, cut, COUNTS: tl.constexpr):
 
 @triton.jit
 def _reach(at, count, best, target, lowest, COUNTS: tl.constexpr):
-    """Return the highest cut from which on the logits' sum reaches `target`, at least `lowest`."""
+    """Return the highest cut, at least `lowest`, at or above which the sum reaches `target`."""
     low = lowest.to(tl.int64)
     high = _order(best).to(tl.int64) + 1
     nth = tl.arange(0, _CUTS) + 1
@@ -77,9 +78,9 @@ def _reach(at, count, best, target, lowest, COUNTS: tl.constexpr):
 
 @triton.jit
 def _crossing(at, count, best, target, lowest, limit):
-    """Return the order of the logit with which the masses' sum reaches `target`.
+    """Return the order of the logit at which the cumulative mass reaches `target`.
 
-    Also which of the logits that are equal to it, and the sum up to that one. Only `limit` logits
+    Also returns which of the logits equal to it that is, and the mass up to it. Only `limit` logits
     of the order `lowest` count.
     """
     target = tl.minimum(target, _sum(at, count, best, lowest, False))
@@ -88,13 +89,13 @@ def _crossing(at, count, best, target, lowest, limit):
     mass = tl.exp(_number(edge) - best)
     nth = tl.maximum(tl.ceil((target - above) / mass), 1.0).to(tl.int32)
     nth = tl.where(edge == lowest, tl.minimum(nth, limit), nth)
-    # Rounding may ask for one more than there are.
+    # Rounding may yield one more than there are.
     return edge, nth, tl.minimum(above + nth * mass, _sum(at, count, best, edge, False))
 
 
 @triton.jit
 def _nth_equal(at, count, edge, nth):
-    """Return the place of the nth logit of an order, of the last one where there are fewer."""
+    """Return the index of the nth logit of order `edge`, or of the last if there are fewer."""
     within = tl.arange(0, _PART)
     found = 0
     place = 0
@@ -110,9 +111,9 @@ def _nth_equal(at, count, edge, nth):
 
 @triton.jit
 def _list(at, count, lowest, listed_at, ids_at):
-    """List the logits from the order `lowest` on, and their ids; return their number.
+    """List the logits of at least the order `lowest`, and their ids; return their number.
 
-    Those beyond the first _LISTED are left out.
+    Only the first _LISTED are stored.
     """
     within = tl.arange(0, _IDS)
     listed = 0
@@ -130,10 +131,9 @@ def _list(at, count, lowest, listed_at, ids_at):
 
 @triton.jit
 def _drawn(at, count, value, best, top_k, draw_at, listed_at, ids_at):
-    """Return the drawn token of a row whose best logit is `value`, by its numbers at `draw_at`.
+    """Return the drawn token of a row whose best logit is `value`, by the draw at `draw_at`.
 
-    `best` (_IDS,) are logits, the best of the row among them. Of the lists this row takes
-    `listed_at`.
+    `best` (_IDS,) are logits of the row, its best among them. `listed_at` is this row's list.
     """
     top_p, rest = tl.load(draw_at + 2), tl.load(draw_at + 3)
     whole, uniform = tl.load(draw_at + 4) > 0, tl.load(draw_at + 5)
@@ -142,7 +142,7 @@ def _drawn(at, count, value, best, top_k, draw_at, listed_at, ids_at):
     inside = 0.0  # mass that can be drawn
     lowest = _order(tl.full((), float("-inf"), tl.float32))
     if top_k > 0:
-        # The k best of all logits lie at or above the kth best of some of them.
+        # The k best logits are all at least the kth best of a subset.
         some = tl.max(tl.reshape(best, (_PART, _IDS // _PART)), 1)
         tl.store(listed_at + tl.arange(0, _PART), some)
         tl.debug_barrier()
@@ -151,7 +151,7 @@ def _drawn(at, count, value, best, top_k, draw_at, listed_at, ids_at):
         tl.debug_barrier()
         total = _sum(at, count, value, lowest, False)
         inside = top_p * (total + rest)
-        # Even `count` logits this low would have half of the mass that is not searched.
+        # Even `count` logits this low would have at most half of the mass that is not needed.
         slack = total - tl.where(whole, inside, inside * uniform)
         depth = -tl.log(0.5 * tl.maximum(slack, 0.0) / count)
         lowest = _order(value - tl.minimum(depth, _DEEPEST))
@@ -178,7 +178,7 @@ def _drawn(at, count, value, best, top_k, draw_at, listed_at, ids_at):
     return token
 
 
-# Slots and ids may begin anywhere in a larger tensor; one kernel serves them all.
+# Slots and ids may start at any address of a larger tensor; one compiled kernel serves all.
 @triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])
 def _choose(
     logits_at,
@@ -233,12 +233,12 @@ def _choose(
         if DRAWS:
             x = tl.where(here < count, x, float("-inf"))
             tl.store(at + here, x, mask=here < count)
-        # A NaN is not better than anything, and is noted.
+        # A NaN never compares as better, and is recorded.
         spoilt |= (x != x).to(tl.int32)
         better = x > best
         best, place = tl.where(better, x, best), tl.where(better, here, place)
     value = tl.max(best, 0)
-    token = tl.min(tl.where(best == value, place, 2147483647), 0)  # the first of equals
+    token = tl.min(tl.where(best == value, place, 2147483647), 0)  # the first among equals
     value = tl.where(tl.max(spoilt, 0) > 0, float("nan"), value)
 
     if DRAWS:
@@ -270,15 +270,15 @@ def chosen_tokens(
     seen: torch.Tensor,
     bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the token of each row as `TokenFeed.choose` does, of this rank's ids.
+    """Choose a token of each row among this rank's ids; the result is that of `TokenFeed.choose`.
 
-    Rows of `logits` are contiguous; with `draws` they are of the whole vocabulary and overwritten.
-    `first` is the first of the ids; with `keep`, if no other rank has a say, `newest` receives the
-    tokens at `slots`. Where there are penalties so does `seen` (slots, V) uint8, and the frequency
-    penalty is subtracted from `bias` (slots, V) fp32.
+    Rows of `logits` are contiguous; with `draws` they cover the whole vocabulary, and are
+    overwritten. `first` is the first id. With `keep`, if the choice is final, the tokens are stored
+    in `newest` at `slots`. With penalties they are also marked in `seen` (slots, V) uint8, and the
+    frequency penalty is subtracted from `bias` (slots, V) fp32.
     """
     rows, device = len(logits), logits.device
-    assert penalties is None or penalties.shape == (rows, 3)  # the kernel would read beyond
+    assert penalties is None or penalties.shape == (rows, 3)  # the kernel does not check bounds
     chosen = torch.empty(rows, 2, dtype=torch.int32, device=device)
     listed = ids = None
     if draws is not None:

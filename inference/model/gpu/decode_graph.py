@@ -1,9 +1,9 @@
-"""Decoding steps as CUDA graphs: a step of one token per sequence is one launch, not hundreds.
+"""Decode steps as CUDA graphs: a step of one token per sequence is one launch instead of hundreds.
 
-A graph serves up to B sequences; B comes in few sizes, all of which are recorded before the first
-request. Unused places of a step compute on a scratch slot, whose results are discarded. Without a
-pipeline the graph also chooses the best token of each sequence, which the next graph reads; in a
-step with sampled rows the kernel of these follows the graph.
+A graph serves up to B sequences; a few sizes of B are recorded before the first request. Unused
+rows compute on a scratch slot, and their results are discarded. Without a pipeline the graph also
+chooses the best token of each sequence, which the next graph reads; if a step has sampled rows, a
+kernel for them follows the graph.
 """
 
 # Shapes: B sequences of a graph, R numbers of a sequence, E hidden, V vocabulary
@@ -28,17 +28,17 @@ _STEP = 8  # between the sizes of graphs
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """One graph, its inputs, and its outputs, which each replay overwrites."""
+    """One graph, its inputs, and its outputs, which every replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     numbers: torch.Tensor  # (R, B) int64
-    hidden: torch.Tensor | None  # (B, E), from the stage before
+    hidden: torch.Tensor | None  # (B, E), from the previous stage
     output: torch.Tensor  # (B, E) or (B, V)
     chosen: torch.Tensor | None  # (B, 2) int32
     idle: tuple[int, ...]
 
     def fill(self, numbers: Array) -> None:
-        """Set the numbers of the first sequences, (R, sequences)."""
+        """Set the numbers of the sequences, (R, sequences), and idle numbers for the other rows."""
         every = np.empty(self.numbers.shape, np.int64)
         every[:] = np.array(self.idle)[:, None]
         every[:, : numbers.shape[1]] = numbers
@@ -46,12 +46,11 @@ class DecodeGraph:
 
 
 class DecodeGraphs(SizedGraphs[DecodeGraph]):
-    """The graphs of one rank's stage; the sums over the ranks of the stage are part of them.
+    """The graphs of one rank's stage; they contain the all-reduces over the stage's ranks.
 
-    The numbers of a sequence: its token, its slot, the token's place among what the slot has
-    cached, the token's position, and an id that may not be chosen. With an encoder there are three
-    more before the last: the slot of the encoder's output that it reads, the last place of this,
-    and its IA3 task.
+    The numbers of a sequence are its token, its slot, the token's index in the slot, the token's
+    position, and an id that must not be chosen. With an encoder there are three more before the
+    last: the slot of the encoder's output, the index of its last token, and the IA3 task.
     """
 
     def __init__(
@@ -63,25 +62,25 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         *,
         idle: Sequence[int] = (),
     ) -> None:
-        """Record nothing yet.
+        """Prepare; `record` records the graphs.
 
-        `idle` are the numbers of what a place without a sequence reads of an encoder.
+        `idle` are the three encoder numbers of a row without a sequence.
         """
         slots = cache.shape.slots
         small = [size for size in (1, 2, 4) if size < slots]
         super().__init__([*small, *range(_STEP, slots, _STEP), slots], "decoding steps")
         self._model, self._cache, self._feed, self._layout = model, cache, feed, layout
         self._idle = (0, cache.scratch_slot, 0, 0, *idle, -1)
-        # The logits of every graph, of which one runs at a time: those of 66 graphs and a
-        # vocabulary of 150,000 tokens would take 10 GB.
+        # Shared by all graphs, of which one runs at a time: separate logits of 66 graphs would take
+        # 10 GB for a vocabulary of 150,000 tokens.
         width = 0 if model.head is None else model.head.width
         self._logits = torch.empty(slots, width, device=cache.device)
 
     def record(self) -> None:
-        """Record every size; the ranks of a stage do so at the same time."""
+        """Record every size, at the same time on all ranks of a stage."""
         super().record()
         largest = self._graphs[self._sizes[-1]]
-        if largest.chosen is not None:  # the kernels of sampled rows are compiled now, too
+        if largest.chosen is not None:  # also compile the kernels for sampled rows
             numbers = largest.numbers
             draws = torch.ones(self._sizes[-1], 6, device=numbers.device)
             for penalties in (None, torch.ones(self._sizes[-1], 3, device=numbers.device)):
@@ -97,13 +96,13 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
     def _run(
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the stage's output (B, E), of the last one its logits (B, V) fp32.
+        """Return the stage's output (B, E), on the last stage the logits (B, V) fp32.
 
-        A model of a single stage also returns what `TokenFeed.choose` does, (B, 2).
+        Without a pipeline the result of `TokenFeed.choose`, (B, 2), is returned, too.
 
         Args:
-            numbers: Of each sequence (R, B) int64.
-            hidden: Output of the stage before (B, E), None on the first.
+            numbers: Numbers of each sequence (R, B) int64.
+            hidden: Output of the previous stage (B, E), None on the first.
         """
         ids, slots, places, positions, *encoder, forbidden = numbers.unbind(0)
         model, layout = self._model, self._layout
@@ -111,7 +110,7 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         encoded = tasks = None
         if encoder:
             read, last, tasks = encoder
-            # As if each token were the last of the encoder's: it sees all of them.
+            # Each token takes the place of the encoder's last token, which sees all of them.
             encoded = single_tokens(read, last, self._cache, rules=model.rules.across)
         step = Step(
             ids=self._feed.ids(ids, slots),

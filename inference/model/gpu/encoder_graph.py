@@ -1,6 +1,6 @@
 """Passes of an encoder as CUDA graphs: one launch for rows of any lengths.
 
-A graph serves up to N tokens of all rows; tiles of attention without rows end at once. Import this
+A graph serves rows of up to N tokens in total; unused attention tiles return at once. Import this
 module only where Triton is installed.
 """
 
@@ -16,7 +16,7 @@ from inference.model.gpu.recording import SizedGraphs, record_graph, token_graph
 from inference.model.gpu.rows import TILE_NUMBERS
 from inference.model.ragged import RaggedRows
 
-_TOKENS_OF_A_TILE = 16  # on average, at least, in rows that a graph serves
+_TOKENS_OF_A_TILE = 16  # least average for which a graph has enough tiles
 _MORE_TILES = 16
 
 
@@ -29,7 +29,7 @@ class _EncoderGraph:
 
 
 class EncoderGraphs(SizedGraphs[_EncoderGraph]):
-    """The graphs of a rank that holds all layers of an encoder."""
+    """The graphs of a rank with all layers of an encoder."""
 
     def __init__(
         self,
@@ -39,19 +39,19 @@ class EncoderGraphs(SizedGraphs[_EncoderGraph]):
         parameters: int,
         device: torch.device,
     ) -> None:
-        """Record nothing yet.
+        """Prepare; `record` records the graphs.
 
         Args:
             forward: Returns the encoder's output (N, E) for its inputs (N, ...) and their rows.
-            empty_inputs: Returns room for the inputs of N tokens.
-            parameters: Of this rank's layers.
-            device: Of the encoder.
+            empty_inputs: Returns an uninitialised buffer for the inputs of N tokens.
+            parameters: Number of parameters of this rank's layers.
+            device: The encoder's device.
         """
         self._forward, self._empty_inputs, self._device = forward, empty_inputs, device
         super().__init__(token_graph_sizes(parameters), "the encoder")
 
     def run(self, inputs: torch.Tensor, rows: RaggedRows) -> torch.Tensor | None:
-        """Return the output (tokens, E), None where no graph serves the rows."""
+        """Return the output (tokens, E), or None if no graph can serve the rows."""
         tokens = len(inputs)
         each = self.holding(tokens)
         if each is None:

@@ -1,4 +1,4 @@
-"""Norms in one GPU kernel each, in Triton's language; needs Triton."""
+"""Norms as single GPU kernels, in Triton, which must be installed."""
 
 # Shapes: N tokens, E hidden, H query heads, K key heads, D head size
 
@@ -16,7 +16,7 @@ from inference.parallel.rounding_cuda import (
     store_scale,
 )
 
-_NORMED_VALUES = 1024  # of heads that a program normalises
+_NORMED_VALUES = 1024  # values of heads per program
 
 
 @triton.jit
@@ -25,9 +25,9 @@ def _norm(
     residual_at,
     weight_at,
     bias_at,
-    onto_at,  # what the norm is added to
+    onto_at,  # the norm is added to this
     y_at,
-    scale_at,  # of rows that are rounded to 8 bits
+    scale_at,  # of rows rounded to FP8
     stride,
     number,
     size,
@@ -38,7 +38,7 @@ def _norm(
     CENTRED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Normalise HEADS of the `number` heads of a row, of some size each."""
+    """Normalise HEADS of the `number` heads of a row, each of `size` values."""
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -80,14 +80,12 @@ def norm(
     onto: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> Any:
-    """Return LayerNorm (`centred`) or RMSNorm of the sums of rows x and residual (N, E).
+    """Return LayerNorm (`centred`) or RMSNorm of x + residual (N, E).
 
-    With `onto` (N, E) it is this plus `factor` times the norm.
+    `weight` and `bias` are (E,). With `onto` (N, E) the result is onto + factor * norm. With
+    `rounds`, many rows are returned as `RoundedRows`. A row's bits do not depend on other rows.
 
-    torch's take 6 us for 64 rows of 4096 on an H200, this one 2; for 8192 rows 54 and 35. Nothing
-    depends on the number of rows: a row's result is the same to the bit among any others.
-
-    `weight` and `bias` are (E,). With `rounds`, many rows come as `RoundedRows`.
+    On an H200, 64 rows of 4096 take 2 us (torch's norm 6), 8192 rows 35 us (54).
     """
     x = x.contiguous()
     rounds = rounds and len(x) > FEW_ROWS
@@ -107,7 +105,7 @@ def norm(
 
 
 def norm_heads(heads: torch.Tensor, *, weight: torch.Tensor, eps: float) -> None:
-    """Normalise each of heads (N, H+K, D) in place by RMSNorm with `weight` (H+K, D) fp32."""
+    """Apply RMSNorm with `weight` (H+K, D) fp32 to each of heads (N, H+K, D), in place."""
     count, number, size = heads.shape
     assert heads.stride()[1:] == (size, 1)
     width = triton.next_power_of_2(size)

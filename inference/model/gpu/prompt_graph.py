@@ -1,8 +1,9 @@
 """Steps with prompts as CUDA graphs: one launch for any mixture of chunks and single tokens.
 
-A host takes longer to launch the kernels of a small model one by one than a GPU to run them. A
-graph serves steps of up to N tokens; its attention has as many programs as the worst mixture of N
-tokens needs, and those without work end at once. Import this module only where Triton is installed.
+For a small model, launching the kernels one by one takes the host longer than the GPU needs to run
+them. A graph serves steps of up to N tokens; its attention has enough programs for the worst
+mixture of N tokens, and programs without work return at once. Import this module only where Triton
+is installed.
 """
 
 # Shapes: N tokens of a graph, E hidden
@@ -30,22 +31,23 @@ from inference.model.step import Segment, Step, segment_numbers, token_places
 from inference.model.token_feed import TokenFeed
 
 _TILE_FIELDS = 4  # slot, place, row and count
-# Single tokens of a graph that may have more of them than slots: each program counts them all.
+# Graphs of up to so many tokens have a single-token tile for each, which may exceed the slots. Not
+# more, since each program of attention goes through all of them.
 _COUNTED_TOKENS = 512
-# Graphs of so few tokens have large tiles for all longer segments of any mixture; shorter ones take
-# what is left. A tile that is not used costs a program for each head.
+# Such graphs have enough large tiles for all segments that are longer than this; shorter ones may
+# be served token by token. An unused tile costs one program per head.
 _SHORT_SEGMENT = 16
 
 
 def tile_room(tokens: int, slots: int, tile_sizes: tuple[int, int]) -> tuple[int, int]:
-    """Return the tiles of each size that any step of some tokens of `slots` sequences needs."""
+    """Return how many tiles of each size suffice for every step of `tokens` tokens in `slots`."""
     small, large = tile_sizes
     if small == 1 and tokens <= _COUNTED_TOKENS:
         singles, shortest = tokens, _SHORT_SEGMENT + 1
     else:
         singles, shortest = min(tokens, slots), small + 1
-    # Most tiles for their tokens are those of the shortest segments, or of segments that just
-    # exceed one large tile; every sequence has at most one tile that is not full.
+    # The shortest segments need the most tiles per token, or segments that just exceed one large
+    # tile; every sequence has at most one partly filled tile.
     most = int(tokens / min(shortest, (large + 1) / 2)) + 1
     return singles, min(most, slots + tokens // large)
 
@@ -53,7 +55,7 @@ def tile_room(tokens: int, slots: int, tile_sizes: tuple[int, int]) -> tuple[int
 @dataclass(frozen=True)
 class _PromptGraph:
     graph: torch.cuda.CUDAGraph
-    # Ids, shifts, slots, places, output rows, and four fields of each size's tiles.
+    # Ids, shifts, slots, places, output rows, and four fields for each size of tiles.
     lengths: list[int]
     inputs: torch.Tensor
     step: Step
@@ -61,7 +63,7 @@ class _PromptGraph:
 
 
 class PromptGraphs(SizedGraphs[_PromptGraph]):
-    """The graphs of a rank that holds all layers of a decoder-only model."""
+    """The graphs of a rank with all layers of a decoder-only model."""
 
     def __init__(
         self,
@@ -72,9 +74,10 @@ class PromptGraphs(SizedGraphs[_PromptGraph]):
         parameters: int,
         most: int,
     ) -> None:
-        """Record nothing yet.
+        """Prepare; `record` records the graphs.
 
-        `parameters` are those of this rank's layers, `most` the tokens of the largest step.
+        `parameters` is the number of parameters of this rank's layers, `most` the number of tokens
+        of the largest step.
         """
         self._model, self._cache, self._feed = model, cache, feed
         self._tile_sizes = tile_sizes(model.rules, cache.shape.size_per_head)
@@ -85,8 +88,8 @@ class PromptGraphs(SizedGraphs[_PromptGraph]):
     ) -> tuple[torch.Tensor, Step] | None:
         """Run a step; return the last layer's output (tokens, E) and a step with the output rows.
 
-        None where no graph is large enough. The output is valid until the next step. Segments are
-        in the order of their tokens; an id is NEWEST where the slot's last step chose it.
+        None if no graph is large enough. The output is valid until the next step. Segments are in
+        the order of their tokens; NEWEST stands for an id that the slot's last step chose.
         """
         each = self.holding(len(ids))
         if each is None:

@@ -1,4 +1,4 @@
-"""Recording of CUDA graphs: one graph, graphs of several sizes, and the sizes by tokens."""
+"""Recording of CUDA graphs: single graphs, graphs of several sizes, and the choice of sizes."""
 
 import contextlib
 import functools
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 _LOG_S = 5.0
 
-# Sizes of graphs in tokens: up to a bound, and the step between them.
+# Sizes of graphs in tokens: (bound, distance of sizes up to it).
 _SIZES = ((1024, 64), (2048, 128), (8192, 256), (16384, 512))
-# Parameters of a rank times tokens: products of about 30 ms on an H200. A host takes 12 to 40 ms to
-# launch the 300 kernels of such a step one by one. Larger steps are bound by the GPU, which would
-# only compute padding.
+# Largest product of a rank's parameters and tokens, about 30 ms on an H200. Launching the 300
+# kernels of such a step one by one takes a host 12 to 40 ms. Larger steps are bound by the GPU, and
+# padding to a graph's size would only cost time.
 _PRODUCTS = 1e13
 
 
 def token_graph_sizes(parameters: int, *, most: int = _SIZES[-1][0]) -> list[int]:
-    """Return the sizes of graphs in tokens, ascending, up to a step of `most` tokens.
+    """Return the ascending sizes of graphs in tokens, up to a step of `most` tokens.
 
-    `parameters` are those of a rank.
+    `parameters` is the number of parameters of a rank.
     """
     most = min(most, int(_PRODUCTS / parameters))
     sizes = [0]
@@ -48,28 +48,28 @@ RecordedT = TypeVar("RecordedT", bound=_Recorded)
 
 
 class SizedGraphs(ABC, Generic[RecordedT]):
-    """Graphs of several sizes, which share their memory."""
+    """Graphs of several sizes, which share memory."""
 
     def __init__(self, sizes: Sequence[int], what: str) -> None:
-        """Record nothing yet; sizes ascend, `what` is the name in the log."""
+        """Prepare; `sizes` ascend, `what` names the graphs in the log."""
         self._sizes, self._what = sizes, what
         self._graphs: dict[int, RecordedT] = {}
 
     @abstractmethod
     def _record(self, size: int, pool: Any) -> RecordedT:
-        """Return a graph of a size; `pool` is the memory of the others, None for the first."""
+        """Record a graph; `pool` is the memory pool of the other graphs, None for the first."""
 
     def holding(self, count: int) -> RecordedT | None:
-        """Return the smallest graph that is large enough, None where none is."""
+        """Return the smallest graph that is large enough, or None."""
         size = next((size for size in self._sizes if size >= count), None)
         return None if size is None else self._graphs[size]
 
     def record(self) -> None:
-        """Record every size; all ranks do so at the same time."""
+        """Record every size, at the same time on all ranks."""
         began = logged = perf_counter()
         graphs, sizes, pool = self._graphs, self._sizes, None
         with _no_collection():
-            for size in reversed(sizes):  # the largest first: the others find the memory they need
+            for size in reversed(sizes):  # the largest allocates all memory that the others need
                 graphs[size] = self._record(size, pool)
                 pool = graphs[size].graph.pool()
                 if perf_counter() - logged > _LOG_S:
@@ -85,7 +85,7 @@ class SizedGraphs(ABC, Generic[RecordedT]):
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and none before the end: freeing a graph spoils a recording."""
+    """Collect garbage now, and not again before the end: freeing a graph breaks a recording."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
@@ -98,27 +98,27 @@ def _no_collection() -> Iterator[None]:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all recordings: what one has freed, only its stream takes again."""
+    """Return the stream of all recordings; freed memory is only reused on the same stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def record_graph(
     run: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return a graph of what `run` launches, and what it returned: the graph's outputs.
+    """Record the kernels that `run` launches; return the graph, and its outputs from `run`.
 
     Args:
-        run: Launches kernels on fixed memory; it is run twice.
+        run: Launches kernels on fixed memory; it is called twice.
         device: A GPU.
-        pool: Memory of other graphs, of which no two run at the same time; None for none.
+        pool: Memory pool to share with graphs that never run at the same time, or None.
     """
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        run()  # libraries choose and allocate in the first run, which must not be recorded
+        run()  # a first call, not recorded, in which libraries choose kernels and allocate
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # NCCL's threads query their events meanwhile, which must not end the recording.
+    # NCCL's threads query events meanwhile, which must not invalidate the recording.
     with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
         outputs = run()
     return graph, outputs

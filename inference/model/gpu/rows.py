@@ -1,7 +1,7 @@
-"""Attention of whole rows laid end to end, by the kernel of prompts; needs Triton.
+"""Attention within concatenated rows, by the prompt kernel; needs Triton.
 
-One launch for each layer serves rows of any lengths, without padding. To the kernel the rows' keys
-and values are a cache of blocks of one token, which lie as the tokens do.
+One launch per layer serves rows of any lengths, without padding. The kernel sees the rows' keys and
+values as a cache with blocks of one token, in the order of the tokens.
 """
 
 # Shapes: N tokens of all rows, H heads, D head size, T tiles
@@ -25,13 +25,13 @@ from inference.parallel.launch_cuda import launch_options
 
 _QUERIES = 64  # of a tile
 
-# The numbers of a tile: the first token of its row, the place of its own first token there, that
-# token itself, how many it has, and the row's length.
+# Numbers per tile: the row's first token; the tile's first token, as an index in the row and among
+# all tokens; the tile's number of tokens; the row's length.
 TILE_NUMBERS = 5
 
 
 def row_tiles(lengths: Sequence[int]) -> Array:
-    """Return the tiles (TILE_NUMBERS, T) of rows of some tokens."""
+    """Return the tiles (TILE_NUMBERS, T) of rows of `lengths` tokens."""
     tiles = [
         (start, first - start, first, min(_QUERIES, stop - first), stop - start)
         for start, stop in pairwise([0, *accumulate(lengths)])
@@ -49,11 +49,11 @@ def attend_rows(
     bias: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Return each token's mix of the values of its own row, (N, H*D), for three (N, H, D).
+    """Return each token's attention within its row, (N, H*D), for query, key, value (N, H, D).
 
-    The three are parts of one tensor, heads side by side. `tiles` (TILE_NUMBERS, T) int32 are those
-    of `row_tiles`; tokens that are in no tile get no result. `bias` (H, 2 * reach + 1) is added to
-    the scores, which are scaled, by the offset of key and query.
+    These three are parts of one tensor with contiguous heads. `tiles` (TILE_NUMBERS, T) int32 are
+    from `row_tiles`; results of tokens in no tile are undefined. `bias` (H, 2 * reach + 1) is added
+    to the scaled scores by the offset of key and query.
     """
     count, H, D = query.shape
     assert query.stride() == key.stride() == value.stride()
