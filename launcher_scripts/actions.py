@@ -1,4 +1,4 @@
-"""Actions on earlier runs: status, logs and cancel, from the records of their jobs."""
+"""Actions on earlier runs, read from their job records: status, logs and cancel."""
 
 import contextlib
 import functools
@@ -26,20 +26,20 @@ from stages.progress import PROGRESS_NAME, DamagedFileError, read_as, read_progr
 
 LAST_RUN = "last_run.json"
 _POLL_S = 0.5
-_LOGS_POLL_S = 2.0  # each asks Slurm
-_PIECE = 1 << 20  # characters of a log, which may be larger than memory
+_LOGS_POLL_S = 2.0  # each poll queries Slurm
+_READ_CHARS = 1 << 20  # a log may be larger than memory
 _CANCEL_S = 60.0
-# Overrides that say nothing of a run, or where the last one is recorded.
-_NEUTRAL = (
+# Overrides of these keys alone do not select a run: the action applies to the last one.
+_RUN_INDEPENDENT = (
     "action", "base_results_dir", "cluster", "cluster_type", "debug", "dry_run",
     "launcher_scripts_path", "wait",
 )  # fmt: skip
-_QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
+_QUEUED_CLUSTER = "bcm"  # its jobs outlive the command
 
 
 @dataclass(frozen=True)
 class _LastRun:
-    """The results folders of a run, or of several rows, whose last is `results_dir`."""
+    """The results folders of a run, or of all rows of one; `results_dir` is the last of them."""
 
     results_dir: str
     at: str = ""
@@ -47,24 +47,24 @@ class _LastRun:
 
 
 def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
-    """Remember the results folders of the run, or of the rows, that start now."""
+    """Record the results folders of the run, or of the rows, that start now."""
     folders = tuple(map(str, results_dirs))
     write_json(base_results_dir / LAST_RUN, asdict(_LastRun(folders[-1], record.now(), folders)))
 
 
 def problems_of_action(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that an action would not follow."""
+    """Return a problem for each override that the action would ignore."""
     why = "action=cancel ends every job of the run"
     return decided_elsewhere(overrides, ["stages"], why) if config.action == "cancel" else []
 
 
-def look_after(config: Config, console: Console, overrides: Sequence[str] = ()) -> int:
-    """Run `action` on `run_dir`, on the run that overrides name, or on the last one.
+def run_action(config: Config, console: Console, overrides: Sequence[str] = ()) -> int:
+    """Run `action` on `run_dir`, on the run that `overrides` select, or on the last run.
 
     Return the exit status.
     """
     found = _run_dirs(config)
-    is_named = not all(is_below(override, _NEUTRAL) for override in overrides)
+    is_named = not all(is_below(override, _RUN_INDEPENDENT) for override in overrides)
     if config.run_dir is None and is_named and config.results_dir not in found:
         found = [config.results_dir]
     if not found:
@@ -100,7 +100,7 @@ def look_after(config: Config, console: Console, overrides: Sequence[str] = ()) 
 
 
 def _run_dirs(config: Config) -> list[Path]:
-    """Return the results folders of the last run or of `run_dir`; an upgrade has several."""
+    """Return `run_dir`, or the results folders of the last run: several after an upgrade."""
     if config.run_dir is not None:
         return [Path(config.run_dir)]
     path = Path(config.base_results_dir) / LAST_RUN
@@ -117,9 +117,10 @@ def read_job(
     if found is None or found.is_final:
         return found
     if found.cluster == _QUEUED_CLUSTER:
-        return slurm_state.settle(path, queue)
-    has_process = bool(found.job_id) and found.process is not None  # its own
-    if has_process and _is_here(found) and not _is_process_of(found, path.parent):
+        return slurm_state.reconcile(path, queue)
+    # Before the job has an id, `process` is that of the submitting command.
+    has_process = bool(found.job_id) and found.process is not None
+    if has_process and _is_local(found) and not _is_process_of(found, path.parent):
         error = "the job ended without a result: killed, or the machine was restarted"
         return record.exchange_record(path, found, replace(found, state=record.LOST, error=error))
     return found
@@ -130,11 +131,12 @@ def jobs_in(
     ask: Callable[[], slurm_state.SlurmQueue] = slurm_state.queue_now,
     damage: list[str] | None = None,
 ) -> list[record.JobRecord]:
-    """Return the jobs of a results folder, stage by stage, as their records and Slurm know them.
+    """Return the jobs of a results folder in stage order, from their records and Slurm's queue.
 
-    A stage has several if Slurm has jobs of it that its record does not name: a chain, or jobs
-    whose record was deleted or replaced. The last of these gets the record where it is free. A
-    damaged record is passed over, and added to `damage` unless Slurm knows jobs of its stage.
+    A stage has several jobs if the queue holds some that its record does not name: a chain, or
+    jobs whose record was deleted or replaced. The last of these takes over the record
+    unless a live job has it. A damaged record is skipped; its problem is added to `damage` unless
+    the queue holds jobs of that stage.
     """
     queue = ask()
     queued = slurm_state.jobs_below(results_dir, queue)
@@ -148,19 +150,21 @@ def jobs_in(
                 damage.append(str(damaged))
         others = [each for each in queued.get(stage, ()) if own is None or each != own.job_id]
         if others and (own is None or own.is_final or not own.job_id):
-            new = _described(path, others.pop(), queue)
-            if own is not None and not own.is_final:  # its command has yet to note the id
+            new = _queued_record(path, others.pop(), queue)
+            if own is not None and not own.is_final:  # the command has yet to record the job id
                 new = replace(own, job_id=new.job_id, log=new.log, host="", process=None)
             own = record.exchange_record(path, own, new)
         elif own is not None and _is_abandoned(own):
             error = "the command that was submitting it has ended, and there is no such job"
             own = record.exchange_record(path, own, replace(own, state=record.LOST, error=error))
-        found += [own] * (own is not None) + [_described(path, other, queue) for other in others]
+        found += [own] * (own is not None) + [
+            _queued_record(path, other, queue) for other in others
+        ]
     return [each for each in found if each is not None]
 
 
-def _described(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record.JobRecord:
-    """Return what is known of a job in the queue without a record."""
+def _queued_record(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record.JobRecord:
+    """Return a record for a queued job that has none."""
     answer = queue.state(job_id)
     logs = path.parent.glob(f"*_{job_id}.out")
     return record.JobRecord(
@@ -174,28 +178,30 @@ def _described(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record
 
 
 def _is_abandoned(found: record.JobRecord) -> bool:
-    """Return whether the command that was about to submit a job has ended, as far as is known."""
+    """Return whether the command that was to submit a job seems to have ended without doing so."""
     if found.job_id or found.is_final:
         return False
-    has_ended = _is_here(found) and not Path(f"/proc/{found.process}").exists()
+    has_ended = _is_local(found) and not Path(f"/proc/{found.process}").exists()
     if has_ended or not found.submitted_at:
         return True
-    # On another machine, or where another process has got its id since; a clock may have been set.
+    # The command ran on another machine, or its process id was reused. Clocks may have been reset.
     age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)
     return abs(age.total_seconds()) > SUBMISSION_S
 
 
-def problem_of_live_job(found: record.JobRecord, folder: Path) -> str | None:
-    """Return why a stage cannot be submitted to a `folder` where a job of it lives.
+def live_job_problem(found: record.JobRecord, folder: Path) -> str | None:
+    """Return why a stage cannot be submitted while an earlier job of it is live in `folder`.
 
-    The record would name the new job alone: no action would find the other any more.
+    The record would name only the new job, and no action could find the earlier one.
     """
     if found.is_final or not (
-        found.cluster == _QUEUED_CLUSTER or _is_here(found) or _holds_lock(found, folder)
+        found.cluster == _QUEUED_CLUSTER or _is_local(found) or _holds_lock(found, folder)
     ):
         return None
-    at = f"process {found.process}" if found.process is not None and _is_here(found) else found.host
-    job = f"job {found.job_id}" if found.job_id else "a job that another command submits now"
+    at = (
+        f"process {found.process}" if found.process is not None and _is_local(found) else found.host
+    )
+    job = f"job {found.job_id}" if found.job_id else "a job that another command is submitting"
     verb = "serves" if published_by(folder / ENDPOINT_NAME) == found.job_id else "runs"
     if found.state == record.SUBMITTED:
         verb = "waits"
@@ -206,7 +212,7 @@ def problem_of_live_job(found: record.JobRecord, folder: Path) -> str | None:
 
 
 def _holds_lock(found: record.JobRecord, folder: Path) -> bool:
-    """Return whether a job on another machine holds its lock in a folder that both share."""
+    """Return whether a job, possibly on another machine, holds its lock in a shared folder."""
     try:
         with folder_lock(folder / LOCK_NAME.format(job=found.job_id), ""):
             return False
@@ -216,17 +222,17 @@ def _holds_lock(found: record.JobRecord, folder: Path) -> bool:
         return False
 
 
-def _is_here(found: record.JobRecord) -> bool:
+def _is_local(found: record.JobRecord) -> bool:
     return found.host == socket.gethostname()
 
 
 def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
-    """Return whether the process of the record is still that of the job: ids are used again."""
+    """Return whether the recorded process id still belongs to the job: ids are reused."""
     try:
         command = Path(f"/proc/{found.process}/cmdline").read_bytes()
     except OSError:
         return False
-    # The folder of the results may have other names, by symbolic links.
+    # Symbolic links may give the results folder other names.
     return os.fsencode(Path(folder.name, "submitit", found.job_id)) in command
 
 
@@ -236,7 +242,7 @@ def _status(
     queue: slurm_state.SlurmQueue,
     console: Console,
 ) -> int:
-    # Remarks on the job that serves tell of its neighbours in a chain.
+    # In a chain, the remarks on the serving job name its predecessor and successor.
     chained = {other for job in records for other in (job.predecessor, job.successor)}
     records = [job for job in records if job.job_id not in chained]
     rows = [
@@ -257,7 +263,7 @@ def _status(
 
 
 def _remarks(found: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueue) -> Iterator[str]:
-    """Yield why a job failed, waits or what it is doing, and how to reach its server from here."""
+    """Yield why a job failed or is waiting, or what it is doing."""
     yield found.error
     if found.is_final:
         return
@@ -266,13 +272,13 @@ def _remarks(found: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueu
             in_queue = found.cluster == _QUEUED_CLUSTER and found.job_id
             answer = queue.state(found.job_id) if in_queue else None
             if answer is not None and (reason := answer.waits_for):
-                waits = found.dependency and reason == "Dependency"
-                yield f"in the queue: {reason}" + (f" ({found.dependency})" if waits else "")
+                is_dependent = found.dependency and reason == "Dependency"
+                yield f"in the queue: {reason}" + (f" ({found.dependency})" if is_dependent else "")
             else:
                 yield slurm_state.UNREACHABLE * bool(in_queue and answer is None)
                 phase = read_progress(folder / PROGRESS_NAME).phase
                 yield f"{phase}; job {found.successor} follows" if found.successor else phase
-    except DamagedFileError as error:  # the job is as its record says
+    except DamagedFileError as error:
         yield str(error)
 
 
@@ -299,23 +305,23 @@ def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) 
 
 
 def _print_from(path: Path, position: int, console: Console) -> int:
-    """Print a log from `position` on, and return its new end."""
+    """Print a log from `position` to its end; return the new position."""
     if not path.is_file():
         return position
     with path.open(encoding="utf-8", errors="replace") as log:
         log.seek(position)
-        while text := log.read(_PIECE):
+        while text := log.read(_READ_CHARS):
             console.write(text)
         return log.tell()
 
 
 def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
-    """End every job that has not ended, the last of the chain first."""
+    """Cancel every job that has not ended, in reverse order of their dependencies."""
     running = [job for job in records if not job.is_final]
     if not running:
         console.say("nothing to cancel: every job has ended")
         return EXIT_OK
-    asked: dict[str, str] = {}  # job -> why it cannot be cancelled
+    asked: dict[str, str] = {}  # job id -> why the job cannot be cancelled, "" if it can
     deadline = time.monotonic() + _CANCEL_S
     while running := [job for job in running if not asked.get(job.job_id)]:
         for each in reversed(running):
@@ -330,17 +336,17 @@ def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Con
             console.say(f"some jobs have not ended within {_CANCEL_S:g} s; see action=status")
             return EXIT_FAILED
         time.sleep(_POLL_S)
-        # A job of a chain may have submitted its successor meanwhile.
+        # A job of a chain may have submitted its successor in the meantime.
         running = [each for each in jobs_in(results_dir) if not each.is_final]
     return EXIT_FAILED if any(asked.values()) else EXIT_OK
 
 
 def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
-    """Ask a job to end; return the reason if that is impossible, else an empty text."""
+    """Ask a job to end; return why that is impossible, or an empty string."""
     if found.cluster == _QUEUED_CLUSTER:
         return slurm_state.cancel(found.job_id) if found.job_id else ""
-    if not _is_here(found):
-        return f"it runs on {found.host}; give the command there"
+    if not _is_local(found):
+        return f"it runs on {found.host}; repeat the command there"
     if found.process is not None and _is_process_of(found, results_dir / found.stage):
         with contextlib.suppress(ProcessLookupError):
             os.kill(found.process, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Output of the command: lines, one live line on a terminal, tables, the list of problems."""
+"""Output of the command: lines, a live progress line on a terminal, tables, lists of problems."""
 
 import os
 import shutil
@@ -15,22 +15,26 @@ from stages.progress import ProgressState
 
 _BAR_WIDTH = 24
 _FRAME_S = 0.1
-# Without a terminal a line appears when the phase changes, and then at this interval.
+# Without a terminal, a progress line is written when the phase changes, then at this interval.
 _SPARSE_S = 15.0
-_GREEN, _YELLOW, _RED = "32", "33", "31"
-_COLOURS = {record.COMPLETED: _GREEN, record.CANCELLED: _YELLOW}
-_COLOURS |= {record.FAILED: _RED, record.LOST: _RED}
+# Terminal colours: green, yellow and red.
+_COLOURS = {
+    record.COMPLETED: "32",
+    record.CANCELLED: "33",
+    record.FAILED: "31",
+    record.LOST: "31",
+}
 
 
 class Console:
-    """Writes to a stream; a terminal gets a live line, anything else a line now and then.
+    """Writer for one stream: a terminal gets a live progress line, other streams occasional lines.
 
-    States have colours on a terminal, unless NO_COLOR is set (no-color.org).
+    On a terminal, states are coloured unless NO_COLOR is set (no-color.org).
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        # A dumb terminal, such as an editor's, can neither erase a line nor show colours.
+        # A dumb terminal, such as an editor's, can neither erase a line nor show colour.
         self._live = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._coloured = self._live and not os.environ.get("NO_COLOR")
         self._shown_at = 0.0
@@ -69,11 +73,11 @@ class Console:
             self.say(f"  {text}")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        """Return rows as aligned columns under a header, states in their colours."""
+        """Return rows as aligned columns under a header; states are coloured."""
         return text_table(header, rows, paint=self._painted)
 
     def refuse(self, problems: Sequence[str]) -> None:
-        """Write every problem once; on a terminal lines are broken between words."""
+        """Write every distinct problem; on a terminal, long lines are wrapped."""
         unique = list(dict.fromkeys(problem.removesuffix(".") for problem in problems))
         count = "one problem" if len(unique) == 1 else f"{len(unique)} problems"
         broken = textwrap.TextWrapper(
@@ -92,12 +96,12 @@ class Console:
         return f"\x1b[{colour}m{cell}\x1b[0m" if colour else cell
 
     def _columns(self) -> int:
-        """Return the number of characters that fit on a line of the terminal."""
+        """Return the number of characters that fit on one line of the terminal."""
         return shutil.get_terminal_size().columns - 1
 
 
 def progress_text(state: ProgressState) -> str:
-    """Return a bar with its figures, or the phase alone while the end is unknown."""
+    """Return a progress bar with figures and phase; the phase alone while the total is unknown."""
     if state.total <= 0:
         return state.phase
     share = min(state.done / state.total, 1.0)

@@ -1,4 +1,4 @@
-"""The texts of `--help`, which fits on a screen, and of `--help all`, with every key."""
+"""The texts of `--help`, which fits on one screen, and of `--help all`, which lists every key."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -62,12 +62,12 @@ For a model of your own, name it and its checkpoint:
 
 
 def welcome() -> str:
-    """Return what a first call without arguments is answered with."""
+    """Return the answer to a call without arguments."""
     return _WELCOME.replace("PROGRAM", PROGRAM)
 
 
 def help_text(*, everything: bool) -> str:
-    """Return usage and examples; with `everything` also the files to choose and all keys."""
+    """Return usage and examples; with `everything`, also the configuration files and all keys."""
     usage = _USAGE.replace("PROGRAM", PROGRAM)
     if not everything:
         return usage
@@ -79,7 +79,7 @@ def help_text(*, everything: bool) -> str:
 
 
 def help_of(names: Sequence[str]) -> str:
-    """Return the meaning of keys, and of every key of sections, by their dotted names."""
+    """Return the meaning of each key in `names`, and of every key of each section in it."""
     wanted = tuple(f"{name}." for name in names)
     keys = (key for key in KEYS.values() if f"{key.name}.".startswith(wanted))
     return "\n".join(_key_lines(keys)) + "\n"

@@ -27,12 +27,12 @@ def as_yaml(record: Any) -> str:
 
 
 def repeatable(config: Config) -> str:
-    """Return the whole configuration as YAML that repeats the run; without dry_run."""
+    """Return the whole configuration as YAML that repeats the run; dry_run is off in it."""
     return as_yaml(replace(config, dry_run=False))
 
 
 def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:
-    """Add the command line to launcher_cmd.log and make the folder of the results."""
+    """Append the command line to launcher_cmd.log; create the results folder."""
     (results_dir / "results").mkdir(parents=True, exist_ok=True)
     with (results_dir / "launcher_cmd.log").open("a", encoding="utf-8") as log:
         log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
@@ -41,9 +41,10 @@ def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> Non
 def write_job_files(
     job: Job, launcher: Launcher, after: str, *, records: Sequence[Path] = ()
 ) -> list[Path]:
-    """Write configuration and script, and return their paths.
+    """Write the configuration and the script of a job, and return their paths.
 
-    Those of earlier runs are copied to the next folder below `runs`, and `records` moved there.
+    Different files of an earlier run are first copied to a new folder below `runs`, and `records`
+    are moved there.
     """
     folder = job.folder
     files = {
@@ -70,11 +71,10 @@ def write_job_files(
 def prepare_submission(
     job: Job, launcher: Launcher, after: str, before: record.JobRecord | None = None
 ) -> None:
-    """Write the files and the record of a job that is about to be submitted; earlier ones are kept.
+    """Write the files and the record of a job about to be submitted; earlier ones are archived.
 
     Raises:
-        SubmissionError: another command has submitted a job of the stage since its folder held
-            `before`.
+        SubmissionError: another command has submitted a job of the stage since `before` was read.
     """
     path, progress = job.record_path, job.stage.job.progress_path
     with record.locked(path):
@@ -83,7 +83,7 @@ def prepare_submission(
             found = record.read_record(path)
         if found is not None and not found.is_final and found != before:
             raise SubmissionError(
-                f"another command has submitted {found.stage} in {job.folder} meanwhile"
+                f"another command has submitted {found.stage} in {job.folder} in the meantime"
             )
         write_job_files(job, launcher, after, records=(path, progress))
         new = record.JobRecord(
@@ -93,7 +93,7 @@ def prepare_submission(
             state=record.SUBMITTED,
             cluster=launcher.name,
             dependency=after,
-            # A job has neither before it runs: they are the command's until it has an id.
+            # Until the job has an id, host and process are those of the submitting command.
             host=socket.gethostname(),
             process=os.getpid(),
             submitted_at=record.now(),
@@ -104,7 +104,7 @@ def prepare_submission(
 
 
 def git_revision(checkout: Path) -> str:
-    """Return the commit of the checkout, marked when it has changes; empty without one."""
+    """Return the commit of the checkout, with `-dirty` if it has changes; empty without git."""
     if not (checkout / ".git").exists():
         return ""  # an installed package may lie inside another project's checkout
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-# While the modules below are loaded, which takes seconds from a slow disk, Ctrl-C ends the command
+# Loading the modules below takes seconds from a slow disk. Until then, Ctrl-C ends the command
 # without a traceback.
 _AT_INTERRUPT = signal.getsignal(signal.SIGINT)
 if _AT_INTERRUPT is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-# Started as launcher_scripts/main.py, or installed next to another distribution's `inference`.
+# Needed when started as launcher_scripts/main.py, or when another distribution has an `inference`.
 sys.path.insert(0, str(CHECKOUT))
 
 _NEEDED = ("hydra", "isal", "jinja2", "pydantic", "submitit")
@@ -46,7 +46,7 @@ from launcher_scripts.configuration.settings import (  # noqa: E402
     is_set,
 )
 from launcher_scripts.console import Console  # noqa: E402
-from stages.job_process import close_to_others  # noqa: E402
+from stages.job_process import restrict_umask  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
 
 signal.signal(signal.SIGINT, _AT_INTERRUPT)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if argv is None:
         _speak_utf8()
-    close_to_others()
+    restrict_umask()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILED
     except BrokenPipeError:
-        # The reader of the output has left; nothing may be flushed at exit.
+        # The reader of the output is gone; nothing may be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
@@ -82,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _speak_utf8() -> None:
-    """Restart Python in UTF-8 mode where the locale has another encoding; never fail at output.
+    """Restart Python in UTF-8 mode if the locale has another encoding; never fail on output.
 
-    Otherwise some file names could neither be saved in the configuration of jobs nor be shown.
+    In another encoding, some file names could neither be saved in job configurations nor printed.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        os.environ["PYTHONUTF8"] = "1"  # for the jobs, too
+        os.environ["PYTHONUTF8"] = "1"  # inherited by the jobs
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -124,10 +124,10 @@ def _run(words: Sequence[str]) -> int:
     if config.action == "watch":
         return _watch(config, arguments.overrides, compose, problems, console)
     if config.action not in ("run", "upgrade"):
-        from launcher_scripts.actions import look_after, problems_of_action
+        from launcher_scripts.actions import problems_of_action, run_action
 
         problems = problems or problems_of_action(config, arguments.overrides)
-        return _report(problems) if problems else look_after(config, console, arguments.overrides)
+        return _report(problems) if problems else run_action(config, console, arguments.overrides)
     if (other := _other_replica(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
@@ -178,7 +178,7 @@ def _start(
 
 
 def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> int:
-    """Show the help, or what the keys and sections mean that are named."""
+    """Show the help, or the meaning of the keys and sections named in `overrides`."""
     from launcher_scripts.configuration.diagnosis import unknown_key
     from launcher_scripts.help import help_of, help_text
 
@@ -194,7 +194,7 @@ def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> in
 
 
 def _welcome(problems: Sequence[str], console: Console) -> int:
-    """Say how to begin; the configuration as it is shipped only lacks a checkpoint."""
+    """Show how to begin; without arguments, a missing checkpoint is not reported as a problem."""
     from launcher_scripts.help import welcome
 
     console.say(welcome())
@@ -211,7 +211,7 @@ def _watch(
     problems: Sequence[str],
     console: Console,
 ) -> int:
-    """Evaluate every checkpoint of a training run, as it is written."""
+    """Run `action=watch`: evaluate each checkpoint of a training run once it is written."""
     from launcher_scripts.watch import RefusedError, Watch
 
     watch = Watch(config, overrides, compose, console)
@@ -226,9 +226,9 @@ def _watch(
 
 
 def _other_replica(config: Config) -> int:
-    """Return the number of this replica of a Base Command job, 0 for the first.
+    """Return the index of this Base Command replica: 0 for the first, or outside Base Command.
 
-    An array of the type PYTORCH runs its command on every replica.
+    An array of type PYTORCH runs the command on every replica.
     """
     index = os.environ.get("NGC_ARRAY_INDEX", "0")
     is_replica = config.cluster_type == "bcp" and "NGC_JOB_ID" in os.environ and index.isdigit()

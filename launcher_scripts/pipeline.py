@@ -17,9 +17,9 @@ class PlannedStage:
     """A stage of the pipeline.
 
     Attributes:
-        runs: whether a job is submitted for it; otherwise `state` and `reason` say why not.
-        needed_by: the stage that needs it, if it was not requested.
-        finding: the outputs that are already on disk.
+        finding: the state of its outputs on disk.
+        runs: whether a job is submitted for it; if not, `state` and `reason` say why.
+        needed_by: the stage that needs its outputs, if it was not requested itself.
     """
 
     stage: Stage
@@ -37,7 +37,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in their order, and every problem that prevents them from running."""
+    """The stages in pipeline order, and every problem that prevents them from running."""
 
     stages: tuple[PlannedStage, ...]
     problems: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Plan:
 
 
 def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the requested stages in pipeline order, and the problems of unknown ones."""
+    """Return the requested stages in pipeline order, and a problem for each unknown one."""
     problems = [
         f"stages names {name!r}, which is not a stage{did_you_mean(name, STAGES)}; "
         f"known stages: {', '.join(STAGES)}."
@@ -81,10 +81,11 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         )
     if {"deploy", "certify"} <= set(requested) and config.certify.endpoint is not None:
         problems.append(
-            f"certify.endpoint={config.certify.endpoint} is asked before deploy starts a server; "
-            "run stages=[certify] once the server is up, or set certify.endpoint=null."
+            f"certify.endpoint={config.certify.endpoint} would be queried before deploy starts a "
+            "server; run stages=[certify] once the server is up, or set certify.endpoint=null."
         )
-    # Each stage of the plan, and the stage that needs it if it was not requested; the last first.
+    # Stages are chosen from the last to the first. Each maps to the stage that needs it, or to
+    # None if it was requested.
     needed_by: dict[str, str | None] = dict.fromkeys(requested)
     chosen: list[Stage] = []
     for name in reversed(_in_order(config)):
@@ -104,7 +105,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         planned[stage.name] = _planned(stage, planned, needed_by[stage.name])
     evaluate = planned.get("evaluate")
     if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
-        reason = "not needed: the evaluation is finished"  # the only stage that needs the server
+        reason = "not needed: the evaluation is finished"  # no other stage needs the server
         planned["deploy"] = replace(
             planned["deploy"], runs=False, state="not needed", reason=reason
         )
@@ -115,7 +116,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
 
 
 def _in_order(config: Config) -> list[str]:
-    """Return the stages in their order; a certificate of what is served needs what is exported."""
+    """Return all stages in order; with `certify.serve`, certify follows export."""
     names = [*STAGES]
     if config.certify.serve:
         names.remove("certify")
@@ -124,7 +125,7 @@ def _in_order(config: Config) -> list[str]:
 
 
 def _leave_export_out(requested: list[str], engine: str) -> list[str]:
-    """Take `export` out where the engine serves no repository, and return that as a problem."""
+    """Remove `export` if the engine serves no repository, and return that as a problem."""
     if "export" not in requested or engine not in (VLLM, OPENAI):
         return []
     requested.remove("export")
@@ -136,7 +137,7 @@ def _leave_export_out(requested: list[str], engine: str) -> list[str]:
 
 
 def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
-    """Yield why unrequested or finished stages run, and the stages' own remarks."""
+    """Yield why stages run that were not requested or were finished, and the stages' own notes."""
     for each in to_run:
         if each.needed_by:
             yield (
@@ -150,7 +151,7 @@ def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
 
 
 def _needed_by(name: str, config: Config) -> str | None:
-    """Return the stage whose outputs a stage works on; None where they are from elsewhere."""
+    """Return the stage whose outputs a stage reads; None if its inputs come from elsewhere."""
     if name in ("convert", "export"):
         return "convert" if name == "export" else None
     if name == "certify" and not config.certify.serve:
@@ -158,18 +159,18 @@ def _needed_by(name: str, config: Config) -> str | None:
     if name == "evaluate" and config.evaluate.server is not None:
         return None
     if name == "deploy" and config.cluster_type == "kubernetes":
-        return None  # pods serve what is in their volume
+        return None  # pods serve the contents of their volume
     repository = config.deploy.repository
     if config.convert.is_adapter:
         return "convert"
-    if config.deploy.engine in (VLLM, OPENAI):  # they serve a Hugging Face folder
+    if config.deploy.engine in (VLLM, OPENAI):  # these serve a Hugging Face folder
         return "convert" if repository is None else None
-    # An object store serves only what this configuration has published there.
+    # `export` publishes the repository to an object store.
     return "export" if repository is None or is_store_url(repository) else None
 
 
 def _is_there(stage: Stage) -> bool:
-    """Return whether the outputs are usable: finished, or made by other means and valid."""
+    """Return whether the outputs are usable: finished, or made by other means and undamaged."""
     finding = stage.finding()
     if finding.marker is not None or finding.problems:
         return finding.marker is not None
@@ -180,13 +181,13 @@ def _is_there(stage: Stage) -> bool:
 
 
 def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | None) -> PlannedStage:
-    """Decide whether a stage runs: unless it is finished and nothing before it runs again."""
+    """Decide whether a stage runs: not if it is finished and no earlier stage runs again."""
     finding = stage.finding()
     is_fresh = not any(
         earlier.runs
         for earlier in before.values()
         if earlier.stage.marker_path() is not None
-        and earlier.name != "certify"  # which changes nothing
+        and earlier.name != "certify"  # it changes no inputs
     )
     if stage.job.overwrite:
         finding = Finding()

@@ -1,6 +1,6 @@
-"""The runs of one command: one, the rows of `action=upgrade`, or the combinations of a sweep.
+"""The runs of one command: a single one, the rows of `action=upgrade`, or a sweep's combinations.
 
-All of them are checked before the first starts.
+All runs are checked before the first one starts.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher_scripts import job_folder
-from launcher_scripts.actions import jobs_in, note_last_run, problem_of_live_job
+from launcher_scripts.actions import jobs_in, live_job_problem, note_last_run
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.effects import notes_of_effects, problems_of_effects
@@ -26,7 +26,7 @@ from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
 from stages.progress import DamagedFileError
 
-_ROOM_WAIT_S, _ROOM_POLL_S = 60.0, 2.0
+_SLOTS_WAIT_S, _SLOTS_POLL_S = 60.0, 2.0
 
 
 def prepare_run(
@@ -38,10 +38,10 @@ def prepare_run(
     name: str = "",
     queue: Callable[[], SlurmQueue] = queue_now,
 ) -> Run | None:
-    """Return the jobs that a command line asks for; add the problems found to `problems`.
+    """Return the run of a composed command line, or None if it has problems.
 
-    `name` is that of the run among several; `queue` asks Slurm for its jobs.
-    Without a configuration there is nothing to run.
+    Problems are appended to `problems`. `name` distinguishes the run among several; `queue`
+    returns Slurm's queue.
     """
     config = composition.config
     if config is None:
@@ -54,8 +54,8 @@ def prepare_run(
     except DamagedFileError as error:
         problems.append(str(error))
         return None
-    except OSError as error:  # such as a folder without access, or a name that is too long
-        # Only what was opened has no name in the error, and only a checkpoint is read here.
+    except OSError as error:  # for example no access to a folder, or a name that is too long
+        # An error without a file name comes from reading an open file: only the checkpoint is read.
         source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
         problems.append(f"{error.filename or source}: {error.strerror}.")
         return None
@@ -66,7 +66,7 @@ def prepare_run(
     before = jobs_in(config.results_dir, queue) if may_live else []
     wanted = {stage.name: stage.job.folder for stage in stages}
     alive = ((job, wanted[job.stage]) for job in before if job.stage in wanted)
-    problems += filter(None, (problem_of_live_job(*each) for each in alive))
+    problems += filter(None, (live_job_problem(*each) for each in alive))
     if not config.is_dry_run and not problems:
         problems += [problem for stage in stages for problem in stage.unreachable()]
     if problems:
@@ -91,16 +91,16 @@ def prepare_rows(
     console: Console,
     problems: Sequence[str],
 ) -> tuple[list[Run], list[str]]:
-    """Return the runs that have no problem, and the problems of all.
+    """Return the runs without problems, and the problems of all rows.
 
     Args:
-        compositions: The configuration of each row by its name.
-        words: The command line that the rows were given on.
-        console: Receives remarks.
-        problems: Those of the command line itself.
+        compositions: Configuration of each row, by row name.
+        words: The command line of all rows.
+        console: Receives notes.
+        problems: Problems of the command line itself.
     """
     rows: list[Run] = []
-    said: dict[str, list[str]] = {}
+    rows_with: dict[str, list[str]] = {}  # problem -> names of the rows that have it
     queue = functools.cache(queue_now)
     for name, composition in compositions.items():
         found = [*problems, *composition.problems]
@@ -108,47 +108,47 @@ def prepare_rows(
         if run is not None:
             rows.append(run)
         for text in found:
-            said.setdefault(text, []).append(name)
+            rows_with.setdefault(text, []).append(name)
     wrong: list[str] = []
-    for text, names in said.items():  # of all rows, or of some
-        is_of_all = len(names) == len(compositions)
-        wrong += [text] if is_of_all else [f"{each}: {text}" for each in names]
+    for text, names in rows_with.items():
+        all_have_it = len(names) == len(compositions)
+        wrong += [text] if all_have_it else [f"{each}: {text}" for each in names]
     if len(rows) > 1 and any(row.config.deploy.keep for row in rows):
         wrong.append("deploy.keep=true would keep the first run's server; leave it out.")
     reports = Counter(row.config.evaluate.output_dir for row in rows)
     wrong += [
-        f"evaluate.output_dir={folder} would hold the reports of {count} runs; leave it out: each "
-        "has a folder of its own."
+        f"evaluate.output_dir={folder} would hold the reports of {count} runs; leave it out: by "
+        "default each run has its own folder."
         for folder, count in reports.items()
         if count > 1
     ]
     if rows and not wrong and not rows[0].only_renders:
-        wrong += problems_of_room(rows)
+        wrong += queue_problems(rows)
     return rows, wrong
 
 
-def problems_of_room(rows: Sequence[Run]) -> list[str]:
-    """Return why the cluster would not take all jobs at once, unless they may wait for it."""
-    room = rows[0].launcher.room()
+def queue_problems(rows: Sequence[Run]) -> list[str]:
+    """Return why the queue cannot take all jobs at once; nothing with `wait=true`."""
+    slots = rows[0].launcher.queue_slots()
     count = sum(len(row.jobs) for row in rows)
-    if room is None or count <= room.free or rows[0].config.wait:
+    if slots is None or count <= slots.free or rows[0].config.wait:
         return []
-    return [f"the run has {count} jobs, {room}; wait=true submits them once there is room."]
+    return [f"the run has {count} jobs, but {slots}; wait=true submits them as slots become free."]
 
 
 def run_rows(rows: Sequence[Run], console: Console, *, wait: bool) -> int:
-    """Run the rows, or put them into the queue; return the first bad exit status.
+    """Run the rows, or queue their jobs; return the first exit status that is not 0.
 
-    In the foreground they run one after another. A queue gets all of them, with `wait` as soon as
-    it has room, and then they are followed one after another. A row that fails does not stop the
-    others.
+    In the foreground, rows run one after another. On a cluster, the jobs of all rows are queued;
+    with `wait`, each row waits for free queue slots, and the rows are then followed one after
+    another. A row that fails does not stop the others.
     """
     heads = [f"\n[{number}/{len(rows)}] {row.name}" for number, row in enumerate(rows, start=1)]
     try:
         if not rows[0].launcher.in_foreground and (wait or len(rows) > 1):
             for number, row in enumerate(rows):
                 if wait:
-                    _wait_for_room(row, rows[:number])
+                    _wait_for_slots(row, rows[:number])
                 if row.name:
                     console.say(heads[number])
                 row.status = row.submit_all()
@@ -164,24 +164,26 @@ def run_rows(rows: Sequence[Run], console: Console, *, wait: bool) -> int:
     return next((row.status for row in rows if row.status), EXIT_OK)
 
 
-def _wait_for_room(run: Run, earlier: Sequence[Run]) -> None:
-    """Wait until the queue takes the jobs of a run, or nothing of this command is left in it."""
-    deadline = time.monotonic() + _ROOM_WAIT_S  # a job that has ended leaves the queue later
-    while (room := run.launcher.room()) is not None and room.free < len(run.jobs):
+def _wait_for_slots(run: Run, earlier: Sequence[Run]) -> None:
+    """Wait until the queue has slots for a run, or all earlier jobs of this command have ended."""
+    deadline = time.monotonic() + _SLOTS_WAIT_S  # an ended job leaves the queue with a delay
+    while (slots := run.launcher.queue_slots()) is not None and slots.free < len(run.jobs):
         if not all(each.has_ended() for each in earlier):
-            deadline = time.monotonic() + _ROOM_WAIT_S
+            deadline = time.monotonic() + _SLOTS_WAIT_S
         elif time.monotonic() > deadline:
             return
-        time.sleep(_ROOM_POLL_S)
+        time.sleep(_SLOTS_POLL_S)
 
 
 def execute(
     runs: Sequence[Run], console: Console, start: Callable[[Sequence[Run], Console], int]
 ) -> int:
-    """Write the files of runs, and `start` them unless a dry run or a user does; return the status.
+    """Write the runs' files and `start` the runs; return the exit status.
+
+    A dry run, or a launcher that only renders, starts nothing.
 
     Raises:
-        OSError: an error of the file system, with a path, or the reader of the output has left.
+        OSError: an error of the file system, with its path, or the output's reader is gone.
     """
     config = runs[0].config
     try:
@@ -193,8 +195,9 @@ def execute(
             return EXIT_OK
         note_last_run(Path(config.base_results_dir), *(run.config.results_dir for run in runs))
         for signum in (signal.SIGTERM, signal.SIGHUP):
-            if signum == signal.SIGTERM or signal.getsignal(signum) != signal.SIG_IGN:  # by nohup
-                signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
+            # nohup ignores SIGHUP.
+            if signum == signal.SIGTERM or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, signal.default_int_handler)  # handled like Ctrl-C
         return start(runs, console)
     except OSError as error:
         error.filename = error.filename or config.base_results_dir

@@ -1,4 +1,4 @@
-"""Submission of the planned jobs, which are followed to their end in the foreground."""
+"""Submission of the planned jobs, and following them to their end."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ from stages.progress import DamagedFileError, ProgressState, read_progress
 _POLL_S = 0.1
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 _CANCELLING = "cancelling the jobs that were submitted"
-# Invented in a dry run, so that the chain of dependencies can be read.
+# A dry run makes up job ids, so that its output shows the chain of dependencies.
 _FIRST_DRY_ID = 10001
 
 
@@ -52,9 +52,10 @@ class Run:
         planned: every stage, including those that do not run.
         jobs: the jobs of the stages that run, by stage name.
         words: the command line.
-        before: the jobs that were in the results folder, by stage name.
-        name: among several runs of a command; empty for the only one.
-        status: exit status; None before the end.
+        before: the earlier jobs in the results folder, by stage name.
+        handles: the submitted jobs, by stage name.
+        name: name of this run among several of one command; empty for a single run.
+        status: exit status; None until the run has ended.
     """
 
     launcher: Launcher
@@ -66,8 +67,8 @@ class Run:
     handles: dict[str, JobHandle] = field(default_factory=dict)
     name: str = ""
     status: int | None = None
-    _passed: set[str] = field(default_factory=set, init=False)  # stages that have ended, or serve
-    _since: float = field(default_factory=time.monotonic, init=False)  # the last of these
+    _done: set[str] = field(default_factory=set, init=False)  # stages that have ended or are ready
+    _stage_started: float = field(default_factory=time.monotonic, init=False)  # of the current one
 
     @property
     def config(self) -> Config:
@@ -76,11 +77,11 @@ class Run:
 
     @property
     def only_renders(self) -> bool:
-        """Whether the jobs' files are written and nothing is started."""
+        """Whether only the jobs' files are written and nothing is started."""
         return self.config.is_dry_run or self.launcher.only_renders
 
     def begin(self) -> None:
-        """Record the command in the results folder."""
+        """Record the command line in the results folder."""
         results = self.config.results_dir
         if self.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
@@ -89,20 +90,20 @@ class Run:
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
         after, rows = "", []
-        given: list[tuple[Job, str]] = []
+        earlier: list[tuple[Job, str]] = []
         for number, (name, job) in enumerate(self.jobs.items()):
             job_id = str(_FIRST_DRY_ID + number)
-            asked = job.stage.job.resources
-            gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
-            time_limit = slurm_notation(asked.time_limit_min)
-            rows.append((f"{name} ({job_id})", str(asked.nodes), gpus, time_limit, after or "-"))
+            wanted = job.stage.job.resources
+            gpus = "-" if wanted.gpus_per_node is None else str(wanted.gpus_per_node * wanted.nodes)
+            time_limit = slurm_notation(wanted.time_limit_min)
+            rows.append((f"{name} ({job_id})", str(wanted.nodes), gpus, time_limit, after or "-"))
             written = job_folder.write_job_files(job, self.launcher, after)
-            for path in written[bool(rows[1:]) :]:  # the configuration, which all share, once
+            for path in written[bool(rows[1:]) :]:  # all share one configuration: print it once
                 self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
             if self.launcher.only_renders:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
-            given.append((job, job_id))
-            after = dependency(given)
+            earlier.append((job, job_id))
+            after = dependency(earlier)
         if self.launcher.only_renders:
             return
         if not self.jobs:
@@ -117,7 +118,7 @@ class Run:
         """Start every job and return the exit status.
 
         In the foreground, jobs run one after another and end with this command; a server is stopped
-        after the last stage. Jobs in a queue are followed only with `wait`, and outlive it.
+        after the last stage. Queued jobs outlive the command, which follows them only with `wait`.
         """
         if not self.launcher.in_foreground:
             status = self.submit_all()
@@ -132,7 +133,7 @@ class Run:
         except KeyboardInterrupt:
             status, notice = self._interrupted(), _STOPPING
         except SubmissionError as error:
-            status = self._refused(error)
+            status = self._report_refusal(error)
         finally:
             if self.launcher.in_foreground:
                 self.stop_all(notice)
@@ -140,38 +141,41 @@ class Run:
         return status
 
     def submit_all(self) -> int:
-        """Put the whole chain into the queue, or nothing of it; done once."""
+        """Queue all jobs, or none if one is refused; return the exit status.
+
+        Jobs that were already submitted are not submitted again.
+        """
         try:
             for name in self.jobs:
                 if name not in self.handles:
                     self.submit(name)
-        except BaseException as error:  # also Ctrl-C, and a full disk
+        except BaseException as error:  # including Ctrl-C and a full disk
             self.stop_all(_CANCELLING)
             if isinstance(error, SubmissionError):
-                return self._refused(error)
+                return self._report_refusal(error)
             raise
         return EXIT_OK
 
     def _hint(self) -> str:
         folder = self.config.results_dir
         command = shlex.join([*PROGRAM.split(), "action=status", f"run_dir={folder}"])
-        return f"the jobs run in the queue; look at them with {command}, or action=logs or cancel"
+        return f"the jobs are queued; follow them with {command}, or use action=logs or cancel"
 
-    def _refused(self, error: SubmissionError) -> int:
+    def _report_refusal(self, error: SubmissionError) -> int:
         self.console.say(f"a job was refused: {error}")
         return EXIT_FAILED
 
     def advance(self, *, shows: bool = False) -> int | None:
-        """Start the next job once the one before it has ended, or serves.
+        """Start the next job once the one before it has ended, or is a server and ready.
 
-        Return the exit status once the last has ended, or one has failed; None before. Servers go
-        on. `shows` has the progress of the one that runs shown.
+        Return the exit status once the last job has ended or one has failed; None until then.
+        Servers keep running. `shows` prints the progress of the current job.
 
         Raises:
             SubmissionError: a job was refused.
         """
         for name, job in self.jobs.items():
-            if name in self._passed:
+            if name in self._done:
                 continue
             is_last = name == list(self.jobs)[-1]
             handle = self.handles.get(name) or self.submit(name)
@@ -180,8 +184,8 @@ class Run:
                 if shows:
                     self._show(handle)
                 return None
-            self._passed.add(name)
-            self._since = time.monotonic()
+            self._done.add(name)
+            self._stage_started = time.monotonic()
             if status != EXIT_OK:
                 self._explain_failures()
                 return status
@@ -205,7 +209,7 @@ class Run:
         if not self.launcher.in_foreground:
             self.console.say(self._hint())
             return EXIT_INTERRUPTED
-        # Ctrl-C is the normal end of a server that was requested alone.
+        # Ctrl-C is the normal way to end a server that is the last stage.
         only_serving = all(
             name in self.handles
             and (_is_ready(self.handles[name]) or self.handles[name].poll() == record.COMPLETED)
@@ -219,14 +223,14 @@ class Run:
         for name, handle in self.handles.items():
             each = record.read_record(handle.job.record_path)
             if each and each.job_id != handle.job_id and self.launcher.in_foreground:
-                # Another command has run the stage in the same folder since.
+                # Another command has since run the stage in the same folder.
                 state = handle.poll() or each.state
                 each = record.JobRecord(handle.job_id, each.stage, each.name, state)
             found[name] = each
         return found
 
     def results(self) -> dict[str, Summary]:
-        """Return what each stage says about its result, by name; now, or when it ran earlier."""
+        """Return each stage's summary by stage name, from this run or an earlier one."""
         records = self.records()
         found = {}
         for planned in self.planned:
@@ -235,7 +239,7 @@ class Run:
         return found
 
     def summary(self) -> str:
-        """Return the table of stages, and their results below it."""
+        """Return the table of stages, followed by their results."""
         records = self.records()
         rows = []
         for each in self.planned:
@@ -253,15 +257,15 @@ class Run:
         lines = ["", self.console.table(("stage", "state", "seconds", "outputs"), rows)]
         lines += [f"results: {each.stage.job.folder.parent}" for each in self.planned[:1]]
         for name, result in self.results().items():
-            lines += _findings(name, result)
+            lines += _result_lines(name, result)
         return "\n".join(lines)
 
     def submit(self, name: str) -> JobHandle:
         """Write a job's files and its record, and start or queue it.
 
         Raises:
-            SubmissionError: the cluster refuses it, or another command has submitted one of the
-                same stage meanwhile.
+            SubmissionError: the cluster refuses the job, or another command has submitted one of
+                the same stage in the meantime.
         """
         job, launcher = self.jobs[name], self.launcher
         after = dependency([(each.job, each.job_id) for each in self.handles.values()])
@@ -279,7 +283,7 @@ class Run:
         return handle
 
     def has_ended(self) -> bool:
-        """Return whether no submitted job is left."""
+        """Return whether all submitted jobs have ended."""
         return all(handle.poll() is not None for handle in self.handles.values())
 
     def _follow(self, handle: JobHandle) -> int:
@@ -295,10 +299,10 @@ class Run:
         if not progress.phase and not self.launcher.in_foreground:
             progress = ProgressState("waiting in the queue")
         if progress.phase:
-            self.console.show(stage.name, progress, time.monotonic() - self._since)
+            self.console.show(stage.name, progress, time.monotonic() - self._stage_started)
 
     def _outcome(self, handle: JobHandle, *, until_ready: bool) -> int | None:
-        """Say how a job has ended, or that it is ready, and return the exit status; None before."""
+        """Report that a job has ended or is ready, and return the exit status; None until then."""
         stage = handle.job.stage
         if (state := handle.poll()) is not None:
             found = record.read_record(handle.job.record_path)
@@ -315,7 +319,7 @@ class Run:
         return None
 
     def _explain(self, handle: JobHandle) -> None:
-        """Print why a job failed: the cause first, then the end of its log."""
+        """Print why a job failed: the cause, then the last lines of its log."""
         found = record.read_record(handle.job.record_path)
         cause = found.error if found and found.error else "no reason was recorded"
         self.console.say(f"\n{handle.job.stage.name} failed: {cause}")
@@ -324,10 +328,10 @@ class Run:
         if not logs:
             self.console.say(f"nothing was written to {handle.log_path}")
         for path in logs:
-            # submitit adds lines of its own.
+            # Skip submitit's own lines.
             lines = [line for line in last_lines(path) if not line.startswith("submitit ")]
             if all(_without_time(line) in cause for line in lines):
-                self.console.say(f"log: {path}")  # the log repeats only the cause
+                self.console.say(f"log: {path}")  # it only repeats the cause
             else:
                 self.console.say("\n  | ".join([f"last lines of {path}:", *lines]))
 
@@ -341,15 +345,15 @@ class Run:
                     self.console.say(f"see also {path}")
 
     def stop_all(self, notice: str = "") -> None:
-        """End all running jobs, the last started first; after a further Ctrl-C by force.
+        """End all running jobs, the last started first; a further Ctrl-C kills them.
 
         Args:
-            notice: Shown once a further Ctrl-C has that effect.
+            notice: Printed once a further Ctrl-C has that effect.
         """
         handles = list(reversed(self.handles.values()))
         try:
             if notice:
-                with contextlib.suppress(OSError):  # Ctrl-C has ended the reader, such as tee, too
+                with contextlib.suppress(OSError):  # Ctrl-C also ended the reader, such as tee
                     self.console.say(notice)
             for handle in handles:
                 if handle.poll() is None:
@@ -366,32 +370,32 @@ class Run:
 
 
 def _without_time(line: str) -> str:
-    """Return the text of a line in a job's log."""
+    """Return a line of a job's log without its timestamp."""
     return re.sub(r"^\d{4}-\d\d-\d\dT[\d:]{8}Z ", "", line).strip()
 
 
 def _progress_of(stage: Stage) -> ProgressState:
-    """Return the progress of a job; one that cannot be read ends no job."""
+    """Return the progress of a job; empty if its file is damaged, which must not end the run."""
     with contextlib.suppress(DamagedFileError):
         return read_progress(stage.job.progress_path)
     return ProgressState()
 
 
 def _is_ready(handle: JobHandle) -> bool:
-    """Return whether the file that announces readiness is there and is this job's."""
+    """Return whether the job has published its readiness file."""
     path = handle.job.stage.readiness_path()
     return path is not None and published_by(path) == handle.job_id
 
 
 def _shown_outputs(stage: Stage) -> str:
-    """Return the stage's output, or the folder of several, relative to the results folder."""
+    """Return a stage's output or common folder, relative to the results folder if below it."""
     if not (paths := stage.outputs()):
         return "-"
     place, base = Path(os.path.commonpath(paths)), stage.job.folder.parent
     return str(place.relative_to(base) if place.is_relative_to(base) else place)
 
 
-def _findings(name: str, result: Summary) -> list[str]:
+def _result_lines(name: str, result: Summary) -> list[str]:
     lines = [f"{name}: {remark}" for remark in result.get("remarks", ())]
     lines += [
         f"{metric}: {value + 0.0:.4g}"  # never -0

@@ -1,4 +1,4 @@
-"""The table of stages: how each is built from the configuration, and its settings there."""
+"""The table of stages: how each stage is built from the configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,14 +34,14 @@ def build_stage(name: str, config: Config, context: Context) -> Stage:
         folder=config.results_dir / name,
         resources=_resources(name, config, settings, deploys=context.deploys),
         overwrite=config.overwrite,
-        # Slurm's signal may come up to a minute early.
+        # Slurm may send its signal up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
     )
     return STAGE_TABLE[name](config, job, context)
 
 
 def _resources(name: str, config: Config, settings: Any, *, deploys: bool) -> Resources:
-    """Return the resources of a stage's job by its settings."""
+    """Return the resources of a stage's job; a stage that starts the server needs the server's."""
     limit_min = minutes(settings.time_limit)
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
     nodes = tasks = 1
@@ -51,7 +51,7 @@ def _resources(name: str, config: Config, settings: Any, *, deploys: bool) -> Re
         "certify": config.certify.serve,
         "evaluate": not (deploys or config.evaluate.server or config.evaluate.shared_server),
     }
-    if serves.get(name):  # within this job
+    if serves.get(name):  # the server runs within this job
         server = server_config(config)
         nodes, tasks, gpus = server.nodes, server.tasks_per_node, server.gpus_per_node
         settings = server if name == "deploy" else settings
@@ -65,7 +65,7 @@ def _resources(name: str, config: Config, settings: Any, *, deploys: bool) -> Re
     )
 
 
-# Stage -> what builds it from the configuration.
+# Stage -> function that builds it from the configuration.
 STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "convert": lambda config, job, context: ConvertStage(
         job,

@@ -12,9 +12,9 @@ from launcher_scripts.configuration.diagnosis import hydra_text, read_override
 
 
 def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the command line of each combination by its values, and the problems of endless lists.
+    """Return the command line of each combination by name, and problems of sweeps without a list.
 
-    A name such as `data_type=fp16,size=2` has the last part of each key.
+    A name is made of the values and the last part of each key: `data_type=fp16,size=2`.
     """
     swept: dict[str, list[str]] = {}
     fixed, problems = [], []
@@ -22,7 +22,7 @@ def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[s
         try:
             parsed = read_override(override)
         except ValueError:
-            fixed.append(override)  # composing reports it
+            fixed.append(override)  # composition reports the problem
             continue
         if not parsed.is_sweep_override():
             fixed.append(override)
@@ -41,9 +41,9 @@ def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[s
 def compositions_of_sweep(
     overrides: Sequence[str], compose: Callable[[Sequence[str]], Composition]
 ) -> tuple[dict[str, Composition], list[str]]:
-    """Return the configuration of each combination by its values, and the problems of all.
+    """Return the configuration of each combination by name, and the problems of the sweep.
 
-    Those that would share a results folder get one each.
+    Combinations that would share a results folder get one each.
     """
     command_lines, problems = combinations(overrides)
     found = {name: compose(words) for name, words in command_lines.items()}
@@ -55,7 +55,7 @@ def compositions_of_sweep(
             own = hydra_text(str(folder / f"{number}-{plain}"))
             found[name] = compose([*words, f"export.run.results_dir={own}"])
     problems += [
-        f"--multirun with action={each}: it runs; leave one of them out."
+        f"--multirun with action={each}: a sweep works only with action=run; leave one of them out."
         for each in {one.config.action for one in found.values() if one.config} - {"run"}
     ]
     return found, problems

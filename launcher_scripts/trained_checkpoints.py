@@ -1,7 +1,7 @@
-"""The checkpoints of a training run, and whether each one is whole.
+"""The checkpoints of a training run, and whether each one is complete.
 
-Every trainer says in its own way that a checkpoint is finished; `trained_checkpoints.yaml` has
-those whose names are their own. NeMo 1 and 2 name a checkpoint by a template of the user's with
+Every trainer marks a finished checkpoint in its own way; `trained_checkpoints.yaml` lists the
+trainers with fixed checkpoint names. NeMo 1 and 2 name a checkpoint by the user's template, with
 `step=<n>`, and keep a file `<checkpoint>-unfinished` next to one that is being written or removed
 (`nemo/lightning/pytorch/callbacks/model_checkpoint.py`).
 """
@@ -19,25 +19,26 @@ from stages.convert import CHECKPOINT_FOLDERS
 
 _UNFINISHED = "-unfinished"
 _STEP = re.compile(r"step[=_-](\d+)")
-# In the folder of the run itself, or below it; torchtitan's is in the singular.
+# Checkpoints lie in the run's folder or in one of these below it; torchtitan's is singular.
 _FOLDERS = (Path(), Path("checkpoint"), *CHECKPOINT_FOLDERS)
 _PLACES = {part for folder in _FOLDERS for part in folder.parts}
-# Entries that hold nothing to read, or nothing more: NeMo's markers, and its weights averaged over
-# training next to the step's own; NeMo-RL's folders while it writes and replaces.
-_PASSED_OVER = re.compile(r".*-unfinished|.*-EMA.*|(tmp|old)_step_\d+")
-# Names by which a checkpoint of an unknown form is noticed, though it may not be read.
-_STEPPED = re.compile(r"(?i).*(step|iter|epoch|checkpoint|ckpt).*\d.*")
+# Entries that are not checkpoints of their own: NeMo's markers and its averaged (EMA) weights, and
+# NeMo-RL's folders while it writes or replaces a checkpoint.
+_IGNORED = re.compile(r".*-unfinished|.*-EMA.*|(tmp|old)_step_\d+")
+# Names that look like a checkpoint even if its layout is unknown.
+_CHECKPOINT_LIKE = re.compile(r"(?i).*(step|iter|epoch|checkpoint|ckpt).*\d.*")
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The form of a trainer's checkpoints: folders whose whole `name` ends with the step.
+class _Layout:
+    """The layout of a trainer's checkpoint folders.
 
     Attributes:
-        written: files of which any one is written into the folder after the weights.
-        removed: a file in the folder that goes once it is whole.
-        tracker: a file next to the folders that names the last one that is whole.
-        model: where in the folder the model lies, as a pattern; the folder itself where nothing is.
+        name: pattern of the folder's whole name; its group is the step.
+        written: files in the folder, any one of which is written after the weights.
+        removed: a file in the folder that is removed once the checkpoint is complete.
+        tracker: a file next to the folders that names the last complete checkpoint.
+        model: glob pattern of the model within the folder; empty, or without a match: the folder.
     """
 
     name: str
@@ -47,7 +48,7 @@ class _Form:
     model: str = ""
 
 
-_FORMS = [_Form(**row) for row in read_own_table(Path(__file__).with_suffix(".yaml"))]
+_LAYOUTS = [_Layout(**row) for row in read_own_table(Path(__file__).with_suffix(".yaml"))]
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class TrainedCheckpoint:
 
     Attributes:
         step: training step, or iteration.
-        path: the checkpoint; where ranks have folders, the folder of these.
-        name: name of the weight files in the folders of ranks; None for a checkpoint of its own.
-        missing: what its trainer has not written yet; empty once the checkpoint is whole.
+        path: the checkpoint, or the folder that holds the rank folders.
+        name: name of the weight file in each rank folder; None if `path` is the checkpoint.
+        missing: what the trainer has not done yet; empty once the checkpoint is complete.
     """
 
     step: int
@@ -68,25 +69,25 @@ class TrainedCheckpoint:
 
     @property
     def label(self) -> str:
-        """The name that a user knows it by."""
+        """The checkpoint's name for users."""
         return self.name or self.path.name
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files and folders that hold it."""
+        """Return the files and folders that hold the checkpoint."""
         if self.name is None:
             return (self.path,)
         return tuple(sorted(self.path.glob(f"*/{self.name}"))) or (self.path / self.name,)
 
 
 def find_checkpoints(run: Path) -> list[TrainedCheckpoint]:
-    """Return the checkpoints below the folder of a training run, in the order of their steps.
+    """Return the checkpoints below the folder of a training run, sorted by step.
 
-    Of several copies of one step, such as NeMo's `-last`, the first by name is taken. A run whose
-    folder does not exist has no checkpoints yet.
+    If one step has several copies, such as NeMo's `-last`, the first complete one by name is taken.
+    A run whose folder does not exist has no checkpoints yet.
     """
     found: dict[int, TrainedCheckpoint] = {}
     for folder in _folders(run):
-        entries = (each for entry in folder.iterdir() for each in _of(entry))
+        entries = (each for entry in folder.iterdir() for each in _in_entry(entry))
         for each in sorted(entries, key=lambda one: one.label):
             if "-EMA" in each.label:
                 continue
@@ -96,9 +97,9 @@ def find_checkpoints(run: Path) -> list[TrainedCheckpoint]:
 
 
 def unknown_entries(run: Path) -> list[Path]:
-    """Return what has no name of a known form, and looks like a checkpoint or can be read as one.
+    """Return entries that look like a checkpoint, or can be read as one, but match no layout.
 
-    Links, such as those to the latest and to the best, are none.
+    Symbolic links, such as those to the latest or best checkpoint, are ignored.
     """
     return [
         entry
@@ -113,30 +114,30 @@ def _folders(run: Path) -> Iterator[Path]:
 
 
 def _is_unknown(entry: Path) -> bool:
-    if _PASSED_OVER.fullmatch(entry.name) or parse_rank_folder(entry.name) or any(_of(entry)):
+    if _IGNORED.fullmatch(entry.name) or parse_rank_folder(entry.name) or any(_in_entry(entry)):
         return False
     if not entry.is_dir():
         return entry.suffix == ".nemo"
     try:
-        return bool(_STEPPED.fullmatch(entry.name) or recognise_format(entry))
+        return bool(_CHECKPOINT_LIKE.fullmatch(entry.name) or recognise_format(entry))
     except (OSError, ValueError):
         return False
 
 
-def _of(entry: Path) -> Iterator[TrainedCheckpoint]:
-    """Yield the checkpoints of an entry: one at most, but for a rank's folder all in it."""
-    if _PASSED_OVER.fullmatch(entry.name):
+def _in_entry(entry: Path) -> Iterator[TrainedCheckpoint]:
+    """Yield the checkpoints in an entry: all in a rank folder, at most one in any other entry."""
+    if _IGNORED.fullmatch(entry.name):
         return
     folder = entry.parent
     if parse_rank_folder(entry.name) is not None and entry.is_dir():
         found = ((path.name, _STEP.search(path.name)) for path in entry.glob("*.ckpt"))
         yield from (_nemo(folder, int(match[1]), name) for name, match in found if match)
         return
-    for form in _FORMS:
-        if (match := re.fullmatch(form.name, entry.name)) and entry.is_dir():
-            step, model = int(match[1]), sorted(entry.glob(form.model)) if form.model else ()
+    for layout in _LAYOUTS:
+        if (match := re.fullmatch(layout.name, entry.name)) and entry.is_dir():
+            step, model = int(match[1]), sorted(entry.glob(layout.model)) if layout.model else ()
             path = model[-1] if model else entry
-            yield TrainedCheckpoint(step, path, missing=_missing(form, entry, step))
+            yield TrainedCheckpoint(step, path, missing=_missing(layout, entry, step))
             return
     if match := _STEP.search(entry.name):
         if entry.suffix == ".ckpt":
@@ -146,21 +147,21 @@ def _of(entry: Path) -> Iterator[TrainedCheckpoint]:
             yield TrainedCheckpoint(int(match[1]), entry, missing=missing)
 
 
-def _missing(form: _Form, entry: Path, step: int) -> str:
-    """Return what the trainer has yet to do with a checkpoint; "" if it is whole."""
-    if form.removed and (entry / form.removed).exists():
-        return f"the removal of {form.removed}"
-    if form.written and not any((entry / name).is_file() for name in form.written):
-        return " or ".join(form.written)
-    if form.tracker:
-        tracked = _tracked_step(entry.parent / form.tracker)
+def _missing(layout: _Layout, entry: Path, step: int) -> str:
+    """Return what the trainer still has to do with a checkpoint; empty if it is complete."""
+    if layout.removed and (entry / layout.removed).exists():
+        return f"the removal of {layout.removed}"
+    if layout.written and not any((entry / name).is_file() for name in layout.written):
+        return " or ".join(layout.written)
+    if layout.tracker:
+        tracked = _tracked_step(entry.parent / layout.tracker)
         if tracked is None or step > tracked:
-            return f"its number in {form.tracker}"
+            return f"its number in {layout.tracker}"
     return ""
 
 
 def _nemo(folder: Path, step: int, name: str) -> TrainedCheckpoint:
-    """Return a checkpoint of NeMo 1 whose ranks have a file each, or that is one file."""
+    """Return a NeMo 1 checkpoint: a file in each rank folder, or a single file."""
     ranks = [each for each in folder.iterdir() if parse_rank_folder(each.name) and each.is_dir()]
     late = sorted(each.name for each in ranks if not (each / name).is_file())
     missing = _unfinished(folder / name.removesuffix(".ckpt"))
@@ -173,7 +174,7 @@ def _unfinished(checkpoint: Path) -> str:
 
 
 def _tracked_step(tracker: Path) -> int | None:
-    """Return the step of the last checkpoint that is whole; None before the first."""
+    """Return the step of the last complete checkpoint; None before the first."""
     try:
         text = read_small(tracker).decode("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,8 @@
-"""`action=upgrade`: the same evaluation of several engines, versions or settings, and a decision.
+"""`action=upgrade`: evaluate several engines, versions or settings alike, and decide.
 
-A row of `upgrade.rows` is a set of keys next to those of the command line; the first row is what
-serves today. Each is a run of its own, on any cluster. All are asked the same samples, and judged
-against the first together. A row that has finished is not run again.
+A row of `upgrade.rows` is a set of keys added to the command line; the first row is what serves
+today. Each row is a separate run, on any cluster. All rows get the same samples and are judged
+together against the first. A finished row is not run again.
 """
 
 import json
@@ -17,7 +17,7 @@ from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.checks import check_gate
-from launcher_scripts.actions import jobs_in, problem_of_live_job
+from launcher_scripts.actions import jobs_in, live_job_problem
 from launcher_scripts.configuration.diagnosis import decided_elsewhere, hydra_text, is_below
 from launcher_scripts.configuration.schema import SECTIONS, Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -26,11 +26,14 @@ from launcher_scripts.rows import run_rows
 from launcher_scripts.run import Run
 from stages.deploy_config import OPENAI, VLLM
 
-# Keys by which rows may say how they are asked; all else of `evaluate` is the same for all.
-_OWN_OF_EVALUATE = ("server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat",
-                    "harness.url", "request_timeout_s", "retry_s")  # fmt: skip
-# Keys, and sections, that are the same for all rows.
-_OF_ALL = (
+# Keys of `evaluate` in which rows may differ: they say how a row's server is reached. All other
+# keys of `evaluate` are the same for all rows.
+_EVALUATE_KEYS = (
+    "server", "protocol", "model", "tokenizer", "ca", "token_file", "openai.chat", "harness.url",
+    "request_timeout_s", "retry_s",
+)  # fmt: skip
+# Further keys and sections that are the same for all rows.
+_SHARED_KEYS = (
     "action",
     "stages",
     "cluster",
@@ -47,14 +50,14 @@ _OF_ALL = (
     "export.accuracy",
 )
 _DECIDED = ("export.run.results_dir",)
-# Names in upgrade.output_dir that are not a row's.
+# Names in upgrade.output_dir that a row must not have.
 _TAKEN = ("junit.xml", "upgrade.html", "upgrade.json", "upgrade.md")
-_POLL_S = 2.0  # each asks Slurm
-_GATED = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
+_POLL_S = 2.0  # each poll queries Slurm
+_GATE_STATUSES = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
 def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return what is wrong with the section `upgrade`, and with the overrides next to it."""
+    """Return the problems of the section `upgrade`, and of overrides that conflict with it."""
     rows = config.upgrade.rows
     options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
     found = check_gate(config.upgrade.gate, options)
@@ -69,15 +72,17 @@ def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
             "{deploy.executable:/venvs/next/bin/vllm}}'."
         )
     if "evaluate" not in config.stages:
-        problems.append(f"action=upgrade evaluates: stages={shown(config.stages)} lacks evaluate.")
+        problems.append(
+            f"action=upgrade needs evaluate, which stages={shown(config.stages)} lacks; add it."
+        )
     for name, keys in rows.items():
-        wrong = "is the name of a file there" if name in _TAKEN else name_problem(name)
+        wrong = "is that of an output file" if name in _TAKEN else name_problem(name)
         if wrong:
-            problems.append(f"upgrade.rows.{name}: the name of its folder {wrong}.")
+            problems.append(f"upgrade.rows.{name}: the name of the row's folder {wrong}.")
         if not isinstance(keys, Mapping):
             problems.append(
                 f"upgrade.rows.{name}={shown(keys)} is not a mapping of keys to values, such as "
-                "{deploy.engine: vllm}; {} for the command line's own."
+                "{deploy.engine: vllm}; {} runs the command line as it is."
             )
             continue
         problems += [
@@ -89,7 +94,7 @@ def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a row under their whole names; sections may be nested as in YAML."""
+    """Yield the full names of a row's keys with their values; sections may be nested."""
     for key, value in keys.items():
         name = f"{prefix}{key}"
         if name in SECTIONS and isinstance(value, Mapping):
@@ -101,12 +106,12 @@ def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _may_differ(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "evaluate":
-        return rest in _OWN_OF_EVALUATE
-    return not is_below(key, _OF_ALL)
+        return rest in _EVALUATE_KEYS
+    return not is_below(key, _SHARED_KEYS)
 
 
 def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Return the command line of each row by its name, with a results folder of its own."""
+    """Return the command line of each row by row name; each has its own results folder."""
     found = {}
     for name, keys in config.upgrade.rows.items():
         results = hydra_text(str(Path(config.upgrade.output_dir) / name))
@@ -115,7 +120,7 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
         is_on = own.get("deploy.openai.enabled", config.deploy.openai.enabled)
         left_out = ["action", "upgrade"]
         if engine in (VLLM, OPENAI) or not is_on:
-            left_out.append("deploy.openai")  # how the other rows speak that protocol
+            left_out.append("deploy.openai")  # meant for rows that Slipway's own server serves
         words = [override for override in overrides if not is_below(override, left_out)]
         given = [f"{key}={_value(value)}" for key, value in own.items()]
         found[name] = [*words, *given, f"export.run.results_dir={results}"]
@@ -123,14 +128,14 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
 
 
 def wait_for_rows(config: Config, console: Console) -> None:
-    """Wait until the jobs of rows that an earlier command has left have ended."""
+    """Wait until the rows' jobs that an earlier command left behind have ended."""
     folders = [Path(config.upgrade.output_dir, name) for name in config.upgrade.rows]
     said: set[str] = set()
     while alive := [
         f"{folder.name}: the job {each.job_id} of {each.stage}"
         for folder in filter(Path.is_dir, folders)
         for each in jobs_in(folder)
-        if problem_of_live_job(each, folder / each.stage)
+        if live_job_problem(each, folder / each.stage)
     ]:
         for text in alive:
             if text not in said:
@@ -151,7 +156,7 @@ def _value(value: Any) -> str:
 def run_and_decide(config: Config, rows: Sequence[Run], console: Console) -> int:
     """Run the rows and judge them; return the exit status.
 
-    Jobs that wait in a queue are not judged: the same command does, once they have ended.
+    Queued jobs are not judged without `wait`: the same command judges them once they have ended.
     """
     from inference.compare import decide
 
@@ -161,7 +166,7 @@ def run_and_decide(config: Config, rows: Sequence[Run], console: Console) -> int
         return status
     queued = [row for row in rows if row.jobs and not row.launcher.in_foreground]
     if queued and not config.wait:
-        console.say("\nthe rows run in the queue; the same command judges them afterwards")
+        console.say("\nthe rows are queued; once they have ended, the same command judges them")
         return status
     bounds, _ = parse_bounds(config.upgrade.gate)
     try:
@@ -175,10 +180,10 @@ def run_and_decide(config: Config, rows: Sequence[Run], console: Console) -> int
 
 
 def _result(row: Run) -> tuple[str, Any]:
-    """Return a row's name, and its evaluation or the reason why there is none."""
+    """Return a row's name, and its evaluation or the reason why it has none."""
     from inference.evaluation.report.files import read_run
 
-    if row.status not in (EXIT_OK, *_GATED):
+    if row.status not in (EXIT_OK, *_GATE_STATUSES):
         return row.name, "; ".join(_errors(row)) or f"it ended with status {row.status}"
     try:
         return row.name, read_run(Path(row.config.evaluate.output_dir) / "report.json")

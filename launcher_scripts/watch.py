@@ -1,4 +1,4 @@
-"""The loop of `action=watch`: find checkpoints, start their pipelines, follow them to the end."""
+"""The loop of `action=watch`: find checkpoints, start their pipelines and follow them."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import Room, SubmissionError
+from launcher_scripts.launchers.base import QueueSlots, SubmissionError
 from launcher_scripts.rows import prepare_run
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import (
@@ -47,7 +47,7 @@ from stages.endpoint import STOP_NAME
 from stages.evaluate import REPORT_NAME, EvaluateStage
 from stages.progress import DamagedFileError
 
-# Where several servers may share a node, each takes ports of its own.
+# Several servers may share a node, so each picks free ports.
 _PORTS = ("deploy.http_port", "deploy.grpc_port", "deploy.metrics_port")
 _OPENAI_PORT = "deploy.openai.port"
 _DECIDED = (
@@ -57,21 +57,21 @@ _DECIDED = (
 _FOLDERS = (
     "export.triton_deployment.triton_model_dir", "evaluate.output_dir", "certify.output_dir",
 )  # fmt: skip
-_ADVANCE_S = 0.1  # between two looks at jobs of this machine
+_ADVANCE_S = 0.1  # poll interval of jobs on this machine
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 
 
 class RefusedError(Exception):
-    """The watch cannot run; the argument is a list of the problems."""
+    """The watch cannot run; the argument is the list of problems."""
 
 
 @dataclass
 class Watch:
-    """Takes every checkpoint of a training run through the pipeline, once it is whole.
+    """Runs the pipeline for every checkpoint of a training run, once the checkpoint is complete.
 
     Attributes:
         words: the overrides of the command line.
-        compose: makes the configuration of other overrides.
+        compose: composes the configuration of other overrides.
     """
 
     config: Config
@@ -89,16 +89,16 @@ class Watch:
             repository=made.relative_to(self.config.results_dir) if is_own else None,
             gated=tuple(self.config.evaluate.gate),
         )
-        self._news_at = time.time()
-        self._trouble = ""  # the last with the folder of the run
-        self._found: dict[int, TrainedCheckpoint] = {}
-        self._unknown: set[Path] = set()  # that were named
-        self._runs: dict[int, Run] = {}  # of this machine, by step
-        self._servers: dict[int, Run] = {}  # of them those of which only the server goes on
-        self._room: Room | None = None  # that was too little for the last that waited
+        self._last_news = time.time()  # Unix time of the last change of any checkpoint
+        self._scan_error = ""  # last reported error of the run's folder
+        self._checkpoints: dict[int, TrainedCheckpoint] = {}  # of the last scan, by step
+        self._reported_unknown: set[Path] = set()
+        self._local_runs: dict[int, Run] = {}  # pipelines on this machine, by step
+        self._server_runs: dict[int, Run] = {}  # ended pipelines whose server still runs, by step
+        self._reported_slots: QueueSlots | None = None  # last reported lack of queue slots
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems that no checkpoint can mend."""
+        """Yield the problems that every checkpoint would have."""
         yield from problems_of_settings(self.config)
         yield from problems_of_effects(self.config)
         why = "action=watch decides it for each checkpoint"
@@ -106,22 +106,22 @@ class Watch:
         for key in _FOLDERS:
             if not Path(folder := self.config.at(key)).is_relative_to(self.config.results_dir):
                 yield (
-                    f"{key}={folder} would be that of every checkpoint; leave it out: each has a "
-                    "folder in watch.output_dir."
+                    f"{key}={folder} would be shared by all checkpoints; leave it out: each gets "
+                    "its own folder in watch.output_dir."
                 )
         if self.options.exchange:
-            with contextlib.suppress(ValueError):  # which each pipeline reports
+            with contextlib.suppress(ValueError):  # each pipeline reports it
                 yield from problems_of_exchange(server_config(self.config))
 
     def run(self) -> int:
-        """Watch until the last step, a quiet period or Ctrl-C; return the exit status.
+        """Watch until the last step, an idle period or Ctrl-C; return the exit status.
 
         Raises:
             RefusedError: The configuration cannot run for any checkpoint.
             ValueError: The folder is in use, or holds the watch of another run.
         """
         if self.config.is_dry_run:
-            self._look()
+            self._scan()
             return self._report()
         folder = self.state.folder
         busy = f"watch.output_dir={folder} is in use: another action=watch runs there"
@@ -139,14 +139,14 @@ class Watch:
         self.console.say(f"watching {run}{waits}; state and results are in {folder}")
         for each in self.state.in_order:
             if each.state == RUNNING:
-                self._continue(each)
-        drawn: list[tuple[int, str, str]] = []  # what the page shows
-        look_at = 0.0
+                self._resume(each)
+        shown_rows: list[tuple[int, str, str]] = []  # contents of the page
+        next_scan_s = 0.0  # monotonic time
         try:
             while True:
-                if is_look := time.monotonic() >= look_at:
-                    look_at = time.monotonic() + self.options.poll_s
-                    self._look()
+                if scans_now := time.monotonic() >= next_scan_s:
+                    next_scan_s = time.monotonic() + self.options.poll_s
+                    self._scan()
                 for each in self.state.in_order:
                     if each.state == RUNNING:
                         self._follow_one(each)
@@ -155,20 +155,20 @@ class Watch:
                 self._end_idle_servers()
                 self.state.keep_the_best()
                 has_ended = self._has_ended()
-                if is_look or has_ended:
+                if scans_now or has_ended:
                     self.state.write()
                     known = [(one.step, one.state, one.problem) for one in self.state.in_order]
-                    if known != drawn or has_ended:
+                    if known != shown_rows or has_ended:
                         replace_file(folder / PAGE_NAME, self.state.page(has_ended=has_ended))
-                        drawn = known
+                        shown_rows = known
                 if has_ended:
                     return self._report()
-                time.sleep(_ADVANCE_S if self._runs else self.options.poll_s)
+                time.sleep(_ADVANCE_S if self._local_runs else self.options.poll_s)
         finally:
             self._stop_all()
 
     def _report(self) -> int:
-        """Show every checkpoint; return 1 where one has failed, or none was ever found."""
+        """Print every checkpoint; return 1 if one has failed or none was ever found."""
         if not self.state.watched:
             self.console.say(
                 f"no checkpoint was found in {self.state.run}; correct export.run.training_dir"
@@ -179,7 +179,7 @@ class Watch:
         return EXIT_FAILED if failed else EXIT_OK
 
     def _next(self) -> Watched | None:
-        """Return the checkpoint to start now, by `watch.order`; None where none should start."""
+        """Return the checkpoint to start now, by `watch.order`; None if none should start."""
         running = sum(one.state == RUNNING for one in self.state.watched.values())
         ready = [e for e in self.state.in_order if e.state == WAITING and not e.problem]
         if not ready or running >= self.options.parallel:
@@ -189,60 +189,64 @@ class Watch:
         begun = [e.step for e in self.state.watched.values() if e.attempts]
         return max(ready, key=lambda e: (min((abs(e.step - b) for b in begun), default=0), e.step))
 
-    def _look(self) -> None:
-        """Take note of new checkpoints, of changed ones and of those that are gone."""
+    def _scan(self) -> None:
+        """Find new, changed and deleted checkpoints."""
         now = time.time()
         try:
             found = {each.step: each for each in find_checkpoints(self.state.run)}
             unknown = unknown_entries(self.state.run)
-        except OSError as error:  # a folder that training deletes, or a file system that is away
+        except OSError as error:  # training deletes a folder, or a file system is unavailable
             if not self.state.watched:
                 raise
-            if self._trouble != (trouble := f"{error.filename}: {error.strerror}"):
-                self.console.say(f"looking again, {trouble}")
-            self._trouble = trouble
+            scan_error = f"{error.filename}: {error.strerror}"
+            if self._scan_error != scan_error:
+                self.console.say(f"cannot read the run's folder, retrying: {scan_error}")
+            self._scan_error = scan_error
             return
-        self._found = found
-        for path in set(unknown) - self._unknown:
-            self._unknown.add(path)
-            self.console.say(f"{path}: passed over, its name is of no known form with a step")
+        self._checkpoints = found
+        for path in set(unknown) - self._reported_unknown:
+            self._reported_unknown.add(path)
+            self.console.say(f"{path}: skipped, its name matches no known checkpoint layout")
         for step, checkpoint in found.items():
             each = self.state.watched.get(step)
             if each is None:
                 each = Watched(step, str(checkpoint.path), checkpoint.name)
                 self.state.watched[step] = each
-                self._news_at = now
+                self._last_news = now
                 self.console.say(f"step {step}: found {self.state.shown(each)}")
             if each.state == WAITING and (each.problem or not each.size):
-                self._look_at(each, checkpoint, now)  # one that is whole, before it starts
+                self._update_waiting(each, checkpoint, now)  # `_start` checks a complete one again
         for each in self.state.in_order:
             if each.state == WAITING and each.step not in found:
-                self._end(each, GONE, "it was deleted before it was read")
+                self._finish(each, GONE, "it was deleted before it was read")
 
-    def _look_at(self, each: Watched, checkpoint: TrainedCheckpoint, now: float) -> None:
-        """Find out what a checkpoint waits for; give up on it in the end."""
+    def _update_waiting(self, each: Watched, checkpoint: TrainedCheckpoint, now: float) -> None:
+        """Update the reason why a checkpoint waits; give up on it after `watch.patience_s`."""
         each.path, each.name = str(checkpoint.path), checkpoint.name
         size = ""
-        with contextlib.suppress(OSError):  # a file goes while it is looked at
+        with contextlib.suppress(OSError):  # a file may disappear meanwhile
             size = " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
         if size != each.size:
             each.size, each.changed, each.refusal = size, now, ""
-        wait = each.refusal
+        reason = each.refusal
         if checkpoint.missing:
-            wait = f"it lacks {checkpoint.missing}"
+            reason = f"it lacks {checkpoint.missing}"
         elif now - each.changed < self.options.settle_s:
-            wait = "its files have just changed"
-        if wait and now - each.changed > self.options.patience_s:
-            self._end(each, PASSED_OVER, wait)
+            reason = "its files have just changed"
+        if reason and now - each.changed > self.options.patience_s:
+            self._finish(each, PASSED_OVER, reason)
             return
-        if wait != each.problem and wait:
-            self.console.say(f"step {each.step}: waiting, {wait}")
-        each.problem = wait
+        if reason != each.problem and reason:
+            self.console.say(f"step {each.step}: waiting, {reason}")
+        each.problem = reason
 
     def _start(self, each: Watched) -> bool:
-        """Start a pipeline, if its checkpoint is as it was; return whether others may start."""
-        if each.step in self._found:
-            self._look_at(each, self._found[each.step], time.time())
+        """Start the pipeline of a checkpoint that is still complete.
+
+        Return False if no further pipeline can start now.
+        """
+        if each.step in self._checkpoints:
+            self._update_waiting(each, self._checkpoints[each.step], time.time())
         if each.problem or each.is_final:
             return True
         results = self.state.results_of(each.step)
@@ -264,12 +268,12 @@ class Watch:
         if run is None:
             self._refused(each, problems)
             return True
-        if not self._has_room(run):
+        if not self._has_capacity(run):
             return False
         each.attempts += 1
-        # Its jobs have ended before: as an earlier watch was killed, or all but a kept server.
+        # Its stages finished under an earlier watch that was killed; only a kept server is missing.
         if not run.jobs or (self.options.exchange and {*run.jobs} == {"deploy"}):
-            self._judge(each, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
+            self._take_figures(each, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
             return True
         if each.server is not None:
             self.state.held.setdefault(each.server, []).append(each.step)
@@ -282,22 +286,24 @@ class Watch:
         base = Path(self.config.base_results_dir)
         note_last_run(base, *map(self.state.results_of, running))
         if run.launcher.in_foreground:
-            self._runs[each.step] = run
+            self._local_runs[each.step] = run
         elif run.submit_all() != EXIT_OK:
-            self._ended(each, "its jobs were refused")
+            self._retry_or_fail(each, "its jobs were refused")
         return True
 
-    def _has_room(self, run: Run) -> bool:
-        """Return whether the queue, or the GPUs of this machine, have room for a pipeline.
+    def _has_capacity(self, run: Run) -> bool:
+        """Return whether the queue has slots, or this machine has GPUs, for a pipeline.
 
-        Each pipeline on this machine gets GPUs of its own.
+        Each pipeline on this machine gets its own GPUs.
         """
-        if (room := run.launcher.room()) is not None and room.free < len(run.jobs):
-            if room != self._room:
-                self.console.say(f"a pipeline has {len(run.jobs)} jobs, and waits: {room}")
-            self._room = room
+        slots = run.launcher.queue_slots()
+        if slots is not None and slots.free < len(run.jobs):
+            if slots != self._reported_slots:
+                count = len(run.jobs)
+                self.console.say(f"{run.name}: waiting for {count} queue slots: {slots}")
+            self._reported_slots = slots
             return False
-        others = [*self._runs.values(), *self._servers.values()]
+        others = [*self._local_runs.values(), *self._server_runs.values()]
         taken = [gpu for other in others if not other.has_ended() for gpu in _gpus_of(other)]
         for stage in (job.stage for job in run.jobs.values()):
             for key, server in _servers_of(stage):
@@ -311,22 +317,25 @@ class Watch:
         return True
 
     def _gate_overrides(self, results: Path) -> list[str]:
-        """Return the overrides by which bounds without a baseline are relative to the best."""
+        """Return overrides that make the best checkpoint the baseline of relative bounds.
+
+        They apply unless the configuration names a baseline.
+        """
         bounds, _ = parse_bounds(self.config.evaluate.gate)
         is_relative = any(bound.is_relative for bound in bounds.values())
         if self.config.evaluate.baseline != "none" or not is_relative:
             return []
-        best = self.state.the_best
+        best = self.state.best_checkpoint
         path = str(results / "baseline.json") if best is None else best.report
         use = "update" if best is None else "compare"
         return [f"evaluate.baseline={use}", f"evaluate.baseline_path={hydra_text(path)}"]
 
     def _refused(self, each: Watched, problems: Sequence[str]) -> None:
-        """Wait for a checkpoint with problems: it may be one that is still being copied.
+        """Let a checkpoint with problems wait: it may still be being copied.
 
         Raises:
-            RefusedError: No pipeline of this watch has ever started, and the checkpoint is whole:
-                the configuration is wrong.
+            RefusedError: No pipeline of this watch has ever started, and the problems are not the
+                checkpoint's: the configuration is wrong.
         """
         source = f"export.model.checkpoint_path={each.path}"
         has_worked = any(one.attempts for one in self.state.watched.values())
@@ -337,17 +346,17 @@ class Watch:
 
     def _stop_all(self) -> None:
         """End the pipelines on this machine; their attempts do not count."""
-        for step, run in self._runs.items():
+        for step, run in self._local_runs.items():
             run.stop_all(_STOPPING)
             each = self.state.watched[step]
             each.state, each.attempts = WAITING, each.attempts - 1
-        for run in self._servers.values():
+        for run in self._server_runs.values():
             run.stop_all()
-        if self._runs:
+        if self._local_runs:
             self.state.write()
 
     def _server_overrides(self, each: Watched) -> list[str]:
-        """Return the overrides by which a pipeline asks a server that is there, or keeps one."""
+        """Return overrides by which a pipeline reuses a free server, or starts one and keeps it."""
         if not self.options.exchange:
             return []
         free = self._free_servers()
@@ -359,9 +368,9 @@ class Watch:
         return [f"stages=[{others}]", f"evaluate.shared_server={place}"]
 
     def _free_servers(self) -> list[int]:
-        """Return the steps whose servers go on, and which no pipeline asks.
+        """Return the steps whose servers run and are used by no pipeline.
 
-        What those that have ended had mapped may be deleted from now on.
+        Servers that have ended are removed from `held`: the weights they had mapped may be deleted.
         """
         busy = {one.server for one in self.state.watched.values() if one.state == RUNNING}
         self.state.held = {
@@ -372,75 +381,75 @@ class Watch:
         return [step for step in self.state.held if step not in busy]
 
     def _serves(self, step: int) -> bool:
-        """Return whether the server of a step's pipeline has begun or will, and has not ended."""
+        """Return whether the deploy job of a step's pipeline was submitted and has not ended."""
         found = self._job(step, "deploy")
         return found is not None and not found.is_final
 
     def _job(self, step: int, name: str) -> record.JobRecord | None:
-        """Return a job of a step's pipeline; None without a record, or with a damaged one."""
+        """Return the record of a job of a step's pipeline; None if it is missing or damaged."""
         with contextlib.suppress(DamagedFileError):
             return read_job(self.state.results_of(step), name)
         return None
 
     def _end_idle_servers(self) -> None:
-        """End the servers that no checkpoint asks, once none waits for one."""
+        """End the servers that no pipeline uses, once no checkpoint waits."""
         if any(one.state == WAITING for one in self.state.watched.values()):
             return
         for step in self._free_servers():
-            if (run := self._servers.pop(step, None)) is not None:
+            if (run := self._server_runs.pop(step, None)) is not None:
                 run.stop_all()
             else:
                 (self.state.results_of(step) / "deploy" / STOP_NAME).touch()
         self._free_servers()
 
-    def _continue(self, each: Watched) -> None:
-        """Take up a pipeline of an earlier watch, unless its jobs have ended with that.
+    def _resume(self, each: Watched) -> None:
+        """Resume a pipeline of an earlier watch if its jobs outlived that watch.
 
-        It may also have been killed before it submitted all of them.
+        Otherwise, or if the watch was killed before it submitted all jobs, the checkpoint waits.
         """
         folder = self.state.results_of(each.step)
         jobs = jobs_in(folder)
-        found = [next((one for one in jobs if one.stage == name), None) for name in each.awaited]
+        found = [next((one for one in jobs if one.stage == name), None) for name in each.must_end]
         submitted = [one for one in found if one is not None and one.job_id]
         states = [one.state for one in submitted]
         is_whole = len(submitted) == len(found)
         if self.config.cluster_type == "local":
-            goes_on = record.FAILED in states or (is_whole and {*states} <= {record.COMPLETED})
+            resumes = record.FAILED in states or (is_whole and {*states} <= {record.COMPLETED})
         else:
-            goes_on = is_whole and not _were_cancelled(submitted)
-        if goes_on:
+            resumes = is_whole and not _were_cancelled(submitted)
+        if resumes:
             return
-        self.console.say(f"step {each.step}: its jobs have ended with the earlier watch")
+        self.console.say(f"step {each.step}: its jobs ended with the earlier watch; starting again")
         cancel_jobs(folder, jobs, self.console)
         each.state, each.attempts = WAITING, each.attempts - 1
 
     def _follow_one(self, each: Watched) -> None:
-        """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
-        if (run := self._runs.get(each.step)) is not None:
+        """Advance and poll the jobs of a checkpoint; take its figures once they have ended."""
+        if (run := self._local_runs.get(each.step)) is not None:
             refusal = ""
             try:
                 if run.advance() is None:
                     return
             except SubmissionError as error:
                 refusal = f"a job was refused: {error}"
-            del self._runs[each.step]
+            del self._local_runs[each.step]
             if self.options.exchange and "deploy" in run.jobs and self._serves(each.step):
-                self._servers[each.step] = run
+                self._server_runs[each.step] = run
             else:
                 run.stop_all()
-            each.jobs = list(run.handles)  # what follows a failure was not started
+            each.jobs = list(run.handles)  # stages after a failure were not started
             self.console.say(run.summary())
             if refusal:
-                self._ended(each, refusal)
+                self._retry_or_fail(each, refusal)
                 return
         folder = self.state.results_of(each.step)
-        records = {name: self._job(each.step, name) for name in each.awaited}
-        if None in records.values():  # deleted or damaged; Slurm may still know its jobs
+        records = {name: self._job(each.step, name) for name in each.must_end}
+        if None in records.values():  # deleted or damaged; Slurm may still know the jobs
             known = {one.stage: one for one in jobs_in(folder)}
             records = {name: known.get(name) for name in records}
         found = [one for one in records.values() if one is not None]
         if not found or len(found) < len(records):
-            self._ended(each, f"{folder} lacks the record of a job")
+            self._retry_or_fail(each, f"{folder} lacks the record of a job")  # deleted meanwhile
             return
         if not all(one.is_final for one in found):
             return
@@ -451,41 +460,41 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in found if one.error]
             problem = causes[0] if causes else "its jobs have failed"
             if _were_cancelled(found):
-                self._end(each, FAILED, f"not started again, its jobs were cancelled: {problem}")
+                self._finish(each, FAILED, f"not started again, its jobs were cancelled: {problem}")
             else:
-                self._ended(each, problem)
+                self._retry_or_fail(each, problem)
             return
-        self._judge(each, Path(each.report), breaches)
+        self._take_figures(each, Path(each.report), breaches)
 
-    def _judge(self, each: Watched, report: Path, breaches: str) -> None:
-        """Take over the figures of a checkpoint."""
+    def _take_figures(self, each: Watched, report: Path, breaches: str) -> None:
+        """Take the figures of a checkpoint from its report."""
         from inference.evaluation.record import read_report
 
         each.report = str(report)
         try:
             metrics = read_report(report).metrics if report.is_file() else ()
-        except (OSError, ValueError) as error:  # another user has changed it
-            self._ended(each, str(error))
+        except (OSError, ValueError) as error:  # changed by another process
+            self._retry_or_fail(each, str(error))
             return
         each.metrics = {metric.name: metric for metric in metrics}
         held = [] if each.server is None else self.state.held.get(each.server, [])
-        if each.step in held:  # its server has those before it no more
+        if each.step in held:  # the server has released the weights of earlier steps
             del held[: held.index(each.step)]
-        self.state.judge(each, is_sound=not breaches)
-        self._end(each, EVALUATED, breaches)
+        self.state.judge(each, may_be_best=not breaches)
+        self._finish(each, EVALUATED, breaches)
 
-    def _ended(self, each: Watched, problem: str) -> None:
-        """Note the failure of a pipeline; start it again a bounded number of times.
+    def _retry_or_fail(self, each: Watched, problem: str) -> None:
+        """Record the failure of a pipeline; retry it up to `watch.retries` times.
 
-        The end of a server that another pipeline has started costs this one no attempt.
+        If a server that another pipeline started has ended, the attempt does not count.
         """
         server = each.server
         if server is not None and server != each.step and not self._serves(server):
             each.attempts -= 1
         if not all(path.exists() for path in each.checkpoint.files()):
-            self._end(each, GONE, "it was deleted while it was read")
+            self._finish(each, GONE, "it was deleted while it was read")
         elif each.attempts > self.options.retries:
-            self._end(each, FAILED, problem)
+            self._finish(each, FAILED, problem)
         else:
             each.state = WAITING
             self.console.say(
@@ -493,31 +502,31 @@ class Watch:
                 f"{problem}"
             )
 
-    def _end(self, each: Watched, state: str, problem: str) -> None:
+    def _finish(self, each: Watched, state: str, problem: str) -> None:
         each.state, each.problem = state, problem
-        self._news_at = time.time()
+        self._last_news = time.time()
         shown = problem or self.state.figure(each)
         self.console.say(": ".join(part for part in (f"step {each.step}", state, shown) if part))
 
     def _has_ended(self) -> bool:
-        """Return whether the last step was evaluated, or nothing has happened for long enough."""
+        """Return whether all work is done and `watch.until_step` or `watch.idle_s` is reached."""
         if self.state.held or any(not one.is_final for one in self.state.watched.values()):
             return False
         last = self.options.until_step
         if last is not None and any(step >= last for step in self.state.watched):
             return True
         idle = self.options.idle_s
-        return idle is not None and time.time() - self._news_at > idle
+        return idle is not None and time.time() - self._last_news > idle
 
 
 def _were_cancelled(jobs: Sequence[record.JobRecord]) -> bool:
-    """Return whether a user has ended a pipeline, of which none has failed before."""
+    """Return whether a user cancelled a pipeline before any of its jobs failed."""
     states = {job.state for job in jobs}
     return record.CANCELLED in states and states.isdisjoint((record.FAILED, record.LOST))
 
 
 def _servers_of(stage: Stage) -> Iterator[tuple[str, DeployConfig]]:
-    """Yield the server that a stage runs, and the name of its field."""
+    """Yield the server that a stage runs, after the name of the stage's field that holds it."""
     if isinstance(stage, DeployStage):
         yield "config", stage.config
     if isinstance(stage, EvaluateStage) and stage.endpoint_path is None:

@@ -1,6 +1,6 @@
-"""The checkpoints of a watch, and the best of them: by which figure, and what is kept.
+"""The checkpoints of a watch, the choice of the best one, and which repositories are kept.
 
-They are kept in a file that a watch started later continues from; a table and a page show them.
+The state is saved in a file from which a later watch continues; a table and a page show it.
 """
 
 import math
@@ -22,7 +22,7 @@ _RELOAD_S = 60
 _RELOADS = f"This page loads itself again every {_RELOAD_S} seconds."
 _ENDED = "The watch has ended."
 
-# States of a checkpoint, in the order of its life; the last four are final.
+# States of a checkpoint in the order of its life; the last four are final.
 WAITING, RUNNING = "waiting", "running"
 EVALUATED, FAILED, PASSED_OVER, GONE = "evaluated", "failed", "passed over", "gone"
 FINAL_STATES = (EVALUATED, FAILED, PASSED_OVER, GONE)
@@ -34,14 +34,14 @@ class Watched:
 
     Attributes:
         path, name: as in `TrainedCheckpoint`.
-        changed: when its files last changed, as far as the watch has seen, in seconds of the epoch.
-        size: its files as the watch last saw them, in a form that any change alters.
+        changed: Unix time at which the watch last saw its files change.
+        size: fingerprint of its files when last scanned.
         attempts: how often its pipeline was started.
-        problem: what it waits for, or why it failed.
-        refusal: why its pipeline could not start with its files as they are.
+        problem: why it waits or failed.
+        refusal: why its pipeline could not start with its present files.
         jobs: stages that were submitted.
-        metrics: those of its report, by name.
-        verdict: the comparison with the best checkpoint before it.
+        metrics: the metrics of its report, by name.
+        verdict: comparison with the best checkpoint before it.
         server: the step whose deploy job serves it, with `watch.exchange`.
     """
 
@@ -61,17 +61,17 @@ class Watched:
     server: int | None = None
 
     @property
-    def awaited(self) -> list[str]:
-        """The jobs that have to end; a server that others ask, too, may go on.
+    def must_end(self) -> list[str]:
+        """The jobs that must end before the pipeline has ended.
 
-        One that nothing follows has failed, and its jobs end with it.
+        A shared server may keep running, unless it was the last job: then it has failed.
         """
-        goes_on = "deploy" if self.server is not None else ""
-        return [name for name in self.jobs if name != goes_on or name == self.jobs[-1]]
+        shared = "deploy" if self.server is not None else ""
+        return [name for name in self.jobs if name != shared or name == self.jobs[-1]]
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more happens with it."""
+        """Whether the watch is done with it."""
         return self.state in FINAL_STATES
 
     @property
@@ -82,7 +82,7 @@ class Watched:
 
 @dataclass
 class _Saved:
-    """The state of a watch, as it is kept in a file."""
+    """The contents of the state file."""
 
     run: str
     best: int | None
@@ -92,14 +92,19 @@ class _Saved:
 
 @dataclass
 class WatchState:
-    """All checkpoints that a watch has seen, by step, and the best of them.
+    """All checkpoints that a watch has seen, and the best of them.
 
-    They are those of the training run `run`, and are kept in the folder that `options` name. The
-    better of two is the better by the first figure in which they differ: of `watch.metric` alone
-    where it is set, else of those in `gated`, which have bounds, then of perplexities, which see
-    more of a model than shares of right answers, then of the rest.
-    `repository` is where a pipeline makes its repository, within the folder of its results. `held`
-    has for the step of each server those whose weights it may have mapped.
+    Two checkpoints are ranked by the first figure in which they differ: `watch.metric` alone if it
+    is set, else the figures with bounds (`gated`), then perplexities, which are more sensitive than
+    shares of right answers, then the rest.
+
+    Attributes:
+        run: folder of the training run.
+        repository: path of a pipeline's repository, relative to its results folder.
+        gated: names of the figures that `evaluate.gate` bounds.
+        watched: checkpoints by step.
+        best: step of the best checkpoint.
+        held: by the step of each server, the steps whose weights it may have mapped.
     """
 
     options: WatchSection
@@ -112,7 +117,7 @@ class WatchState:
 
     @property
     def folder(self) -> Path:
-        """The folder of the state, of the page and of the results by step."""
+        """The folder of the state, the page and the results of each step."""
         return Path(self.options.output_dir)
 
     def results_of(self, step: int) -> Path:
@@ -121,16 +126,16 @@ class WatchState:
 
     @property
     def in_order(self) -> list[Watched]:
-        """The checkpoints in the order of their steps."""
+        """The checkpoints sorted by step."""
         return [self.watched[step] for step in sorted(self.watched)]
 
     @property
-    def the_best(self) -> Watched | None:
+    def best_checkpoint(self) -> Watched | None:
         """The best checkpoint so far."""
         return None if self.best is None else self.watched[self.best]
 
     def read(self) -> None:
-        """Take over what an earlier watch has left in the folder, if anything.
+        """Load the state that an earlier watch left in the folder, if any.
 
         Raises:
             DamagedFileError: the file does not hold a state.
@@ -149,13 +154,16 @@ class WatchState:
             )
 
     def write(self) -> None:
-        """Replace the state in the folder."""
+        """Save the state."""
         saved = _Saved(str(self.run), self.best, self.in_order, self.held)
         write_json(self.folder / STATE_NAME, asdict(saved))
 
-    def judge(self, each: Watched, *, is_sound: bool) -> None:
-        """Compare a checkpoint with the best before it; a sound one can become the best."""
-        names, best = self._figures([each]), self.the_best
+    def judge(self, each: Watched, *, may_be_best: bool) -> None:
+        """Compare a checkpoint with the best before it, and replace that if it is better.
+
+        Only with `may_be_best` can it become the best.
+        """
+        names, best = self._figures([each]), self.best_checkpoint
         if not each.metrics:
             return
         if names[0] not in each.metrics:
@@ -168,15 +176,14 @@ class WatchState:
             differing = (n for n in shared if best.metrics[n].value != each.metrics[n].value)
             name = next(differing, name)
             each.verdict = _verdict(best, each, name)
-        if is_sound and (best is None or _rank(each, names) > _rank(best, names)):
+        if may_be_best and (best is None or _rank(each, names) > _rank(best, names)):
             self.best = each.step
             write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
 
     def keep_the_best(self) -> None:
-        """Delete the shards and repositories that this watch made, but for those of the best.
+        """Delete the shards and repositories that this watch made, except those of the best.
 
-        The state in the folder may be of another one, from which the folder was copied: what is
-        deleted lies within the folder itself.
+        Only paths within the folder are deleted: its state may have been copied from another one.
         """
         if self.repository is None:
             return
@@ -184,7 +191,7 @@ class WatchState:
         ended = [
             one
             for one in self.in_order
-            if one.is_final and one.attempts and self._made(one.step).is_dir()
+            if one.is_final and one.attempts and self._repository_of(one.step).is_dir()
         ]
         ranked = sorted(
             (one for one in ended if names and names[0] in one.metrics),
@@ -194,16 +201,16 @@ class WatchState:
         held = {step for steps in self.held.values() for step in steps}
         for each in ended:
             if each not in kept and each.step not in held:
-                shutil.rmtree(self._made(each.step), ignore_errors=True)
+                shutil.rmtree(self._repository_of(each.step), ignore_errors=True)
 
-    def _made(self, step: int) -> Path:
-        """Return the repository of a pipeline; through a link, a path where nothing is."""
+    def _repository_of(self, step: int) -> Path:
+        """Return the repository of a pipeline; a path that does not exist if links lead outside."""
         path = self.results_of(step) / (self.repository or "")
         is_within = path.resolve() == self.folder.resolve() / path.relative_to(self.folder)
         return path if is_within else path / "is a link"
 
     def table(self, console: Console) -> str:
-        """Return what is known of every checkpoint, as a table."""
+        """Return a table of all checkpoints."""
         rows = [
             (
                 str(one.step),
@@ -217,11 +224,11 @@ class WatchState:
         return console.table(("step", "state", name, ""), rows)
 
     def shown(self, each: Watched) -> str:
-        """Return the name of a checkpoint within the folder of the run."""
+        """Return the name of a checkpoint, or its path relative to the run's folder."""
         return each.name or os.path.relpath(each.path, self.run)
 
     def page(self, *, has_ended: bool = False) -> str:
-        """Return the page of the watch, which charts every metric over the steps."""
+        """Return the HTML page of the watch, which charts every metric over the steps."""
         from inference.evaluation.report.document import Page, markdown
 
         points: list[dict[str, Any]] = []
@@ -244,7 +251,7 @@ class WatchState:
         ).html()
 
     def figure(self, each: Watched) -> str:
-        """Return the name and the value of a checkpoint's figure; empty without any figure."""
+        """Return the name and value of a checkpoint's deciding figure; empty without figures."""
         return f"{self._metric(self.in_order)} {self._value(each)}" if each.metrics else ""
 
     def _state(self, each: Watched) -> str:
@@ -254,7 +261,7 @@ class WatchState:
         return next(iter(self._figures(checkpoints)), None)
 
     def _figures(self, checkpoints: list[Watched]) -> list[str]:
-        """Return the figures of checkpoints in the order in which they decide."""
+        """Return the names of the checkpoints' figures in the order in which they decide."""
         if self.options.metric is not None:
             return [self.options.metric]
         found = {name: metric for one in checkpoints for name, metric in one.metrics.items()}
@@ -268,7 +275,7 @@ class WatchState:
 
 
 def _rank(each: Watched, names: Sequence[str]) -> tuple[float, ...]:
-    """Return the figures in their order, each larger for a better checkpoint."""
+    """Return a sort key: the figures in `names`, each larger for a better checkpoint."""
     found = [each.metrics.get(name) for name in names]
     return tuple(
         -math.inf if metric is None else metric.value if metric.higher_is_better else -metric.value
@@ -277,7 +284,7 @@ def _rank(each: Watched, names: Sequence[str]) -> tuple[float, ...]:
 
 
 def _verdict(best: Watched, each: Watched, metric: str) -> str:
-    """Return in words how a checkpoint compares with the best before it, sample by sample."""
+    """Return in words how a checkpoint compares with the best so far, sample by sample."""
     from inference.evaluation.report.compare import compare_runs
     from inference.evaluation.report.files import read_run
 

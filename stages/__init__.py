@@ -1,6 +1,6 @@
-"""The stages of the pipeline: picklable callables with plain data, each in a module of its name.
+"""The stages of the pipeline: picklable callables with plain data, each in the module of its name.
 
-A job imports its own alone.
+A job imports only its own stage.
 """
 
 STAGES = ("convert", "certify", "export", "deploy", "evaluate")  # in their order

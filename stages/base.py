@@ -1,7 +1,7 @@
-"""Base class of the stages: a picklable callable with plain data, its inputs and its outputs.
+"""Base class of the stages: a picklable callable with plain data, inputs and outputs.
 
-A stage does not know where it runs. What it leaves behind is recognised later by a marker: the
-part of its configuration that decides its outputs, saved next to them.
+A stage does not know where it runs. Its finished outputs are recognised by a marker, saved next to
+them: the part of the configuration that decides them, and the state of its inputs.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that a job requests. None leaves the choice to the cluster.
+    """The resources that a job requests. None leaves the choice to the cluster.
 
     Attributes:
         time_limit_min: the job is ended after this many minutes.
@@ -40,7 +40,7 @@ class Resources:
 
     @property
     def time_limit(self) -> str:
-        """The time limit in words."""
+        """The time limit in words, for messages."""
         return f"{self.time_limit_min} minute{'' if self.time_limit_min == 1 else 's'}"
 
 
@@ -49,10 +49,10 @@ class JobSettings:
     """Settings of a stage's job, the same for every stage.
 
     Attributes:
-        folder: where logs, record and progress of the job go.
+        folder: folder of the job's logs, record and progress.
         overwrite: replace outputs of another configuration.
-        warning_s: a job that does not end by itself ends this long before its time limit, ahead of
-            the scheduler's own warning.
+        warning_s: a server stops this long before the job's time limit, ahead of the scheduler's
+            own warning.
     """
 
     name: str
@@ -63,13 +63,13 @@ class JobSettings:
 
     @property
     def progress_path(self) -> Path:
-        """The progress that the job reports."""
+        """Path of the job's progress file."""
         return self.folder / PROGRESS_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """The marker of finished work: configuration and inputs, by which a stage is skipped."""
+    """The marker of finished work: a stage is skipped if its configuration and inputs match it."""
 
     stage: str = ""
     finished_at: str
@@ -81,12 +81,12 @@ class Marker:
 
 @dataclass(frozen=True)
 class Finding:
-    """The outputs of a stage on disk, compared with its configuration.
+    """The state of a stage's outputs on disk, compared with its configuration.
 
     Attributes:
-        marker: of finished work; None where it has to be done.
-        problems: why outputs that are there cannot stay.
-        changes: why work that was done before has to be done again.
+        marker: marker of the finished work; None if the work has to be done.
+        problems: why the existing outputs must not be replaced.
+        changes: why finished work has to be done again.
     """
 
     marker: Marker | None = None
@@ -95,10 +95,10 @@ class Finding:
 
 
 class StageError(RuntimeError):
-    """A stage that ran and failed for a reason a user can act on; shown without a traceback.
+    """A stage failed for a reason that a user can act on; shown without a traceback.
 
     `exit_code` becomes the exit status of the command; `summary` describes what was done
-    in spite of the failure.
+    despite the failure.
     """
 
     def __init__(self, message: str, *, summary: Summary | None = None, exit_code: int = 1) -> None:
@@ -109,14 +109,14 @@ class StageError(RuntimeError):
 
 @dataclass(eq=False)
 class Stage(Checkpointable):
-    """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
+    """Base class of the stages. Subclasses declare inputs and outputs, and work in `run`."""
 
     name: ClassVar[str]
-    # Whether outputs of another configuration, or of inputs that have changed since, stop the run.
-    # Outputs that are not guarded are made again.
+    # Whether outputs of another configuration, or of inputs that have since changed, are a problem;
+    # if not, they are made again.
     guards_configuration: ClassVar[bool] = True
     guards_inputs: ClassVar[bool] = False
-    # Whether outputs that were made by other means, without a marker, are used if they are whole.
+    # Whether complete outputs without a marker, made by other means, are used.
     takes_outputs: ClassVar[bool] = False
 
     job: JobSettings
@@ -126,7 +126,7 @@ class Stage(Checkpointable):
         raise NotImplementedError
 
     def unreachable(self) -> list[str]:
-        """Return what the job needs and is not there now; a dry run does not ask."""
+        """Return what the job needs and is missing now; a dry run does not check this."""
         return []
 
     def outputs(self) -> list[Path]:
@@ -134,7 +134,7 @@ class Stage(Checkpointable):
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Return the configuration keys and values that decide the outputs, in their JSON form."""
+        """Return the configuration that decides the outputs: keys with values as in JSON."""
         return {}
 
     def inputs(self) -> list[Path]:
@@ -142,29 +142,29 @@ class Stage(Checkpointable):
         return []
 
     def marker_path(self) -> Path | None:
-        """Return where the marker of finished work lies; None for a stage that leaves nothing."""
+        """Return the path of the marker; None for a stage without outputs."""
         return None
 
     def readiness_path(self) -> Path | None:
-        """Return the file that appears once a stage that does not end is ready for the next."""
+        """Return the file that a server writes once it is ready; None for a stage that ends."""
         return None
 
     @property
     def is_chained(self) -> bool:
-        """Whether the stage outlives the time limit of one job, and a chain of jobs runs it."""
+        """Whether a chain of jobs runs the stage, which outlives the time limit of one job."""
         return False
 
     def ask_to_stop(self) -> bool:
-        """Ask the running stage, wherever it is, to shut down; False if it cannot be asked."""
+        """Ask the running stage, possibly on another node, to end; False if that is impossible."""
         return False
 
     def other_logs(self, job_id: str) -> list[Path]:
-        """Return the logs, apart from the job's own, that explain a failure; those that exist."""
+        """Return further logs that may explain a failure; they need not exist."""
         del job_id
         return []
 
     def stop_grace_s(self) -> float:
-        """Return the seconds that the job may take to shut down."""
+        """Return how long the job may take to shut down, in seconds."""
         return 15.0
 
     def run(self, progress: Progress) -> Summary:
@@ -172,18 +172,19 @@ class Stage(Checkpointable):
         raise NotImplementedError
 
     def assist(self, place: LaunchEnvironment) -> None:
-        """Do the part of a process other than the first, in a job of several; most have none.
+        """Do the part of a process other than the first, in a job of several processes.
 
-        The first process calls the stage itself. This returns when the part is done.
+        The first process calls the stage itself. This returns when the part is done; most stages
+        have none.
         """
         del place
 
     def damage(self) -> list[str]:
-        """Return the problems of outputs that their marker calls finished."""
+        """Return the problems of outputs that should be complete."""
         return []
 
     def notes(self) -> list[str]:
-        """Return remarks to show before the job starts, such as a path that was chosen."""
+        """Return notes to show before the job starts, such as a path that was chosen."""
         return []
 
     def finding(self) -> Finding:
@@ -212,7 +213,7 @@ class Stage(Checkpointable):
         return Finding(marker)
 
     def __call__(self) -> Summary:
-        """Do the work unless it is already done; called again after a requeue."""
+        """Do the work unless it is finished; called again after a requeue."""
         if (marker := self.finding().marker) is not None and not self.job.overwrite:
             return dict(marker.summary)
         progress = self.new_progress()
@@ -222,11 +223,11 @@ class Stage(Checkpointable):
         return summary
 
     def new_progress(self) -> Progress:
-        """Return where the job reports its progress."""
+        """Return the object to which the job reports its progress."""
         return Progress(self.job.progress_path)
 
     def mark_finished(self, summary: Summary) -> None:
-        """Save the configuration next to the outputs."""
+        """Save the marker next to the outputs."""
         path = self.marker_path()
         if path is not None:
             marker = Marker(
@@ -249,10 +250,11 @@ def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tupl
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Return a fingerprint of a file or folder, without reading its contents.
+    """Return a fingerprint of a file or folder, without reading contents.
 
-    Number of files, their bytes, and a digest of each one's name, size and modification time: a
-    copy that keeps times can be older than what it replaces.
+    It has the number of files, their total size, and a digest of all names, sizes and modification
+    times. The latest time alone would not do: a copy that keeps times may be older than the
+    file it replaces.
     """
     files = [path] if path.is_file() else sorted(files_below(path))
     stats = {file.relative_to(path): file.stat() for file in files}
@@ -265,5 +267,5 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` as it comes back from a JSON file; a path is text there."""
+    """Return `value` as read back from JSON; a path becomes a string."""
     return json.loads(json.dumps(value, default=str))

@@ -18,8 +18,8 @@ from stages.evaluate import is_address
 from stages.progress import Progress
 from stages.serving import serving
 
-# Options that name what the source is read with.
-_OF_SOURCE = ("lora", "model_config", "vocab_path", "merges_path")
+# Options with files that are needed to read the source.
+_SOURCE_OPTIONS = ("lora", "model_config", "vocab_path", "merges_path")
 
 
 @dataclass(eq=False)
@@ -27,11 +27,11 @@ class CertifyStage(Stage):
     """Writes `certificate.json` and `certificate.html`.
 
     Attributes:
-        source: the checkpoint, as configured.
-        folder: what is certified.
-        follows: whether `convert` makes the folder, so that it may not be there yet.
-        given: config.ini values that the source does not state.
-        deploy: the server that `serve` starts.
+        source: the configured checkpoint.
+        folder: the folder to certify.
+        from_convert: whether `convert` writes the folder, so that it may not exist yet.
+        given: config.ini values that the source does not record.
+        deploy: the server to start, with `certify.serve`.
     """
 
     name = "certify"
@@ -40,16 +40,16 @@ class CertifyStage(Stage):
     options: CertifySection
     source: Path
     folder: Path
-    follows: bool
+    from_convert: bool
     given: tuple[tuple[str, str], ...] = ()
     deploy: DeployConfig | None = None
 
     def check(self) -> list[str]:
-        """Return what is not there, and options that need another one."""
+        """Return missing files and contradictory options."""
         options = self.options
-        needed = [("folder", self.folder), ("source", find_checkpoint(self.source))]
-        needed = [] if self.follows else needed
-        needed += self._given_files("training", "key", *_OF_SOURCE)
+        needed = self._option_paths("training", "key", *_SOURCE_OPTIONS)
+        if not self.from_convert:
+            needed += [("folder", self.folder), ("source", find_checkpoint(self.source))]
         problems = [
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         ]
@@ -67,8 +67,8 @@ class CertifyStage(Stage):
         if not is_address(options.endpoint, options.protocol):
             problems.append(
                 f"certify.endpoint={options.endpoint} is not an address; write "
-                "http://host:port/v1, host:port for certify.protocol=grpc or http, or null to ask "
-                "no server."
+                "http://host:port/v1, host:port for certify.protocol=grpc or http, or null to "
+                "query no server."
             )
         return problems + options.credentials.problems(prefix="certify.", joiner="_")
 
@@ -91,21 +91,21 @@ class CertifyStage(Stage):
         }
 
     def inputs(self) -> list[Path]:
-        """Return both sides, and the files that options name."""
-        files = self._given_files("training", *_OF_SOURCE)
+        """Return source, folder and the files that options name."""
+        files = self._option_paths("training", *_SOURCE_OPTIONS)
         return [find_checkpoint(self.source), self.folder, *(path for _, path in files)]
 
-    def _given_files(self, *names: str) -> list[tuple[str, Path]]:
-        """Return the files and folders that options name, each after its option."""
+    def _option_paths(self, *names: str) -> list[tuple[str, Path]]:
+        """Return the files and folders that options name, as pairs of option and path."""
         found = ((name, getattr(self.options, name)) for name in names)
         several = ((name, each if isinstance(each, list) else [each]) for name, each in found)
         return [(name, Path(path)) for name, paths in several for path in paths if path is not None]
 
     def run(self, progress: Progress) -> Summary:
-        """Compare, and write the certificate.
+        """Compare source and folder, and write the certificate.
 
         Raises:
-            StageError: the two cannot be compared, differ, or something was not computed.
+            StageError: they cannot be compared, they differ, or a comparison was not computed.
         """
         from inference.certify.certificate import EXIT_STATUS, write_certificate
         from inference.certify.certify import certify
@@ -128,7 +128,7 @@ class CertifyStage(Stage):
 
     @contextmanager
     def _served(self, options: CertifySection, progress: Progress) -> Iterator[CertifySection]:
-        """Yield the options with the address of the server that they ask for, while it runs."""
+        """Yield the options with the address of the configured server, which runs meanwhile."""
         if self.deploy is None:
             yield options
             return

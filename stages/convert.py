@@ -1,4 +1,4 @@
-"""Stage `convert`: a checkpoint becomes FasterTransformer shards, or a Hugging Face folder."""
+"""Stage `convert`: convert a checkpoint to FasterTransformer shards or a Hugging Face folder."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,7 +11,7 @@ from foundations.errors import CheckpointMismatchError
 from stages.base import Stage, StageError, Summary, as_json
 from stages.progress import Progress
 
-# Configuration keys, for messages.
+# Fields of ConversionRequest -> configuration keys, for messages.
 KEYS: Mapping[str, str] = {
     **{
         option.name: f"convert.{option.name}"
@@ -31,8 +31,8 @@ KEYS: Mapping[str, str] = {
     "for_text": "export.triton_deployment.ensemble",
 }
 # Fields that do not decide the bytes of the shards.
-_WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size", "for_text", "names")
-# The two places where training leaves its checkpoints.
+_NOT_IDENTITY = ("output_dir", "processes", "overwrite", "pp_size", "for_text", "names")
+# Folders in which the NeMo launcher's training writes checkpoints.
 CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
 
 
@@ -41,8 +41,8 @@ class ConvertStage(Stage):
     """Writes `<triton_model_dir>/1/<TP>-gpu`, or `huggingface` there, from a checkpoint.
 
     Attributes:
-        request: as configured; what is really read is in `_found`.
-        may_be_elsewhere: the checkpoint may be on machines that this one cannot see.
+        request: the request as configured; `_resolved_request` has the checkpoint that is read.
+        may_be_elsewhere: whether only other machines may see the checkpoint.
     """
 
     name = "convert"
@@ -56,14 +56,14 @@ class ConvertStage(Stage):
         self.request = replace(self.request, names=KEYS)
 
     def check(self) -> list[str]:
-        """Return the problems of checkpoint, sizes and destination."""
+        """Return the problems of the checkpoint, sizes and destination."""
         from export_scripts.conversion.convert import check_conversion
 
         if self._is_elsewhere:
             return []
-        request = self._found()
+        request = self._resolved_request()
         if self.marker_path().exists():
-            # `finding` compares the folder of an earlier run, and reports it.
+            # `finding` reports problems of an earlier run's folder.
             request = replace(request, overwrite=True)
         return check_conversion(request)
 
@@ -72,24 +72,24 @@ class ConvertStage(Stage):
         return [self.request.folder]
 
     def marker_path(self) -> Path:
-        """Return the marker, next to the folder, which holds exactly the loader's files."""
+        """Return the marker; it lies next to the folder, which holds only the loader's files."""
         return self.request.folder.with_name(f"{self.request.folder.name}.convert.json")
 
     def identity(self) -> dict[str, Any]:
-        """Return the source and everything that decides the bytes."""
-        values = asdict(self._found())
+        """Return the source and all options that decide the bytes."""
+        values = asdict(self._resolved_request())
         return {
             KEYS[name]: as_json(value)
             for name, value in values.items()
-            if name not in _WITHOUT_EFFECT
+            if name not in _NOT_IDENTITY
         }
 
     def inputs(self) -> list[Path]:
-        """Return the checkpoint and the files that go with it."""
-        return [path for _, path in self._found().sources]
+        """Return the checkpoint and the other files that are read."""
+        return [path for _, path in self._resolved_request().sources]
 
     def damage(self) -> list[str]:
-        """Return differences between the folder on disk and what describes it."""
+        """Return the differences between the folder and its manifest."""
         from export_scripts.conversion.convert import folder_problems
 
         folder, remedy = self.request.folder, "set overwrite=true to convert again."
@@ -97,37 +97,37 @@ class ConvertStage(Stage):
         return [f"{folder} is damaged: {problem}; {remedy}" for problem in problems]
 
     def notes(self) -> list[str]:
-        """Return a remark on a checkpoint that is elsewhere, or that was taken for another."""
-        asked, found = self.request.checkpoint_path, self._found().checkpoint_path
-        key = f"{KEYS['checkpoint_path']}={asked}"
+        """Return a note if the checkpoint is not on this machine, or another path is read."""
+        given, found = self.request.checkpoint_path, self._resolved_request().checkpoint_path
+        key = f"{KEYS['checkpoint_path']}={given}"
         if self._is_elsewhere:
-            return [f"{key} is not on this machine: whether sizes fit the model is not known"]
-        if found == asked:
+            return [f"{key} is not on this machine: sizes are not checked against the model"]
+        if found == given:
             return []
-        if asked.exists():
-            return [f"{key}: taking {found} in it"]
-        return [f"{key} does not exist; taking {found}"]
+        if given.exists():
+            return [f"{key}: using {found} in it"]
+        return [f"{key} does not exist; using {found}"]
 
     @property
     def _is_elsewhere(self) -> bool:
-        return self.may_be_elsewhere and not self._found().checkpoint_path.exists()
+        return self.may_be_elsewhere and not self._resolved_request().checkpoint_path.exists()
 
     def run(self, progress: Progress) -> Summary:
         """Convert.
 
         Raises:
-            CheckpointMismatchError: the checkpoint lacks what the layout needs, or holds more.
-            StageError: it cannot be read, or there is no room for the shards.
+            CheckpointMismatchError: the checkpoint lacks tensors of the layout, or has others.
+            StageError: it cannot be read, or the disk is too small for the outputs.
         """
         from export_scripts.conversion.convert import convert
 
         report = partial(progress.update, "converting", unit="bytes")
         self.request.output_dir.mkdir(parents=True, exist_ok=True)
         try:
-            done = convert(self._found(), progress=report)
+            done = convert(self._resolved_request(), progress=report)
         except CheckpointMismatchError:
             raise
-        except ValueError as error:  # checkpoint, sizes, or too little room
+        except ValueError as error:  # checkpoint, sizes or disk space
             raise StageError(str(error)) from error
         return {
             "tensors": done.tensors,
@@ -138,18 +138,19 @@ class ConvertStage(Stage):
             "remarks": list(done.remarks),
         }
 
-    def _found(self) -> ConversionRequest:
-        """Return the request with what `find_checkpoint` finds for its checkpoint."""
+    def _resolved_request(self) -> ConversionRequest:
+        """Return the request with the path that `find_checkpoint` returns."""
         found = find_checkpoint(self.request.checkpoint_path)
         return replace(self.request, checkpoint_path=found)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path`, or its twin `checkpoints` <-> `results/checkpoints` when only that exists.
+    """Return the checkpoint to read for a configured path.
 
-    Guides of the NeMo launcher name the first, its shipped configuration the second. The root of a
-    Hugging Face cache folder is replaced by the snapshot in it, and a folder by the only .nemo file
-    in it when it holds no checkpoint of another kind.
+    If `path` does not exist, `checkpoints` and `results/checkpoints` stand for each other: the NeMo
+    launcher's guides name the former, its shipped configuration the latter. The root of a Hugging
+    Face cache folder is replaced by its snapshot, and a folder by its only .nemo file if it holds
+    no checkpoint of another kind.
     """
     near, far = CHECKPOINT_FOLDERS
     twin = path

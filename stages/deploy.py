@@ -1,4 +1,4 @@
-"""Stage `deploy`: a server of the repository, or of another engine, until it is stopped."""
+"""Stage `deploy`: run a server of the repository, or of another engine, until it is stopped."""
 
 import contextlib
 import math
@@ -17,21 +17,21 @@ from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.job_process import job_id_here
 from stages.progress import Progress
-from stages.server_starts import ServerStart, take_part
+from stages.server_starts import ServerStart, run_for_each_start
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
-# In addition to the time to drain: the models unload.
-_UNLOAD_S = 20.0
+_UNLOAD_S = 20.0  # time for models to unload, after the server has drained
 
 
 @dataclass(eq=False)
 class DeployStage(Stage):
     """Runs a server and publishes its address once it is ready.
 
-    In a chain of jobs (`deploy.uptime`) each has its `predecessor`, the id of the job whose place
-    it takes, and `ends_at`, the Unix time at which the chain ends; the first has neither yet. With
-    `ends_with_evaluation` the pipeline's evaluation is all that it serves.
+    Attributes:
+        predecessor: id of the job that this one replaces in a chain (`deploy.uptime`); "" if none.
+        ends_at: Unix time at which the chain ends; None in its first job.
+        ends_with_evaluation: whether the server is needed only by the pipeline's evaluation.
     """
 
     name = "deploy"
@@ -42,7 +42,7 @@ class DeployStage(Stage):
     ends_with_evaluation: bool = False
 
     def check(self) -> list[str]:
-        """Return the problems of engine, ports and times."""
+        """Return the problems of the server's configuration and times."""
         problems = check_deploy(self.config)
         lead_s, serving_s = self.config.handover_s, self.serving_s
         if self.config.uptime_s is not None and lead_s is not None and 0 < serving_s <= lead_s:
@@ -60,13 +60,13 @@ class DeployStage(Stage):
 
     @property
     def serving_s(self) -> float:
-        """Seconds that the server of one job may load and serve."""
+        """Seconds that one job has for loading and serving."""
         limit_s = self.job.resources.time_limit_min * 60
         return limit_s - self.config.drain_s - self.job.warning_s
 
     @property
     def alone_s(self) -> float:
-        """Seconds from the start of a job of a chain until its successor may start."""
+        """Seconds from the start of a job in a chain until its successor may start."""
         lead_s = self.config.handover_s
         return self.serving_s - (self.serving_s / 4 if lead_s is None else lead_s)
 
@@ -75,32 +75,32 @@ class DeployStage(Stage):
         """Whether the server outlives the time limit of one job."""
         return self.config.uptime_s is not None and self.config.uptime_s > self.serving_s
 
-    def _chain(self) -> list[str]:
-        """Return a remark on the chain of jobs of a long uptime."""
+    def _chain_notes(self) -> list[str]:
+        """Return a note on the chain of jobs that `deploy.uptime` needs."""
         uptime_s = self.config.uptime_s
         if uptime_s is None:
             return []
         if uptime_s <= self.serving_s:
-            return [f"one job serves for deploy.uptime={self.config.uptime}; its time is longer"]
+            return [f"one job is enough for deploy.uptime={self.config.uptime}"]
         count = 1 + math.ceil((uptime_s - self.serving_s) / self.alone_s)
         return [
-            f"a chain of {count} jobs or more serves for deploy.uptime={self.config.uptime}; each "
-            f"submits the next, which may start {self.alone_s / 60:.0f} minutes after it, takes "
-            "over once it has answered, and drains it"
+            f"a chain of at least {count} jobs serves for deploy.uptime={self.config.uptime}: each "
+            f"submits the next, which may start {self.alone_s / 60:.0f} minutes after it and takes "
+            "over once it is ready"
         ]
 
     def new_progress(self) -> Progress:
-        """Return where the job reports its progress: nowhere while its predecessor serves."""
+        """Return the progress reporter; it writes no file while the predecessor serves."""
         return Progress() if self.predecessor else super().new_progress()
 
     def readiness_path(self) -> Path:
-        """Return the file with the address of the server, once that is ready."""
+        """Return the file with the server's address, which is written once it is ready."""
         return self.job.folder / ENDPOINT_NAME
 
     def ask_to_stop(self) -> bool:
-        """Ask the server to end, through the file that it watches; False if the disk is full."""
+        """Ask the server to end, by the file that it watches; return False if the disk is full."""
         with contextlib.suppress(OSError):
-            # Its predecessor or successor goes on.
+            # The job id in the file keeps a predecessor or successor running.
             replace_file(self.job.folder / STOP_NAME, job_id_here())
             return True
         return False
@@ -110,16 +110,16 @@ class DeployStage(Stage):
         return [server_log(self.job.folder, job_id)]
 
     def stop_grace_s(self) -> float:
-        """Return the time to drain, plus the time for the models to unload."""
+        """Return the time to drain and to unload the models, in seconds."""
         return self.config.drain_s + _UNLOAD_S
 
     def notes(self) -> list[str]:
-        """Return remarks, and the command of NVIDIA's server to show beforehand."""
-        config, notes = self.config, [*self.config.remarks, *self._chain()]
+        """Return notes, including the command of another engine or of NVIDIA's server."""
+        config, notes = self.config, [*self.config.remarks, *self._chain_notes()]
         if config.max_restarts and not config.may_start_again:
             notes.append(
                 f"deploy.max_restarts={config.max_restarts} has no effect with NVIDIA's backend "
-                "over several nodes: its processes can enter MPI once in a job, so a failure ends "
+                "over several nodes: its processes can initialize MPI only once, so a failure ends "
                 "the job; start the stage again then"
             )
         if config.is_other_engine:
@@ -132,16 +132,16 @@ class DeployStage(Stage):
         return notes
 
     def run(self, progress: Progress) -> Summary:
-        """Serve until a signal, the file that asks for the end, or the time limit.
+        """Serve until a signal, a stop request or the time limit.
 
         Raises:
-            StageError: the server failed and was not, or not any more, to be started again.
-            ServerStartError: it did not become ready in the first place.
+            StageError: the server failed and may not be restarted, or not any more.
+            ServerStartError: its first start failed.
         """
         started = time.monotonic()
         config = self.config
         if self.predecessor:
-            # On ports that are free here: its predecessor may be on the same node.
+            # Pick free ports where needed: the predecessor may run on the same node.
             ports = {
                 name: 0 if port and port_problem(config.host, port) else port
                 for name, port in config.ports.items()
@@ -164,12 +164,12 @@ class DeployStage(Stage):
         return {"served_s": served_s, "ended": reason, "restarts": service.restarts}
 
     def assist(self, place: LaunchEnvironment) -> None:
-        """Do the part of a process other than the first, until the first is done.
+        """Run a process other than the first, until the first one is done.
 
-        With our engine it is one rank of the model; with others, the server of a further node.
+        With our engine it is one rank of the model; with others, the server on a further node.
 
         Raises:
-            StageError: NVIDIA's backend cannot use the model.
+            StageError: NVIDIA's backend cannot load the model.
         """
         folder, job_id = self.job.folder, job_id_here()
         environment = server_environment(self.config)
@@ -180,13 +180,13 @@ class DeployStage(Stage):
                     str(self.config.folder) if word == MODEL_FIELD else word
                     for word in self.config.command_on(place.rank)
                 ]
-            take_part(folder, job_id, command=command, environment=environment)
+            run_for_each_start(folder, job_id, command=command, environment=environment)
             return
         from inference.server.installation import find_triton
         from inference.server.log import fatal_lines
 
         triton = find_triton(own_backends=False)
-        # It serves through the server of the first node.
+        # Clients reach only the server on the first node.
         closed = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")]
         program = [str(triton.program), *triton.arguments(), *closed]
         path = server_log(folder, f"{job_id}-rank{place.rank}")
@@ -196,7 +196,7 @@ class DeployStage(Stage):
             if fatal := fatal_lines(text):
                 raise StageError("\n".join([f"the server cannot use the model ({path}):", *fatal]))
 
-        take_part(
+        run_for_each_start(
             folder,
             job_id,
             command=[*program, f"--model-repository={self.config.source}"],

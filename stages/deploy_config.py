@@ -1,6 +1,6 @@
 """The section `deploy` of the configuration, the server that it describes, and their checks."""
 
-# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+# ruff: noqa: RUF009 - `option` returns a dataclass field
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PORT_KEYS = {
     "openai": "deploy.openai.port",
 }
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
-VLLM, OPENAI = "vllm", "openai"  # other engines, which serve Hugging Face folders
+VLLM, OPENAI = "vllm", "openai"  # other engines; they serve Hugging Face folders
 PYTRITON = "pytriton"
 DEFAULT_SERVER = AUTO
 NEMO = "nemo"  # an interface of PyTriton
@@ -127,7 +127,7 @@ class DeploySection(JobOptions, Access):
 
     @property
     def store(self) -> StoreLocation | None:
-        """The place in an object store that is served; None for a folder. Raises ValueError."""
+        """The served location in an object store; None for a folder. Raises ValueError."""
         if not is_store_url(self.repository):
             return None
         try:
@@ -138,25 +138,25 @@ class DeploySection(JobOptions, Access):
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig(DeploySection):
-    """The section `deploy`, and what follows for it from the rest of the configuration.
+    """The section `deploy`, with settings derived from the rest of the configuration.
 
     Attributes:
-        folder: of the Triton repository, or the Hugging Face folder of another engine.
-        adapter: folder of an adapter of that, which vLLM serves as `model_name`, and the folder
-            itself as its `base_name`.
-        model_name: the model that takes token ids.
-        instance_count: engines of the model in the server, each on GPUs or cores of its own.
+        folder: the Triton repository, or the Hugging Face folder of another engine.
+        adapter: folder of an adapter that vLLM serves as `model_name`; the model in `folder` is
+            then served as `base_name`.
+        model_name: name of the model that takes token ids.
+        instance_count: engines of the model in the server, each with its own GPUs or cores.
         data_type: type of computation, for vLLM.
-        gpus_per_node: those that the job requests; None where the cluster does not count them.
-        max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
-        uptime_s: how long a chain of jobs serves; None for one job.
-        nodes: nodes that share the model.
-        is_mpi_step: the scheduler starts the server's process so that MPI finds it.
+        gpus_per_node: GPUs that the job requests; None if the cluster has no GPU resource.
+        max_seq_len: maximum tokens of a sequence, for vLLM; None for the model's own.
+        uptime_s: how long a chain of jobs serves; None for a single job.
+        nodes: number of nodes that share the model.
+        is_mpi_step: whether the scheduler starts the server's processes with MPI.
         visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.
-        serves_here: this machine will serve; its ports can be checked beforehand.
-        local_gpus: GPUs visible on this machine if it will serve; else None.
-        remarks: to show before the start.
-        is_elsewhere: the folder is on machines that this one cannot see.
+        serves_here: whether this machine will serve, so that its ports can be checked.
+        local_gpus: number of visible GPUs if this machine will serve; None if not.
+        remarks: notes to show before the start.
+        is_elsewhere: whether only other machines can see the folder.
     """
 
     folder: Path
@@ -179,12 +179,12 @@ class DeployConfig(DeploySection):
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Whether no stage makes the repository; it has to exist already."""
+        """Whether an existing repository is served, which no stage makes."""
         return self.repository is not None
 
     @property
     def tasks_per_node(self) -> int:
-        """Tasks of the job: on several nodes one for each of our ranks, or for NVIDIA's server."""
+        """Tasks per node: on several nodes one for each of our ranks, or one server."""
         is_spread = self.nodes > 1 and self.engine == PYTORCH
         return self.tp_size * self.pp_size // self.nodes if is_spread else 1
 
@@ -195,7 +195,7 @@ class DeployConfig(DeploySection):
 
     @property
     def hosts(self) -> str:
-        """The server of the repository on this machine: slipway or tritonserver."""
+        """The program that serves the repository: slipway or tritonserver."""
         if self.engine == FASTERTRANSFORMER:
             return TRITONSERVER
         wanted = AUTO if self.server == PYTRITON else self.server
@@ -213,11 +213,11 @@ class DeployConfig(DeploySection):
 
     @property
     def command_line(self) -> tuple[str, ...]:
-        """The command of another engine's server, with fields for what only the start knows."""
+        """The command of another engine's server; host, port and model are still fields."""
         return self.command_on(0)
 
     def command_on(self, rank: int) -> tuple[str, ...]:
-        """Return that command for one of the nodes."""
+        """Return that command for the node number `rank`."""
         if self.engine != VLLM:
             return tuple(self.command)
         options: dict[str, Any] = {
@@ -225,17 +225,17 @@ class DeployConfig(DeploySection):
             "tensor_parallel_size": self.tp_size,
             "pipeline_parallel_size": self.pp_size,
             "max_model_len": self.max_seq_len,
-            # By itself it gives up running requests at SIGTERM (0.32: default 0).
+            # With its default 0, vLLM 0.32 aborts running requests at SIGTERM.
             "shutdown_timeout": math.ceil(self.drain_s),
         }
-        if rank == 0:  # which listens
+        if rank == 0:  # only the first node listens
             options |= {
                 "host": HOST_FIELD,
                 "port": PORT_FIELD,
                 "ssl_certfile": self.tls_cert,
                 "ssl_keyfile": self.tls_key,
             }
-        if not self.is_from_elsewhere:  # such a folder states its own, and how it is quantised
+        if not self.is_from_elsewhere:  # an existing folder states its own type and quantization
             options["dtype"] = VLLM_TYPES[self.data_type]
         if self.nodes > 1:
             options |= several_nodes(self.nodes, rank)
@@ -245,13 +245,13 @@ class DeployConfig(DeploySection):
         return vllm_command(self.executable, options)
 
     def filled_command(self, folder: str, *, port: int) -> list[str]:
-        """Return the command of another engine on one node, for a folder and a port."""
+        """Return the command of another engine on one node, with folder and port filled in."""
         values = {MODEL_FIELD: folder, HOST_FIELD: self.host, PORT_FIELD: str(port)}
         return [values.get(word, word) for word in self.command_line]
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports by their names in PORT_KEYS."""
+        """The ports, by their names in PORT_KEYS."""
         if self.is_other_engine:
             return {"http": self.http_port}
         found = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
@@ -266,31 +266,31 @@ class DeployConfig(DeploySection):
 
     @property
     def weights_dir(self) -> Path:
-        """The folder of shards, on this machine's disk."""
+        """The folder of shards, if the repository is on this machine's disk."""
         return ft_directory(self.folder / self.model_name / "1", self.tp_size)
 
     @property
     def source(self) -> str:
-        """The repository as tritonserver names it."""
+        """The repository as tritonserver expects it: a path or a URL."""
         return self.store.triton_url if self.store is not None else str(self.folder)
 
     @property
     def may_start_again(self) -> bool:
-        """Whether a server that has failed can be replaced within its job.
+        """Whether a failed server can be restarted within its job.
 
-        Several processes of NVIDIA's backend meet through MPI, which admits no process later; our
-        ranks meet again.
+        Several processes of NVIDIA's backend are connected by MPI, which no process can join later;
+        our ranks can meet again.
         """
         return self.engine != FASTERTRANSFORMER or self.nodes == 1
 
 
 def is_store_url(text: str | None) -> bool:
-    """Return whether a repository lies in an object store."""
+    """Return whether a repository is in an object store."""
     return text is not None and text.startswith("s3://")
 
 
 def problems_of_exchange(config: DeployConfig) -> list[str]:
-    """Return why the weights of a server cannot be exchanged while it runs."""
+    """Return why a running server cannot exchange its weights."""
     remedy = "start a server for each checkpoint (watch.exchange=false)"
     found = {
         f"deploy.engine={config.engine}": config.engine != PYTORCH,
@@ -300,9 +300,9 @@ def problems_of_exchange(config: DeployConfig) -> list[str]:
         f"a model over {config.nodes} nodes": config.nodes > 1,
     }
     return [
-        f"{what}: weights are exchanged in this project's own server on one node; {remedy}."
-        for what, is_so in found.items()
-        if is_so
+        f"{setting}: only this project's own server on one node can exchange weights; {remedy}."
+        for setting, is_set in found.items()
+        if is_set
     ]
 
 
@@ -349,7 +349,7 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
         if not config.access.problems() and len(config.access.tokens() or ()) > 1:
             yield (
                 f"deploy.token_file={config.token_file} holds several tokens, and vLLM takes one; "
-                "leave one, or have a reverse proxy before it check the others."
+                "keep one, or check the others in a reverse proxy."
             )
     is_here = config.is_from_elsewhere and not config.is_elsewhere
     if is_here and not (config.folder / "config.json").is_file():
@@ -365,8 +365,8 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
         )
     elif config.serves_here and shutil.which(config.command_line[0]) is None:
         yield (
-            f"{config.command_line[0]} is not a program of this machine; install it, or give the "
-            f"path of one in deploy.{'executable' if config.engine == VLLM else 'command'}."
+            f"{config.command_line[0]} is not a program on this machine; install it, or give its "
+            f"path in deploy.{'executable' if config.engine == VLLM else 'command'}."
         )
 
 

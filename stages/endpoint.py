@@ -1,4 +1,4 @@
-"""The published address of a running server, and the files that ask it to end or to reload."""
+"""The published address of a running server, and the files that ask it to end or reload."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -8,10 +8,10 @@ from stages.progress import DamagedFileError, read_as, write_json
 from stages.record import locked
 
 ENDPOINT_NAME = "endpoint.json"
-# Appears next to the address when the server is no longer needed.
+# Written next to the address when the server is no longer needed. It may hold a job id.
 STOP_NAME = "stop_requested"
-# Appears there when a server of the repository as it is now should take over. It may hold the path
-# of another repository, whose weights are to go into the server that is there.
+# Written there when the server should reload its repository. It may hold the path of another
+# repository, whose weights the running server then loads.
 RELOAD_NAME = "reload_requested"
 
 
@@ -21,15 +21,14 @@ class ServerEndpoint:
 
     Attributes:
         host: name or address of the node that serves; with several nodes, that of rank 0.
-        http, grpc, metrics: ports; that of gRPC is 0 with an engine that has OpenAI's protocol
-            alone.
+        http, grpc, metrics: ports; grpc is 0 for an engine that speaks only OpenAI's protocol.
         openai: port of OpenAI's protocol; None without it.
         model, ensemble: Triton models for token ids and for text.
         ready_at: UTC, ISO 8601.
-        nodes: how many nodes share the model.
-        restarts: how often this job has started the server again.
-        uses_tls: whether clients have to encrypt.
-        served: what the server serves, see `served_identity`; empty for another engine.
+        nodes: number of nodes that share the model.
+        restarts: how often this job has restarted the server.
+        uses_tls: whether clients must use TLS.
+        served: identity of the served weights (`served_identity`); empty for another engine.
     """
 
     host: str
@@ -50,7 +49,7 @@ class ServerEndpoint:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports by name, 0 for one that there is not."""
+        """The ports by name; 0 for OpenAI's protocol if it is not served."""
         if not self.grpc:
             return {"http": self.http}
         found = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
@@ -61,7 +60,7 @@ class ServerEndpoint:
         return host_and_port(self.host, port)
 
     def address(self, protocol: str) -> str | None:
-        """Return `host:port` for clients of a protocol; None where it is not spoken."""
+        """Return `host:port` for clients of a protocol; None if the server does not speak it."""
         port = {"http": self.http, "grpc": self.grpc}.get(protocol, self.openai)
         return self.at(port) if port else None
 
@@ -71,7 +70,7 @@ class ServerEndpoint:
             write_json(path, asdict(self))
 
     def withdraw(self, path: Path) -> None:
-        """Remove what is published, damaged or not, unless a later job has published its own."""
+        """Remove the published address, even a damaged one, unless it is another job's."""
         with locked(path):
             if published_by(path) in (self.job_id, None) and not path.is_dir():
                 path.unlink()
@@ -85,16 +84,16 @@ class ServerEndpoint:
 
 
 def read_endpoint(path: Path) -> ServerEndpoint | None:
-    """Return the published address, or None while there is none.
+    """Return the published address, or None if none is published.
 
     Raises:
-        DamagedFileError: it does not hold an address.
+        DamagedFileError: the file does not hold an address.
     """
     return read_as(path, ServerEndpoint, "the address of a server")
 
 
 def published_by(path: Path) -> str | None:
-    """Return the job whose address is published, "" while none is; None for a damaged file."""
+    """Return the id of the job whose address is published: "" if none, None if damaged."""
     try:
         endpoint = read_endpoint(path)
     except DamagedFileError:

@@ -1,4 +1,4 @@
-"""Commands of engines other than ours that speak OpenAI's protocol."""
+"""Commands of other engines, which speak OpenAI's protocol."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ from export_scripts.conversion.request import PEFT_CONFIG
 from foundations.files.yaml_content import read_own_table
 from inference.server.openai_server import MODEL_FIELD
 
-# Fields of a command for several nodes: where the processes meet, on the first node.
+# Fields of a command for several nodes: the rendezvous address on the first node.
 HEAD_FIELD, HEAD_PORT_FIELD = "{head}", "{head_port}"
 
-TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; a command line is seen by other users
-# Options of `vllm serve` that other keys of the configuration decide.
+TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; other users could read a token in a command line
+# Options of `vllm serve` that other configuration keys decide.
 OWN_VLLM_OPTIONS: dict[str, str] = read_own_table(Path(__file__).with_name("vllm_options.yaml"))
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the command of `vllm serve`; its options are vLLM's own, and it checks them.
+    """Return the command of `vllm serve`; vLLM itself checks the options.
 
     vLLM, docs/serving/openai_compatible_server.md and vllm/engine/arg_utils.py.
     """
@@ -38,9 +38,9 @@ def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def adapter_options(name: str, folder: Path) -> dict[str, Any]:
-    """Return the options of `vllm serve` for an adapter that is called by a name.
+    """Return the options of `vllm serve` for an adapter that is served under a name.
 
-    Its rank is known once the folder is there. vLLM 0.32, vllm/config/lora.py.
+    The maximum rank can be given only once the folder exists. vLLM 0.32, vllm/config/lora.py.
     """
     options: dict[str, Any] = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
     settings = folder / PEFT_CONFIG
@@ -56,7 +56,7 @@ def adapter_options(name: str, folder: Path) -> dict[str, Any]:
 def several_nodes(nodes: int, rank: int) -> dict[str, Any]:
     """Return the options of `vllm serve` on one of several nodes; the first one listens.
 
-    vLLM, docs/serving/parallelism_scaling.md: one process a node, which meet without Ray.
+    vLLM, docs/serving/parallelism_scaling.md: one process per node, without Ray.
     """
     options: dict[str, Any] = {
         "nnodes": nodes,

@@ -1,4 +1,4 @@
-"""Stage `evaluate`: ask a running server, score its answers, write the report, apply the gate."""
+"""Stage `evaluate`: query a running server, score its answers, write a report, apply the gate."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class EvaluateStage(Stage):
     """Writes a report about a served model.
 
     Attributes:
-        options: tasks, data, report and gate; its `url` is replaced by the server's. With no
-            `server` the stage follows `endpoint_path`, or starts a server.
-        deploy: the server to run during the evaluation when there is no other.
-        stops_server: ask the pipeline's server to end after the evaluation.
-        endpoint_path: published address of the pipeline's deploy job; None without one.
-        facts: about the model and the run, for the report; the times of the earlier stages are
+        options: tasks, data, report and gate; `url` is replaced by the server's. Without `server`,
+            the server at `endpoint_path` is evaluated, or one is started.
+        deploy: the server to start if there is no other.
+        stops_server: whether to end the pipeline's server after the evaluation.
+        endpoint_path: address file of the pipeline's deploy job; None without such a job.
+        facts: facts about the model and the run for the report; the times of earlier stages are
             added from their records.
     """
 
     name = "evaluate"
-    # A report of another configuration is kept under another name.
+    # An existing report of another configuration is renamed and kept.
     guards_configuration = False
 
     options: EvaluationOptions
@@ -74,7 +74,7 @@ class EvaluateStage(Stage):
     facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
 
     def check(self) -> list[str]:
-        """Return the problems of tasks, data, bounds and of the server to be started."""
+        """Return the problems of tasks, data and bounds, and of a server to be started."""
         options, server = self.options, self.options.server
         problems = [*check_evaluation(options)]
         if options.shared_server is not None:
@@ -92,7 +92,7 @@ class EvaluateStage(Stage):
         if options.protocol == OPENAI and (folder is None or not find_tokenizer(Path(folder))):
             problems.append(
                 f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
-                "name the folder of the served model's, with tokenizer.json or tokenizer.model."
+                "give the folder of the served model's tokenizer.json or tokenizer.model."
             )
         return problems
 
@@ -109,7 +109,7 @@ class EvaluateStage(Stage):
         return [self._output_dir / REPORT_NAME]
 
     def inputs(self) -> list[Path]:
-        """Return what is served, unless the server is not the pipeline's own."""
+        """Return the files that the pipeline's own server serves; none with `evaluate.server`."""
         if self.options.server:
             return []
         deploy = self.deploy
@@ -122,7 +122,7 @@ class EvaluateStage(Stage):
         return self._output_dir / "evaluate.json"
 
     def identity(self) -> dict[str, Any]:
-        """Return every option, and the server's address."""
+        """Return every option that can change the report, and the engine."""
         options = as_json(asdict(self.options))
         for name in _NOT_IDENTITY:
             options.pop(name)
@@ -133,11 +133,11 @@ class EvaluateStage(Stage):
         }
 
     def other_logs(self, job_id: str) -> list[Path]:
-        """Return the log of the server that ran for the evaluation alone."""
+        """Return the log of the evaluation's own server."""
         return [server_log(self.job.folder, job_id)]
 
     def stop_grace_s(self) -> float:
-        """Return the time that the evaluation's own server may take to end."""
+        """Return how long the job may take to end, including its own server, in seconds."""
         return self.deploy.drain_s + super().stop_grace_s()
 
     def run(self, progress: Progress) -> Summary:
@@ -145,21 +145,21 @@ class EvaluateStage(Stage):
 
         Raises:
             NotEvaluatedError: the server does not answer, or the data is unavailable.
-            StageError: a bound is breached, or more samples are needed to show that none is; the
-                report is complete.
+            StageError: a bound is breached, or needs more samples to be decided; the report is
+                complete.
         """
-        if self.marker_path().exists():  # an earlier report is kept under the first free name
+        if self.marker_path().exists():  # keep an earlier report under the first free name
             free = (self._output_dir.with_name(f"{self._output_dir.name}.{n}") for n in count(1))
             self._output_dir.rename(next(each for each in free if not each.exists()))
         try:
             with self._server(progress) as (url, openai_url, ready_at):
                 options = replace(self.options, url=url, openai_url=openai_url)
-                return self._ask(options, self._facts(ready_at), progress)
+                return self._evaluate(options, self._facts(ready_at), progress)
         finally:
             if self.endpoint_path is not None and self.stops_server:
                 self.endpoint_path.with_name(STOP_NAME).touch()
 
-    def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
+    def _evaluate(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
         from inference.evaluation.report.document import part_text
         from inference.evaluation.run.evaluator import evaluate
 
@@ -179,14 +179,14 @@ class EvaluateStage(Stage):
         return summary
 
     def _facts(self, ready_at: str) -> RunFacts:
-        """Return the facts with the times of the stages whose records lie next to this one's."""
+        """Return the facts, with the times of earlier stages of the same results folder."""
         timings = []
         for name in _EARLIER_STAGES:
             found = read_record(self.job.folder.parent / name / RECORD_NAME)
             if found is None or not found.started_at:
                 continue
             seconds = found.seconds
-            if seconds is None:  # a running server took until it was ready
+            if seconds is None:  # a running server: the time until it was ready
                 began = datetime.fromisoformat(found.started_at)
                 seconds = (datetime.fromisoformat(ready_at) - began).total_seconds()
             timings.append(StageTiming(found.stage, found.state, seconds))
@@ -194,55 +194,59 @@ class EvaluateStage(Stage):
 
     @contextmanager
     def _server(self, progress: Progress) -> Iterator[tuple[str, str | None, str]]:
-        """Yield the gRPC or HTTP address of a ready server, its OpenAI URL, and its start."""
+        """Yield a ready server's address for the protocol, its OpenAI URL and its ready time."""
         if self.options.server is not None:
             yield self.options.server, self.options.openai_url, now()
         elif self.options.shared_server is not None and self.endpoint_path is not None:
-            with self._shared(self.endpoint_path, progress) as endpoint:
+            with self._lease_shared_server(self.endpoint_path, progress) as endpoint:
                 yield self._addresses(endpoint)
         elif self.endpoint_path is not None:
-            yield self._addresses(self._published(self.endpoint_path, progress))
+            yield self._addresses(self._wait_for_endpoint(self.endpoint_path, progress))
         else:
             with serving(self.deploy, self.job.folder, progress) as (_, endpoint):
                 yield self._addresses(endpoint)
 
     @property
     def _checkpoint(self) -> str:
-        """The weights of this run, as a server names them."""
+        """The hash by which a server identifies the weights of this run."""
         if found := checkpoint_hash(self.deploy.weights_dir):
             return found
         raise NotEvaluatedError(
-            f"{self.deploy.weights_dir} has no manifest, by which a server could tell its weights"
+            f"{self.deploy.weights_dir} has no manifest to identify its weights; convert again"
         )
 
     @contextmanager
-    def _shared(self, path: Path, progress: Progress) -> Iterator[ServerEndpoint]:
-        """Yield the server of another run, which serves the weights of this one, and no others.
+    def _lease_shared_server(self, path: Path, progress: Progress) -> Iterator[ServerEndpoint]:
+        """Yield the server of another run with the weights of this run loaded.
 
         Raises:
-            NotEvaluatedError: It does not, or has not all the time; there is no report then.
+            NotEvaluatedError: It does not serve these weights, or did not at the end; the report is
+                then deleted.
         """
-        busy = f"evaluate.shared_server={path.parent} is in use: another evaluation asks it"
+        busy = f"evaluate.shared_server={path.parent} is in use by another evaluation"
         try:
             with folder_lock(path.with_name(".in_use.lock"), busy):
-                endpoint = self._exchanged(path, progress)
+                endpoint = self._load_weights(path, progress)
                 self._check_served(endpoint)
                 try:
                     yield endpoint
-                except StageError as error:  # of the gate, whose report is complete
+                except StageError as error:  # the gate's errors leave a complete report
                     if not isinstance(error, NotEvaluatedError):
                         self._check_served(endpoint)
                     raise
                 self._check_served(endpoint)
-        except ValueError as error:  # of the lock
+        except ValueError as error:  # the lock is held
             raise NotEvaluatedError(str(error)) from error
 
-    def _exchanged(self, path: Path, progress: Progress) -> ServerEndpoint:
-        """Have a server load the weights of this run, and wait until it has."""
+    def _load_weights(self, path: Path, progress: Progress) -> ServerEndpoint:
+        """Ask a server to load the weights of this run, and wait until it serves them."""
         wanted, asked = self._checkpoint, None
         deadline = time.monotonic() + self.deploy.ready_timeout_s
-        while (endpoint := self._published(path, progress)).served.get("checkpoint") != wanted:
-            if asked != endpoint:  # again where another has begun to serve
+        while True:
+            endpoint = self._wait_for_endpoint(path, progress)
+            if endpoint.served.get("checkpoint") == wanted:
+                return endpoint
+            if asked != endpoint:  # ask a restarted server again
                 replace_file(path.with_name(RELOAD_NAME), str(self.deploy.folder))
                 asked = endpoint
                 progress.update("exchanging the server's weights")
@@ -252,13 +256,12 @@ class EvaluateStage(Stage):
                     f"deploy.ready_timeout_s={self.deploy.ready_timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
-        return endpoint
 
     def _check_served(self, endpoint: ServerEndpoint) -> None:
-        """Ask a server which weights it serves; a report of others is deleted.
+        """Check that a server serves the weights of this run; if not, delete the report.
 
         Raises:
-            NotEvaluatedError: They are not those of this run.
+            NotEvaluatedError: It serves others.
         """
         from inference.evaluation.report.files import FILE_NAMES
         from inference.evaluation.run.served_model import served_checkpoint
@@ -271,18 +274,18 @@ class EvaluateStage(Stage):
             for name in FILE_NAMES:
                 (self._output_dir / name).unlink(missing_ok=True)
             raise NotEvaluatedError(
-                f"{endpoint} serves {served or 'unknown weights'}, and this run's are "
+                f"{endpoint} serves {served or 'unknown weights'}; this run's are "
                 f"{self._checkpoint}"
             )
 
-    def _published(self, path: Path, progress: Progress) -> ServerEndpoint:
-        """Wait for the address that the deploy job publishes."""
+    def _wait_for_endpoint(self, path: Path, progress: Progress) -> ServerEndpoint:
+        """Wait for the address that the deploy job publishes, and return it."""
         deadline = time.monotonic() + self.deploy.ready_timeout_s
         progress.update("waiting for the server")
         while True:
             endpoint = read_endpoint(path)
             record = read_record(path.with_name(RECORD_NAME))
-            # An address that an earlier, killed job left behind does not count.
+            # Ignore an address that an earlier, killed job left behind.
             if endpoint is not None and (record is None or record.job_id == endpoint.job_id):
                 return endpoint
             if record is not None and record.is_final:
@@ -308,7 +311,7 @@ class EvaluateStage(Stage):
 
 
 def is_address(text: str, protocol: str) -> bool:
-    """Return whether a text is host:port, or for OpenAI's protocol perhaps a URL."""
+    """Return whether a text is `host:port`, or, for OpenAI's protocol, a URL."""
     if protocol == OPENAI:
         try:
             base_url(text, uses_tls=False)

@@ -1,4 +1,4 @@
-"""Stage `export`: FasterTransformer shards become a Triton repository."""
+"""Stage `export`: build a Triton repository from FasterTransformer shards."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -32,18 +32,18 @@ KEYS: Mapping[str, str] = {
     "overwrite": "overwrite",
 }
 _MARKER = "export.json"
-# Files of this machine's runs, of no use to a server.
-_BOOKKEEPING = (_MARKER, "*.convert.json")
+# Files that serve only later runs on this machine.
+_NOT_PUBLISHED = (_MARKER, "*.convert.json")
 
 
 @dataclass(eq=False)
 class ExportStage(Stage):
-    """Writes the models of a Triton repository around the shards of `convert`.
+    """Writes the models of a Triton repository for the shards of `convert`.
 
     Attributes:
-        kind: the configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models of
-            the repository before there are weights; None for a generating model.
-        publish_to: where the finished repository is copied to, if anywhere.
+        kind: configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models of the
+            repository before weights exist; None for a generating model.
+        publish_to: object store to which the finished repository is copied, if any.
     """
 
     name = "export"
@@ -53,15 +53,15 @@ class ExportStage(Stage):
     publish_to: StoreLocation | None = None
 
     def check(self) -> list[str]:
-        """Return the problems of sizes, types and destination."""
+        """Return the problems of sizes, types and destination, and a missing tokenizer."""
         problems = check_repository(self.request, names=KEYS, kind=self.kind)
-        # Shards that are there, and stay, may lack what the text models need.
+        # Existing shards that are kept may lack the tokenizer that text models need.
         weights, has_text_models = self.request.weights_dir, len(self.model_folders()) > 1
         stay = has_text_models and not self.job.overwrite and weights.is_dir()
         if stay and not makes_tokenizer(path.name for path in weights.iterdir()):
             problems.append(
-                f"{weights} holds no tokenizer ({TOKENIZER_CHOICES}), which the models that take "
-                f"text need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or "
+                f"{weights} holds no tokenizer ({TOKENIZER_CHOICES}), which the models for text "
+                f"need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or "
                 f"set {KEYS['ensemble']}=false."
             )
         if self.publish_to is not None and find_spec("boto3") is None:
@@ -75,11 +75,11 @@ class ExportStage(Stage):
         return [folder / CONFIG_FILE for folder in self.model_folders()]
 
     def model_folders(self) -> list[Path]:
-        """Return the folder of each model: the model, and the text models that its kind has."""
+        """Return the folder of each model: the model itself, and its kind's models for text."""
         return repository_models(self.request, kind=self.kind)
 
     def finding(self) -> Finding:
-        """Compare what is on disk, and what has been published, with the configuration."""
+        """Compare the repository, on disk and in the object store, with the configuration."""
         found = super().finding()
         if found.marker is None or self.publish_to is None:
             return found
@@ -93,7 +93,7 @@ class ExportStage(Stage):
         return self.request.model_dir / _MARKER
 
     def identity(self) -> dict[str, Any]:
-        """Return every setting that the repository contains."""
+        """Return every setting that decides the repository."""
         values = asdict(self.request)
         return {KEYS[name]: as_json(each) for name, each in values.items() if name != "overwrite"}
 
@@ -102,7 +102,7 @@ class ExportStage(Stage):
         return [self.request.weights_dir]
 
     def run(self, progress: Progress) -> Summary:
-        """Build the repository, publish it if wanted, and return the names of its models.
+        """Build the repository, publish it if configured, and return the names of its models.
 
         Raises:
             StageError: the object store cannot be reached or holds other contents.
@@ -121,7 +121,7 @@ class ExportStage(Stage):
                 repository,
                 self.publish_to,
                 overwrite=self.job.overwrite,
-                without=_BOOKKEEPING,
+                without=_NOT_PUBLISHED,
                 progress=partial(progress.update, "publishing", unit="bytes"),
             )
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The process that runs a stage: its job and node, its stop signals, and its child processes."""
+"""The process that runs a stage: its job, node, log, stop signals and child processes."""
 
 import contextlib
 import os
@@ -15,17 +15,17 @@ from inference.system.launch_environment import LaunchEnvironment
 from inference.system.parent_process import StopRequested, end_with_parent, stop_signals
 from stages.base import Stage, Summary
 
-# The id of the job, for every process that it starts; the launcher sets it.
+# Job id, set by the launcher for every process of the job.
 JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
-# The id of the process whose end ends a job that runs in its foreground.
+# Process id of the command in whose foreground the job runs; the job ends with that process.
 OWNER_VARIABLE = "SLIPWAY_OWNER"
-# Every process of a job inherits it, and is found by it at the job's end.
+# Every process of a job inherits this mark, by which it is found when the job ends.
 MARK_VARIABLE = "SLIPWAY_JOB_MARK"
-# That ask a job to end.
+# Signals that ask a job to end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# UTC, ISO 8601, as records have it.
+# UTC, ISO 8601, as in records.
 LOG_TIME = "%Y-%m-%dT%H:%M:%SZ"
-_has_times = False  # of the lines of this process's log
+_has_times = False  # whether this process's log lines begin with the time
 
 
 def job_id_here() -> str:
@@ -39,7 +39,7 @@ def node_name() -> str:
 
 
 def node_address() -> str | None:
-    """Return a name of this node that can be looked up: the scheduler's, else the host's own."""
+    """Return a name of this node that can be resolved: the scheduler's, or else the host name."""
     for name in dict.fromkeys((node_name(), socket.gethostname())):
         with contextlib.suppress(OSError):
             if socket.getaddrinfo(name, None):
@@ -48,40 +48,37 @@ def node_address() -> str | None:
 
 
 def log_line(text: str) -> None:
-    """Write to the job's log; a full disk, on which that is impossible, ends no job."""
+    """Write a line to the job's log; errors, such as a full disk, are ignored."""
     at = time.strftime(f"{LOG_TIME} ", time.gmtime()) if _has_times else ""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{at}{text}\n")
         sys.stderr.flush()
 
 
-def begin_log() -> None:
-    """Give lines of this process the time from now on, and those it starts UTC as time zone."""
+def use_utc_log_times() -> None:
+    """Prefix this process's log lines with the UTC time; child processes inherit TZ=UTC."""
     global _has_times
     _has_times = True
     os.environ["TZ"] = "UTC"
     time.tzset()
 
 
-def close_to_others() -> None:
-    """Let this user alone change the files that this process makes, whatever the umask.
-
-    A stricter umask, which keeps others from reading them, stays.
-    """
+def restrict_umask() -> None:
+    """Make new files of this process writable by this user only; a stricter umask stays."""
     os.umask(os.umask(0o077) | 0o022)
 
 
 def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
-    """Do the part of a rank other than the first, which alone keeps records and writes results."""
+    """Run the part of a rank other than the first; only the first writes records and results."""
     with stop_signals(*STOP_SIGNALS), contextlib.suppress(StopRequested):
         stage.assist(place)
     return {}
 
 
 def cause_of(error: BaseException, *, folder: Path | None = None) -> str:
-    """Return the text of an error: the message alone when it was written for users.
+    """Return the text of an error: only the message if it was written for users.
 
-    `folder` is where the process writes; by default where it runs.
+    `folder`, by default the current one, is where the process writes: a full disk there is named.
     """
     text = str(error).strip()
     if isinstance(error, OSError) and (full := full_disk(error, folder or Path.cwd())):
@@ -92,10 +89,10 @@ def cause_of(error: BaseException, *, folder: Path | None = None) -> str:
 
 
 def end_processes_of_job(mark: str | None = None) -> None:
-    """Kill the processes that a job has left behind, wherever they are in the process tree.
+    """Kill the processes that a job left behind, wherever they are in the process tree.
 
-    This process and those above it, which wait for it and end by themselves, are spared. `mark` is
-    the value of MARK_VARIABLE; this process's own by default.
+    This process and its ancestors, which wait for it, are spared. `mark` is the value of
+    MARK_VARIABLE, by default this process's own.
     """
     value = mark or os.environ.get(MARK_VARIABLE)
     if not value:
@@ -103,7 +100,7 @@ def end_processes_of_job(mark: str | None = None) -> None:
     wanted = f"{MARK_VARIABLE}={value}".encode()
     spared = [os.getpid(), *_ancestors(os.getpid())]
     for entry in Path("/proc").glob("[0-9]*"):
-        # A process may be gone by now, or belong to another user.
+        # A process may have ended by now, or belong to another user.
         with contextlib.suppress(OSError):
             is_of_job = wanted in (entry / "environ").read_bytes().split(b"\0")
             if is_of_job and (pid := int(entry.name)) not in spared:
@@ -111,10 +108,10 @@ def end_processes_of_job(mark: str | None = None) -> None:
 
 
 def end_with_owner() -> None:
-    """End this job with the process that it runs in the foreground of, if there is one.
+    """Make this job end with the command in whose foreground it runs, if there is one.
 
     Raises:
-        StopRequested: that process is gone already.
+        StopRequested: that command has already ended.
     """
     if os.environ.get(OWNER_VARIABLE):
         end_with_parent(signal.SIGTERM)
@@ -123,11 +120,11 @@ def end_with_owner() -> None:
 
 
 def has_lost_owner() -> bool:
-    """Return whether the process that this job runs in the foreground of is gone."""
+    """Return whether the command in whose foreground this job runs has ended."""
     return os.environ.get(OWNER_VARIABLE, "") not in ("", str(os.getppid()))
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    """Yield the process that started this one, the one that started that, and so on."""
+    """Yield the ids of the parent process, its parent, and so on."""
     while (state := process_state(pid)) is not None and (pid := state.parent) > 1:
         yield pid

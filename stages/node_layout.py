@@ -1,7 +1,7 @@
-"""The nodes of a served model, and the GPUs that it uses on each.
+"""The nodes of a served model, and the GPUs used on each.
 
-The rule of NVIDIA's deployment guides for FasterTransformer: TP x PP GPUs, the same number on every
-node, on as few nodes as possible.
+The rule is that of NVIDIA's deployment guides for FasterTransformer: TP x PP GPUs, the same number
+on every node, on as few nodes as possible.
 """
 
 import math
@@ -18,9 +18,9 @@ class NodeLayout:
     """The nodes and GPUs of a model's ranks.
 
     Attributes:
-        visible_devices: value of CUDA_VISIBLE_DEVICES on a node taken whole; None where every GPU
-            is used and the variable is not needed.
-        warning: a layout that works, but slowly.
+        visible_devices: value of CUDA_VISIBLE_DEVICES if the job has whole nodes; None if every GPU
+            is used.
+        warning: why the layout, though it works, is slow or wastes memory.
     """
 
     nodes: int
@@ -32,26 +32,26 @@ class NodeLayout:
 def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int = 1) -> NodeLayout:
     """Return the placement of TP x PP ranks on nodes with `gpus_per_node` GPUs.
 
-    Several instances of a model are on one node; where they outnumber its groups of GPUs, they
+    Several instances of a model run on one node; if they outnumber its groups of TP x PP GPUs, they
     share them.
 
     Raises:
-        ValueError: the ranks cannot be divided evenly over nodes, or instances over one.
+        ValueError: the ranks cannot be divided evenly over nodes, or an instance does not fit one.
     """
     world_size, warning = tp_size * pp_size, None
     if instance_count > 1:
         nodes, groups = 1, gpus_per_node // world_size
         if not groups:
             raise ValueError(
-                f"{INSTANCES_KEY}={instance_count}: the instances of a model are on one node, and "
-                f"one needs {world_size} of {GPUS_KEY}={gpus_per_node} GPUs; use 1, and start a "
-                "server for each."
+                f"{INSTANCES_KEY}={instance_count}: all instances run on one node, and each needs "
+                f"{world_size} of {GPUS_KEY}={gpus_per_node} GPUs; use 1, and start a server for "
+                "each."
             )
         used = min(groups, instance_count) * world_size
         if groups < instance_count:
             warning = (
                 f"{INSTANCES_KEY}={instance_count} instances share {groups} groups of {world_size} "
-                "GPUs, each with weights of its own"
+                "GPUs, each with its own copy of the weights"
             )
     else:
         fewest = math.ceil(world_size / gpus_per_node)
@@ -63,7 +63,7 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int
                 f"be divided evenly over nodes of {GPUS_KEY}={gpus_per_node}; choose sizes whose "
                 f"product is at most {gpus_per_node}, or a multiple of it."
             )
-        if nodes > 1 and used % tp_size:  # each layer's sums cross the network
+        if nodes > 1 and used % tp_size:  # each layer's all-reduces cross the network
             warning = (
                 f"{TP_KEY}={tp_size} spreads groups of ranks that share each layer over nodes of "
                 f"{used} GPUs; their traffic crosses the network. Fastest is a tensor size that "

@@ -1,7 +1,7 @@
-"""Progress of a job, in a small file for the processes that wait for it.
+"""Progress of a job, in a small file for the processes that wait for the job.
 
-The file is replaced as a whole, which shows a reader one state or the next, and at most a few times
-a second, which costs little.
+The file is replaced atomically, so that readers never see a partial state, and at most ten times a
+second.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ class DamagedFileError(ValueError):
 
     def __init__(self, path: Path, reason: object) -> None:
         super().__init__(
-            f"{path} is damaged ({reason}); put a copy back, or delete it: what it records is "
-            "forgotten then."
+            f"{path} is damaged ({reason}); restore a copy, or delete the file, which loses what "
+            "it records."
         )
 
 
@@ -34,8 +34,8 @@ class ProgressState:
 
     Attributes:
         phase: what the job is doing, in a few words.
-        done, total: in `unit`; a total of 0 means that the end is not known.
-        unit: `bytes`, or the plural of what is counted.
+        done, total: amounts in `unit`; a total of 0 means that it is unknown.
+        unit: `bytes`, or a plural noun.
     """
 
     phase: str = ""
@@ -45,7 +45,7 @@ class ProgressState:
 
 
 class Progress:
-    """Writes a job's progress to `path`; without a path it is silent."""
+    """Writes a job's progress to `path`; nothing is written without a path."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -53,43 +53,44 @@ class Progress:
         self._written_at = 0.0
 
     def update(self, phase: str, done: float = 0, total: float = 0, *, unit: str = "items") -> None:
-        """Report progress; a change of phase and the end of one are always written."""
+        """Report progress; the beginning and the end of a phase are always written."""
         is_turning_point = phase != self.state.phase or (total > 0 and done >= total)
         self.state = ProgressState(phase, done, total, unit)
         now = time.monotonic()
         if self.path is None or not (is_turning_point or now - self._written_at > _MIN_INTERVAL_S):
             return
         self._written_at = now
-        with contextlib.suppress(OSError):  # a full disk ends no work that does not need it
+        with contextlib.suppress(OSError):  # a full disk must not end the job
             write_json(self.path, asdict(self.state))
 
 
 def read_progress(path: Path) -> ProgressState:
-    """Return the job's latest state, or an empty one before the first.
+    """Return the job's latest state; an empty one if none was written.
 
     Raises:
-        DamagedFileError: it is not such a state.
+        DamagedFileError: the file does not hold a state.
     """
     return read_as(path, ProgressState, "a job's progress") or ProgressState()
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Replace `path` by `values` in one step; a reader sees the old file or the new one."""
+    """Replace `path` by `values` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(values, indent=2) + "\n")
 
 
 def read_as(path: Path, kind: type[RecordT], what: str) -> RecordT | None:
-    """Return the dataclass in a JSON file, or None when there is no such file.
+    """Return a dataclass read from a JSON file, or None if the file does not exist.
 
-    Keys that it lacks, such as those of a later version, are ignored. `what` names it in a message.
+    Unknown keys, such as those of a later version, are ignored. `what` names the expected contents
+    in messages.
 
     Raises:
-        DamagedFileError: it is not JSON, or does not hold one.
+        DamagedFileError: the file is not JSON, or has other contents.
     """
     try:
         return record_in(kind, read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:  # also of what is not a file
+    except ValueError as error:  # including a path that is not a file
         raise DamagedFileError(path, f"{error}; expected {what}") from error

@@ -15,12 +15,12 @@ from stages.progress import DamagedFileError, read_as, write_json
 
 RECORD_NAME = "job.json"
 
-# States of a job, in the order of its life; the last four are final.
+# States of a job in the order of its life; the last four are final.
 SUBMITTED, RUNNING, READY = "submitted", "running", "ready"
 COMPLETED, FAILED, CANCELLED, LOST = "completed", "failed", "cancelled", "lost"
 FINAL_STATES = (COMPLETED, FAILED, CANCELLED, LOST)
 _STATES = (SUBMITTED, RUNNING, READY, *FINAL_STATES)
-# It becomes a word of Slurm's commands, which take one that begins with a dash for an option.
+# Job ids are passed to Slurm's commands, which would read one that begins with - as an option.
 _JOB_ID = re.compile(r"(\w[\w.+-]*)?")
 
 
@@ -29,13 +29,13 @@ class JobRecord:
     """The life of one job. Times are UTC in ISO 8601; paths are absolute.
 
     Attributes:
-        job_id: the scheduler's id, or the start time where there is no scheduler.
-        dependency: the jobs it waits for, in the scheduler's notation.
-        exit_code: 0, or not; None while it is not known.
-        process: the job's root process, where there is no scheduler.
-        error: the reason of a failure, cause first.
-        predecessor, successor: the jobs before and after it in a server's chain.
-        summary: what the stage has to say about its result.
+        job_id: the scheduler's id; without a scheduler, the start time.
+        dependency: the jobs that it waits for, in the scheduler's notation.
+        exit_code: exit status; None while unknown.
+        process: without a scheduler, the id of the job's root process.
+        error: reason of a failure, cause first.
+        predecessor, successor: ids of the jobs before and after it in a server's chain.
+        summary: the stage's summary of its result.
     """
 
     job_id: str
@@ -60,9 +60,9 @@ class JobRecord:
     summary: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what no job has. Raises ValueError."""
+        """Check the values. Raises ValueError."""
         if self.state not in _STATES or not _JOB_ID.fullmatch(self.job_id):
-            raise ValueError(f"no job has the id {self.job_id!r} and the state {self.state!r}")
+            raise ValueError(f"invalid job id {self.job_id!r} or state {self.state!r}")
         for at in filter(None, (self.submitted_at, self.started_at, self.ended_at)):
             if datetime.fromisoformat(at).tzinfo is None:
                 raise ValueError(f"{at} names no time zone")
@@ -74,7 +74,7 @@ class JobRecord:
 
 
 def now() -> str:
-    """Return the present time as records write it."""
+    """Return the current time as written in records."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -85,19 +85,19 @@ def write_record(path: Path, record: JobRecord) -> None:
 
 
 def read_record(path: Path) -> JobRecord | None:
-    """Return the record at `path`, or None when there is none; unknown keys are ignored.
+    """Return the record at `path`, or None if it does not exist; unknown keys are ignored.
 
     Raises:
-        DamagedFileError: it does not hold a record.
+        DamagedFileError: the file does not hold a record.
     """
     return read_as(path, JobRecord, "the record of a job")
 
 
 def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
-    """Change some fields of the record of `job_id`; the record of another job is left alone.
+    """Change fields of the record of `job_id`, and return it; leave another job's record alone.
 
-    A record without an id belongs to the job that is just being submitted. One that is damaged ends
-    no job: its readers report it.
+    A record without an id belongs to the job that is being submitted. A damaged record is left
+    alone: it must not end the job, and its readers report it.
     """
     with locked(path):
         record = _readable(path)
@@ -107,11 +107,11 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
 
 
 def exchange_record(path: Path, found: JobRecord | None, new: JobRecord) -> JobRecord | None:
-    """Put `new` in the place of a record that was read as `found`, None for none or a damaged one.
+    """Replace a record by `new` if it is still `found` (None: missing or damaged).
 
-    A record that has changed since is newer than what `new` was concluded from, such as the end
-    that a job has noted itself: it stays, and is returned. In a folder that cannot be written, of
-    someone else's run or on a full disk, `new` is returned alone.
+    Return the record that is then valid. A record that has changed since, for example because the
+    job recorded its end, is newer than the facts behind `new`: it stays and is returned. If the
+    folder is not writable, as in another user's run, `new` is returned without being written.
     """
     try:
         with locked(path):
@@ -128,14 +128,14 @@ def _readable(path: Path) -> JobRecord | None:
 
 
 def _rewrite(path: Path, record: JobRecord) -> JobRecord:
-    """Replace a record that is there, also on a full disk, and return the new one."""
+    """Replace an existing record, even on a full disk, and return the new one."""
     try:
         write_json(path, asdict(record))
     except OSError as error:
         if full_disk(error, path) is None:
             raise
-        # Written where the one before is, it needs no room. Blanks take the place of the rest of
-        # that one: a reader sees whole records alone.
+        # Overwriting the file in place needs no disk space. It is padded with blanks to the old
+        # size, so that readers see complete JSON.
         text = json.dumps(asdict(record), indent=2).encode() + b"\n"
         with path.open("r+b", buffering=0) as file:
             file.write(text.ljust(path.stat().st_size))
@@ -144,7 +144,7 @@ def _rewrite(path: Path, record: JobRecord) -> JobRecord:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes of all nodes from changing a file meanwhile."""
+    """Keep other processes, on all nodes, from changing a file during the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""Starts of a server on several nodes, announced to its processes in one small file.
+"""Starts of a server on several nodes, announced to its processes in a small file.
 
-The first process writes it next to the server's address before each start; the others, one per rank
-or per node, do their part of that start and wait for the next. They share a file system, as all
-results do.
+The first process writes the file next to the server's address before each start. The others, one
+per rank or per node, join that start and wait for the next. Like all results, the file is on a
+shared file system.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from stages.engines import HEAD_FIELD, HEAD_PORT_FIELD
 from stages.job_process import node_address, node_name
 from stages.progress import read_as, write_json
 
-# Files of a job, whose successor may start while it serves, since it was last requeued.
+# Files of one job (a chain has several in one folder) since it was last requeued.
 _START_NAME = ".server-start-{job}-{life}.json"
 _KEY_NAME = ".rendezvous-{job}-{life}-{number}.key"
 _LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
 _POLL_S = 0.2
-# The first process asks its server twice a second.
+# Time in which the first process must notice a failure; it polls its server twice a second.
 _NOTICE_S = 30.0
 _GRACE_S = 10.0
 
@@ -46,10 +46,11 @@ class ServerStart:
     """One start of the server.
 
     Attributes:
-        number: counts the starts of one job; 0 means that none follows, which ends the other
-            processes.
-        address: where the ranks meet, on the first node, as `host:port`.
-        is_over: the start has failed, and the first process knows: others may end without a report.
+        number: number of the start within the job, from 1; 0: no start follows, the other processes
+            end.
+        address: rendezvous address `host:port` of the ranks, on the first node.
+        is_over: whether the first process knows that the start failed; the others then need not
+            report.
     """
 
     job_id: str
@@ -58,23 +59,23 @@ class ServerStart:
     is_over: bool = False
 
     def announce(self, folder: Path) -> None:
-        """Let the other processes know of the start, of its failure, or that none follows."""
+        """Announce the start, its failure, or that no start follows, to the other processes."""
         write_json(_path(folder, _START_NAME, self.job_id), asdict(self))
 
     def variables(self, folder: Path) -> dict[str, str]:
-        """Return the variables that name the rendezvous, and its key."""
+        """Return the environment variables of the rendezvous and its key file."""
         key_file = _path(folder.absolute(), _KEY_NAME, self.job_id, number=self.number)
         return {RENDEZVOUS_VARIABLE: self.address, KEY_FILE_VARIABLE: str(key_file)}
 
-    def filled(self, command: Sequence[str]) -> list[str]:
-        """Return the command of another engine with the address where its processes meet."""
+    def fill_command(self, command: Sequence[str]) -> list[str]:
+        """Return the command of another engine with the rendezvous address filled in."""
         host, _, port = self.address.rpartition(":")
         values = {HEAD_FIELD: host.strip("[]"), HEAD_PORT_FIELD: port}
         return [values.get(word, word) for word in command]
 
 
 def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
-    """Announce a start of the server on this node, and return where its ranks meet."""
+    """Choose a rendezvous address on this node, and announce and return the start."""
     host = node_address() or "127.0.0.1"
     (port,) = pick_free_ports(host, 1)
     start = ServerStart(job_id, number, host_and_port(host, port))
@@ -83,11 +84,11 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
-    """Return the latest announcement of a job since it was last requeued, None before the first."""
+    """Return a job's latest announcement since it was last requeued; None before the first."""
     return read_as(_path(folder, _START_NAME, job_id), ServerStart, "the announcement of a server")
 
 
-def take_part(
+def run_for_each_start(
     folder: Path,
     job_id: str,
     *,
@@ -96,16 +97,17 @@ def take_part(
     log_path: Path | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `command` for every start of the server until none follows.
+    """Run `command` for every start of the server until no start follows.
 
-    If a signal ends the command, a file reports that to the first process. Its output goes to
-    `log_path`, or else to that of this process. `check` is called repeatedly and raises to give up.
+    If a signal ends the command, a file reports that to the first process. The command's output
+    goes to `log_path`, or to this process's own output. `check` is called repeatedly and raises an
+    error to give up.
 
     Raises:
-        StageError: the command has failed, and the first process does not know.
+        StageError: the command failed, and the first process did not notice.
     """
     rank = read_launch_environment(os.environ).rank
-    who = f"rank {rank} on {node_name()}"
+    name = f"rank {rank} on {node_name()}"
     number, ended_at = 0, None
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -116,7 +118,7 @@ def take_part(
                 variables = {**environment, **start.variables(folder)}
                 with log_path.open("wb") if log_path else contextlib.nullcontext() as log:
                     process = subprocess.Popen(
-                        start.filled(command),
+                        start.fill_command(command),
                         env={**os.environ, **variables},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -125,14 +127,14 @@ def take_part(
             if process is not None and start is not None and process.poll() not in (None, 0):
                 if ended_at is None:
                     ended_at = time.monotonic()
-                    if process.returncode < 0:  # others log their own reason
-                        lost = f"{who} was ended by {signal_name(-process.returncode)}"
+                    if process.returncode < 0:  # otherwise the process logged its reason
+                        lost = f"{name} was ended by {signal_name(-process.returncode)}"
                         path = _path(folder, _LOSS_NAME, job_id, number=number, rank=rank)
                         replace_file(path, lost)
                 if not start.is_over and time.monotonic() - ended_at > _NOTICE_S:
                     raise StageError(
-                        f"{who} ended with status {process.returncode}, and the first process "
-                        "has not noticed; its output is in the job's log"
+                        f"{name} ended with status {process.returncode}, and the first process "
+                        "did not notice; see the job's log"
                     )
             check()
             time.sleep(_POLL_S)
@@ -140,8 +142,8 @@ def take_part(
         _end(process)
 
 
-def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
-    """Return the processes of a start that a signal has ended, after a moment's wait."""
+def lost_processes(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
+    """Return reports of processes that a signal ended; wait at most `wait_s` for the first."""
     deadline = time.monotonic() + wait_s
     pattern = _path(folder, _LOSS_NAME, job_id, number=number, rank="*").name
     while not (paths := sorted(folder.glob(pattern))) and time.monotonic() < deadline:
@@ -150,7 +152,7 @@ def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:
-    """End a process that may have ended by itself."""
+    """End a process, unless there is none; one that is just ending gets a moment to do so."""
     if process is None:
         return
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -27,21 +27,18 @@ from stages.endpoint import (
 )
 from stages.job_process import STOP_SIGNALS, cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
-from stages.server_starts import ServerStart, losses
+from stages.server_starts import ServerStart, lost_processes
 from stages.serving import AnyServer, endpoint_of, serving
 
 _POLL_S = 0.25
-# A very busy server may not answer for so long. The supervisor notices earlier if a server
-# has ended or a signal has stopped it.
-_MAX_BACKOFF_S, _MOST_DOUBLED = 300.0, 64
-# A failure after so long is unrelated to those before: they are forgotten, and the next start is
-# immediate.
+_MAX_BACKOFF_S, _MAX_DOUBLINGS = 300.0, 64
+# After so much service, earlier failures are considered unrelated: the count starts again at 0.
 _STEADY_S = 600.0
-# Other nodes see files of this one a little later.
+# Files of other nodes become visible with a delay.
 _LOSS_WAIT_S = 2.0
 _PUBLISH_AGAIN_S = 5.0
-# A server that has served for so long gets a standby, whose imports take some seconds of a core:
-# those of the first requests are not delayed by it.
+# A standby process is started only after so much service: its imports take some seconds of a core,
+# which must not delay the first requests.
 _STANDBY_AFTER_S = 30.0
 NOT_NEEDED = "no longer needed"
 _TIME_LIMIT, _STOPPED, _HANDED_OVER = "time limit", "stopped", "handed over"
@@ -49,7 +46,7 @@ _RELOAD = "reload"
 
 
 class _EndedError(Exception):
-    """The service should end although its server is not ready; the message says why."""
+    """The service should end before its server is ready; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -57,12 +54,12 @@ class Service:
     """Keeps a server running; nothing is started before `run`.
 
     Attributes:
-        folder: of the job, for logs, server starts, the address of a server that is ready, and
-            requests to end or to reload it (`stages.endpoint`).
-        progress: receives what the service is doing, and is in `folder` at the latest once the
-            address is published: in a chain of jobs the predecessor reports until then.
-        until: on the monotonic clock, when the job's time is over.
-        restarts: how often the server was started again.
+        folder: the job's folder, with logs, server starts, the published address, and requests to
+            end or reload (`stages.endpoint`).
+        progress: receives the service's phases. In a chain of jobs it gets its path in `folder`
+            only when the address is published: until then the predecessor reports.
+        until: monotonic time at which the job's time is over.
+        restarts: how often the server was restarted.
     """
 
     config: DeployConfig
@@ -71,19 +68,19 @@ class Service:
     _: KW_ONLY
     until: float
     restarts: int = field(default=0, init=False)
-    _failures: int = field(default=0, init=False)  # since the last sound service
+    _failures: int = field(default=0, init=False)  # in a row
     _is_published: bool = field(default=False, init=False)
-    _serves: ServerEndpoint | None = field(default=None, init=False)
-    _publish_at: float = field(default=0.0, init=False)  # next attempt; 0 without a failed one
-    _wanted: str = field(default="", init=False)  # a repository that was asked for by its path
+    _endpoint: ServerEndpoint | None = field(default=None, init=False)  # None until first ready
+    _republish_at: float = field(default=0.0, init=False)  # monotonic; 0 if nothing failed
+    _requested: str = field(default="", init=False)  # path in a request to reload
     _standby: LinkedProcess | None = field(default=None, init=False)  # for the next start
 
     def run(self) -> str:
-        """Serve until the end, and return why the service ended.
+        """Serve, and return why the service ended.
 
         Raises:
-            StageError: it did not, or its time was over before the server was ever ready.
-            ServerStartError: the server did not become ready in the first place.
+            StageError: the server failed too often, or its time was over before it was ever ready.
+            ServerStartError: the first start failed.
         """
         try:
             return self._run()
@@ -97,13 +94,13 @@ class Service:
             except _EndedError as error:
                 return str(error)
             except (ServerStartError, OSError) as error:
-                if self._serves is None:
-                    raise  # it has never worked: waiting changes nothing
-                self._call_off()
+                if self._endpoint is None:
+                    raise  # it has never worked, so a restart will not help
+                self._announce_failure()
                 reason, failure = "", cause_of(error, folder=self.folder)
             if reason == _RELOAD:
-                self._end_standby()  # it counts another start
-                continue  # with other weights, which did not go into the server that was there
+                self._end_standby()  # its number of restarts is fixed
+                continue  # start with the weights that the running server could not load
             if not failure:
                 return reason
             if self._failures >= self.config.max_restarts or not self.config.may_start_again:
@@ -118,8 +115,8 @@ class Service:
         """Serve; return why the service ended, or why the server failed."""
         with contextlib.ExitStack() as to_the_end, contextlib.ExitStack() as stack:
             server, endpoint = self._start(stack)
-            self._serves = endpoint
-            # Clients find the next start where they found this one.
+            self._endpoint = endpoint
+            # The next start uses the same ports, so that clients find it.
             self.config = self.config.with_ports(**endpoint.ports)
             reason, failure = _STOPPED, ""
             with contextlib.suppress(KeyboardInterrupt):
@@ -128,28 +125,28 @@ class Service:
                     while outcome == (_RELOAD, "") and self._reload(server):
                         outcome = self._watch(server)
                     reason, failure = outcome
-                except _EndedError as ended:  # while a new server was loading
+                except _EndedError as ended:  # during a reload
                     reason = str(ended)
             if failure:
-                self._call_off()
-                if self.config.nodes > 1:  # a signal may have ended processes of further nodes
+                self._announce_failure()
+                if self.config.nodes > 1:  # a signal may have ended processes on other nodes
                     number = self.restarts + 1
-                    lost = losses(self.folder, job_id_here(), number, wait_s=_LOSS_WAIT_S)
+                    lost = lost_processes(self.folder, job_id_here(), number, wait_s=_LOSS_WAIT_S)
                     failure = "; ".join([*lost, failure])
                 tail = "\n".join(f"  | {line}" for line in last_lines(server.log_path))
                 failure = f"{failure}; last lines of {server.log_path}:\n{tail}"
-            if not failure and reason != _RELOAD:  # a signal that comes now changes nothing
+            if not failure and reason != _RELOAD:  # further signals change nothing
                 to_the_end.enter_context(uninterrupted(*STOP_SIGNALS))
             try:
-                if reason != _HANDED_OVER:  # the successor reports from now on
+                if reason != _HANDED_OVER:  # after a hand-over the successor reports
                     self.progress.update("stopping")
                 log_line(f"stopping: {reason or 'the server failed'}")
                 self._withdraw(endpoint)
-                # After a hand-over running requests may take all the time that is left.
+                # After a hand-over, running requests may take all the remaining time.
                 left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
                 drain_s = self.config.drain_s + max(left_s, 0.0)
                 server.stop(drain_s=0 if failure else drain_s)
-            except KeyboardInterrupt:  # no other server follows
+            except KeyboardInterrupt:  # do not restart
                 reason, failure = _STOPPED, ""
             self._withdraw(endpoint)
         return reason, failure
@@ -175,64 +172,61 @@ class Service:
         return server, endpoint
 
     def _publish(self, endpoint: ServerEndpoint) -> None:
-        """Publish the address, or try again later: a full disk ends no server.
-
-        After a restart clients find this server where they found the one before.
-        """
+        """Publish the address; try again later if that fails, for example on a full disk."""
         try:
             endpoint.publish(self.folder / ENDPOINT_NAME)
         except OSError as error:
-            if self._publish_at == 0:
+            if self._republish_at == 0:
                 log_line(f"the address cannot be written: {cause_of(error, folder=self.folder)}")
-            self._publish_at = time.monotonic() + _PUBLISH_AGAIN_S
+            self._republish_at = time.monotonic() + _PUBLISH_AGAIN_S
         else:
-            self._publish_at, self._is_published = 0.0, True
+            self._republish_at, self._is_published = 0.0, True
 
     def _withdraw(self, endpoint: ServerEndpoint) -> None:
-        self._publish_at, self._is_published = 0.0, False
-        with contextlib.suppress(OSError):  # without room for a lock, nothing was published
+        self._republish_at, self._is_published = 0.0, False
+        with contextlib.suppress(OSError):  # a disk too full for the lock has no address either
             endpoint.withdraw(self.folder / ENDPOINT_NAME)
 
     def _reload(self, server: AnyServer) -> bool:
-        """Have a server load its repository anew; it answers meanwhile, and if that fails.
+        """Let a server reload its repository, or exchange its weights for a requested one's.
 
-        Of a repository that was named, its weights go into the engine that is there. Return False
-        where that fails: the server has to be started again, with them.
+        It keeps answering during a reload, even if that fails. Return False if an exchange fails:
+        the server must then be restarted with the requested repository.
         """
-        wanted, self._wanted = self._wanted, ""
-        if wanted:
-            self.config = replace(self.config, folder=Path(wanted))
+        requested, self._requested = self._requested, ""
+        if requested:
+            self.config = replace(self.config, folder=Path(requested))
             if problems := problems_of_exchange(self.config):
-                log_line(f"the server is started again: {problems[0]}")
+                log_line(f"restarting the server: {problems[0]}")
                 return False
         if self.config.nodes > 1 or self.config.engine != PYTORCH:
             log_line(
-                "a server on several nodes, another engine's or NVIDIA's cannot be reloaded; "
-                "restart the stage"
+                "cannot reload a server on several nodes, of another engine or of NVIDIA's backend;"
+                " restart the stage"
             )
             return True
-        own = cast("ModelServer", server)
+        model_server = cast("ModelServer", server)
         self.progress.update("loading the new repository")
         try:
-            own.reload(
+            model_server.reload(
                 timeout_s=self.config.ready_timeout_s,
                 check=self._check_needed,
-                repository=wanted or None,
-                exchanges=bool(wanted),
+                repository=requested or None,
+                exchanges=bool(requested),
             )
-            self._serves = endpoint_of(self.config, own, self.restarts)
-            self._publish(self._serves)
+            self._endpoint = endpoint_of(self.config, model_server, self.restarts)
+            self._publish(self._endpoint)
         except (StageError, ValueError) as error:
-            kept = "the server is started again" if wanted else "the server goes on as it was"
-            log_line(f"not reloaded; {kept}: {error}")
-            return not wanted
-        if wanted:
-            log_line(f"serving the weights of {wanted}")
+            effect = "restarting the server" if requested else "the server continues unchanged"
+            log_line(f"reload failed; {effect}: {error}")
+            return not requested
+        if requested:
+            log_line(f"serving the weights of {requested}")
         return True
 
     def _check_needed(self) -> None:
-        """Raise if a server that is still loading should end."""
-        ended = self._ended()
+        """Raise an error if a server that is still loading should end."""
+        ended = self._end_reason()
         if ended == _TIME_LIMIT and self.restarts == 0:
             raise StageError(
                 "the job's time was over before the server was ready; raise deploy.time_limit"
@@ -240,38 +234,38 @@ class Service:
         if ended:
             raise _EndedError(ended)
 
-    def _call_off(self) -> None:
+    def _announce_failure(self) -> None:
         if self.config.nodes == 1:
             return
-        with contextlib.suppress(OSError):  # on a full disk the others end by their own failure
+        with contextlib.suppress(OSError):  # on a full disk, the others end by their own failures
             ServerStart(job_id_here(), self.restarts + 1, is_over=True).announce(self.folder)
 
     def _watch(self, server: AnyServer) -> tuple[str, str]:
-        """Block while the server serves; return why it should stop now, or why it failed."""
+        """Block while the server serves; return why it should stop, and why it failed."""
         began = time.monotonic()
-        self.progress.update(f"serving {self._serves}")
+        self.progress.update(f"serving {self._endpoint}")
         while True:
-            if ended := self._ended():
+            if ended := self._end_reason():
                 if ended == _HANDED_OVER:
-                    self._serve_the_last(cast("ModelServer", server))
+                    self._serve_remaining_clients(cast("ModelServer", server))
                 return ended, ""
-            with contextlib.suppress(OSError, ValueError):  # usually there is none
-                wanted = self.folder / RELOAD_NAME
-                self._wanted = read_file(wanted).decode().strip()
-                wanted.unlink()  # another job may have taken it
+            with contextlib.suppress(OSError, ValueError):  # usually there is no request
+                request = self.folder / RELOAD_NAME
+                self._requested = read_file(request).decode().strip()
+                request.unlink()  # fails if another job has taken it
                 return _RELOAD, ""
-            if 0 < self._publish_at <= time.monotonic() and self._serves is not None:
-                self._publish(self._serves)
+            if 0 < self._republish_at <= time.monotonic() and self._endpoint is not None:
+                self._publish(self._endpoint)
             if failure := server.failure():
                 if time.monotonic() - began > _STEADY_S:
                     self._failures = 0
                 return "", failure
             if time.monotonic() - began > _STANDBY_AFTER_S:
-                self._prepare(server)
+                self._start_standby(server)
             server.ended_within(_POLL_S)
 
-    def _prepare(self, server: AnyServer) -> None:
-        """Have a process of this project's own server ready, should this one fail."""
+    def _start_standby(self, server: AnyServer) -> None:
+        """Keep a standby process of this project's own server, for a fast restart."""
         if self._standby is not None or self._failures >= self.config.max_restarts:
             return
         if isinstance(server, ModelServer) and not server.has_triton and self.config.nodes == 1:
@@ -284,8 +278,8 @@ class Service:
             self._standby = None
             server_log(self.folder, job_id_here()).with_suffix(NEXT_LOG).unlink(missing_ok=True)
 
-    def _serve_the_last(self, server: ModelServer) -> None:
-        """Go on for clients that have not followed to the successor, while there are any."""
+    def _serve_remaining_clients(self, server: ModelServer) -> None:
+        """Keep serving clients that still use this server instead of its successor."""
         began = time.time()
         while time.monotonic() < self.until and server.failure() is None:
             if time.time() - max(began, server.last_used()) > self.config.drain_s:
@@ -293,47 +287,47 @@ class Service:
             time.sleep(_POLL_S)
 
     def _wait(self, failure: str) -> str:
-        """Wait before the next start; return the reason if there is none.
+        """Wait before the next start; return the reason if the service should end instead.
 
-        The first start after a failure is immediate: most failures do not come back at once.
+        The first restart is immediate: most failures do not recur at once.
         """
-        doubled = self.config.restart_backoff_s * 2.0 ** min(self._failures - 2, _MOST_DOUBLED)
+        doubled = self.config.restart_backoff_s * 2.0 ** min(self._failures - 2, _MAX_DOUBLINGS)
         wait_s = 0.0 if self._failures == 1 else min(doubled, _MAX_BACKOFF_S)
         log_line(
-            f"{failure}\nstarting the server again in {wait_s:g} s "
+            f"{failure}\nrestarting the server in {wait_s:g} s "
             f"(restart {self._failures} of {self.config.max_restarts})"
         )
-        self.progress.update(f"starting again in {wait_s:g} s")
+        self.progress.update(f"restarting in {wait_s:g} s")
         deadline = time.monotonic() + wait_s
         with contextlib.suppress(KeyboardInterrupt):
             while time.monotonic() < deadline:
-                if ended := self._ended():
+                if ended := self._end_reason():
                     return ended
                 time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
             return ""
         return _STOPPED
 
-    def _ended(self) -> str:
-        """Return why the service should end now, empty if it should go on."""
+    def _end_reason(self) -> str:
+        """Return why the service should end now; empty if it should continue."""
         is_current = True
-        if self.config.uptime_s is not None:  # a job of a chain may have a successor that serves
+        if self.config.uptime_s is not None:  # in a chain, a successor may already serve
             serves = published_by(self.folder / ENDPOINT_NAME)
-            # A successor that has ended by request withdraws its address.
+            # No address: a successor that ended by request has withdrawn it.
             is_current = not self._is_published if serves == "" else serves in (job_id_here(), None)
-        with contextlib.suppress(OSError, ValueError):  # usually there is none
+        with contextlib.suppress(OSError, ValueError):  # usually there is no request
             for_job = read_file(self.folder / STOP_NAME).decode(errors="replace").strip()
-            # Without the id of a job it is for the one that serves.
+            # Without a job id, the request is for the job that serves.
             if for_job == job_id_here() or (is_current and not for_job):
                 with contextlib.suppress(OSError):
                     (self.folder / STOP_NAME).unlink()
                 return NOT_NEEDED
-        if not is_current and self._serves is not None:
+        if not is_current and self._endpoint is not None:
             return _HANDED_OVER
         return _TIME_LIMIT if time.monotonic() >= self.until else ""
 
 
 def _end(process: LinkedProcess) -> None:
-    """End a process and those below it; one that has become a server has ended."""
+    """Kill a standby process and its descendants; one that became a server has already ended."""
     below = descendants(process.pid)
     process.link.close()
     process.kill()

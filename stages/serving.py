@@ -1,4 +1,4 @@
-"""One start of a server for the configured engine, until it is ready, with its address."""
+"""One start of a server of the configured engine, and its address once it is ready."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def serving(
     standby: LinkedProcess | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[AnyServer, ServerEndpoint]]:
-    """Run a server for the duration of the block and yield it, ready, with its address.
+    """Run a server for the duration of the block; yield it, once ready, with its address.
 
-    It has answered a small request by then. Its log is `server-<job id>.log` in `folder`;
-    those of earlier starts keep a number. `standby` is a process that this project's own server
-    before this one has prepared. `check` is called until the server is ready; an exception
-    that it raises ends the start.
+    A ready server has answered a small request. Its log is `server-<job id>.log` in `folder`; logs
+    of earlier starts get a number. `standby` is a process that an earlier server of this project
+    prepared. `check` is called until the server is ready; an exception that it raises ends the
+    start.
 
     Raises:
-        ServerStartError: it did not become ready, or did not answer.
-        StageError: the configured model is not served.
+        ServerStartError: the server did not become ready, or did not answer.
+        StageError: the server does not serve the configured model.
     """
     job_id = job_id_here()
     log_path = server_log(folder, job_id)
@@ -80,7 +80,7 @@ def serving(
 
 
 def server_environment(config: DeployConfig) -> dict[str, str]:
-    """Return the variables that a server of this configuration needs."""
+    """Return the environment variables that a server of this configuration needs."""
     environment: dict[str, str] = {}
     if config.visible_devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = config.visible_devices
@@ -101,7 +101,7 @@ def _other_engine(
         options["env"][TOKEN_VARIABLE] = tokens[0]
     command: Sequence[str] = config.command_line
     if start is not None:
-        command = start.filled(command)
+        command = start.fill_command(command)
     return OpenAIServer(command, model=config.model_name, folder=config.folder, **options)
 
 
@@ -125,11 +125,9 @@ def _server(
             pp_size=config.pp_size,
         )
         source = str(repository)
-    options |= {
-        "openai": config.openai if config.openai.enabled else None,
-    }
     return ModelServer(
         source,
+        openai=config.openai if config.openai.enabled else None,
         has_triton=config.hosts == TRITONSERVER,
         is_nvidias=config.engine == FASTERTRANSFORMER,
         prefix=server_prefix(config),
@@ -138,10 +136,10 @@ def _server(
 
 
 def endpoint_of(config: DeployConfig, server: AnyServer, restarts: int) -> ServerEndpoint:
-    """Return the address of a server; another engine has one port for all that it serves.
+    """Return the address of a server; another engine has a single port.
 
     Raises:
-        StageError: it does not serve the configured model.
+        StageError: the server does not serve the configured model.
     """
     listens_to_all, ports = server.connect_host != server.host, server.ports
     model = config.model_name if config.is_other_engine else _model_name(config, server)
@@ -165,7 +163,7 @@ def endpoint_of(config: DeployConfig, server: AnyServer, restarts: int) -> Serve
 
 
 def served_by(config: DeployConfig, model: str) -> dict[str, str]:
-    """Return what a server serves, as far as this machine can read its repository."""
+    """Return the identity of the served weights, as far as this machine can read the repository."""
     try:
         parsed = parse_config((Path(config.folder) / model / CONFIG_FILE).read_text())
         parameters = parameters_of(parsed)
@@ -175,7 +173,7 @@ def served_by(config: DeployConfig, model: str) -> dict[str, str]:
 
 
 def _model_name(config: DeployConfig, server: AnyServer) -> str:
-    """Return the served model that takes token ids: as configured, or the only one there is."""
+    """Return the name of the served model for token ids: the configured or the only one."""
     if config.model_name in server.models:
         return config.model_name
     others = [name for name in server.models if name not in TEXT_MODELS]

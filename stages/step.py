@@ -1,8 +1,8 @@
 """A job step: a stage in processes that a prefix command starts, such as srun with a container.
 
-The parent process stays outside, where the scheduler's commands are, and can be requeued; the stage
-runs inside, in one process or in several ranks. Two files connect them: the pickled stage, and the
-result of the first rank as JSON.
+The parent process stays outside, where the scheduler's commands are available, and can be requeued;
+the stage runs inside, in one process or several ranks. Two files connect them: the pickled stage,
+and the first rank's result as JSON.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from stages.base import Stage, StageError, Summary
 from stages.job_process import (
     STOP_SIGNALS,
     assist,
-    begin_log,
     cause_of,
-    close_to_others,
     log_line,
     node_name,
+    restrict_umask,
+    use_utc_log_times,
 )
 from stages.progress import read_as, write_json
 
-_RANK_FAILURE = "rank-{rank}.txt"  # the reason, next to the result
+_RANK_FAILURE = "rank-{rank}.txt"  # holds the reason; lies next to the result
 _STOP_WAIT_S = 10.0
 _WAKE_UP_S = 1.0
 _TAIL_LINES = 12
 _LOST_NODE = re.compile(r"srun: error: Node failure on (\S+)")
-# srun's report of a task that failed, and the number in front of a task's line (--label).
+# srun's report of a failed task, and a task's output line with its number (--label).
 _FAILURE = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _LABEL = re.compile(r"(\d+): (.*)")
-# Variables of a process whose launcher has started its MPI.
+# Variables of a process that was started with an MPI flavour.
 _MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
 
@@ -57,13 +57,14 @@ class JobStep:
     """The command that starts the processes of a stage.
 
     Attributes:
-        prefix: command in front of the interpreter, such as `srun` with a container.
+        prefix: command before the interpreter, such as `srun` with a container.
         python: interpreter inside the step.
-        ranks: processes that the prefix starts.
-        launcher: that starts them, as `read_launch_environment` names it; empty to find out.
-        handed_on: variables that the processes do not inherit.
-        hand_on: words of the prefix for each of these, with the fields `{name}` and `{value}`.
-        line_option: option of the prefix that takes the program as one line of a shell.
+        ranks: number of processes that the prefix starts.
+        mpi: MPI flavour of the processes; None without MPI.
+        launcher: the prefix's launcher, as `read_launch_environment` names it; "" to detect it.
+        passed_variables: variables to pass on, which the processes would not inherit.
+        variable_option: arguments that pass one variable, with the fields `{name}` and `{value}`.
+        line_option: option of the prefix that takes the program as one shell command line.
     """
 
     prefix: tuple[str, ...]
@@ -71,34 +72,34 @@ class JobStep:
     ranks: int = 1
     mpi: str | None = None
     launcher: str = "slurm"
-    handed_on: tuple[str, ...] = ()
-    hand_on: tuple[str, ...] = ()
+    passed_variables: tuple[str, ...] = ()
+    variable_option: tuple[str, ...] = ()
     line_option: str | None = None
 
     def command(
         self, stage: str, result: str, environment: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Return the command that runs this module for the files of stage and result.
+        """Return the command that runs this module with the files of stage and result.
 
-        Without an environment it can be shown: the values of variables are left out.
+        Without `environment`, the values of passed variables are hidden, for display.
         """
         program = [self.python, "-u", "-m", "stages.step", stage, result, str(self.ranks)]
         if self.ranks > 1:
             program += [self.mpi or "none", self.launcher]
         if self.line_option is not None:
             program = [self.line_option, shlex.join(program)]
-        values = dict.fromkeys(self.handed_on, "...") if environment is None else environment
-        given = [
+        values = dict.fromkeys(self.passed_variables, "...") if environment is None else environment
+        variables = [
             word.format(name=name, value=values[name])
-            for name in self.handed_on
+            for name in self.passed_variables
             if values.get(name)
-            for word in self.hand_on
+            for word in self.variable_option
         ]
-        return [*self.prefix, *given, *program]
+        return [*self.prefix, *variables, *program]
 
 
 def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
-    """Run `stage` in processes of its own and return its summary.
+    """Run `stage` in separate processes and return its summary.
 
     Raises:
         StageError: the stage failed, or its processes ended without a result.
@@ -117,26 +118,26 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
         errors="replace",
     )
     assert process.stdout is not None
-    was_asked = False
-    with _Listener(process.stdout) as listener:
+    was_interrupted = False
+    with _OutputReader(process.stdout) as output:
         try:
-            # Python handles a signal that another thread received only when this one wakes up.
+            # Wake up regularly: Python handles signals only in the main thread.
             while (status := process.poll()) is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_WAKE_UP_S)
         except KeyboardInterrupt:
-            was_asked = True
+            was_interrupted = True
             status = _end(process, stage)
-        except BaseException:  # also the SystemExit by which submitit leaves for a requeue
+        except BaseException:  # including SystemExit, by which submitit ends for a requeue
             _end(process, stage)
             raise
     result = read_as(result_path, _Result, "the result of a step")
     failed = result is None or bool(result.error)
-    if failed and was_asked:
+    if failed and was_interrupted:
         raise KeyboardInterrupt
-    # srun stops the first rank after the loss of another, and it may have ended in order.
-    is_over = result is None or result.error or (result.was_stopped and not was_asked)
-    if is_over and (loss := listener.loss()):
+    # After the loss of another rank, srun stops the first one, which may end without an error.
+    may_be_loss = result is None or result.error or (result.was_stopped and not was_interrupted)
+    if may_be_loss and (loss := output.loss()):
         raise StageError(loss)
     for path in folder.glob(_RANK_FAILURE.format(rank="*")) if failed else ():
         raise StageError(read_file(path).decode())
@@ -152,7 +153,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
 
 @dataclass(frozen=True)
 class _Result:
-    """The first rank's result: what it has done, and the reason if it failed."""
+    """The first rank's result: the stage's summary, and the reason if it failed."""
 
     summary: Summary
     error: str = ""
@@ -160,17 +161,17 @@ class _Result:
     was_stopped: bool = False
 
 
-class _Listener:
-    """Passes a step's output on, and keeps the last lines and the failures of its tasks."""
+class _OutputReader:
+    """Forwards a step's output; keeps the last lines of its tasks and srun's failure reports."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self._said: dict[str, collections.deque[str]] = {}
+        self._tails: dict[str, collections.deque[str]] = {}
         self._failures: list[tuple[str, str, str]] = []
         self._lost_nodes: list[str] = []
-        self._thread = threading.Thread(target=self._listen, name="step-output", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="step-output", daemon=True)
 
-    def __enter__(self) -> _Listener:
+    def __enter__(self) -> _OutputReader:
         self._thread.start()
         return self
 
@@ -178,21 +179,21 @@ class _Listener:
         self._thread.join(_STOP_WAIT_S)
 
     def loss(self) -> str | None:
-        """Return the node that failed, or the rank that failed before all others."""
+        """Return which node failed, or which rank failed first; None if the first rank did."""
         if self._lost_nodes:
             return f"node {', '.join(self._lost_nodes)} failed"
         if not self._failures:
             return None
-        node, task, how = self._failures[0]  # others may follow from it
+        node, task, how = self._failures[0]  # later failures may be its consequences
         return None if _first_of(task) == "0" else self._description(node, task, how)
 
     def _description(self, node: str, task: str, how: str) -> str:
-        lines = "".join(f"\n  | {line}" for line in self._said.get(_first_of(task), ()))
+        lines = "".join(f"\n  | {line}" for line in self._tails.get(_first_of(task), ()))
         return f"rank {task} on {node} ended: {how}; its last lines:{lines}"
 
-    def _listen(self) -> None:
+    def _read(self) -> None:
         for line in self._stream:
-            with contextlib.suppress(OSError):  # on a full disk the step goes on
+            with contextlib.suppress(OSError):  # a full disk must not end the step
                 sys.stdout.write(line)
                 sys.stdout.flush()
             text = line.rstrip("\n")
@@ -202,16 +203,16 @@ class _Listener:
                 self._lost_nodes.append(lost[1])
             elif label := _LABEL.match(text):
                 empty: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-                self._said.setdefault(label[1], empty).append(label[2])
+                self._tails.setdefault(label[1], empty).append(label[2])
 
 
 def _first_of(tasks: str) -> str:
-    """Return the first number of a list of tasks as srun writes it, such as `1-3,5`."""
+    """Return the first number of srun's list of tasks, such as `1-3,5`."""
     return re.split("[-,]", tasks)[0]
 
 
 def _end(process: subprocess.Popen[str], stage: Stage) -> int:
-    """End the step, gracefully where the stage supports it, and return its status."""
+    """End the step, gracefully if the stage supports it, and return its status."""
     if not stage.ask_to_stop():
         process.terminate()
     grace_s = stage.stop_grace_s() + _STOP_WAIT_S
@@ -221,10 +222,10 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
 
 
 def check_place(place: LaunchEnvironment, *, ranks: int, mpi: str) -> None:
-    """Check that a process is one of so many ranks, and has the MPI.
+    """Check that a process knows that it is one of `ranks` ranks, and has the MPI flavour.
 
     Raises:
-        StageError: it is not, or has not; it would believe that it is alone.
+        StageError: it does not, and would run as a single process.
     """
     name = f"rank {place.rank} on {node_name()}"
     variable = _MPI_VARIABLES.get(mpi)
@@ -232,20 +233,20 @@ def check_place(place: LaunchEnvironment, *, ranks: int, mpi: str) -> None:
         raise StageError(f"{name} sees {place.world_size} ranks instead of {ranks}")
     if variable is not None and variable not in os.environ:
         raise StageError(
-            f"{name} got no {variable}: cluster.mpi={mpi} does not reach it, so every rank would "
-            "believe that it is alone; in a container, pyxis needs its PMI hook"
+            f"{name} has no {variable}: cluster.mpi={mpi} does not reach it, so every rank would "
+            "believe it is alone; in a container, enable the PMI hook of enroot"
         )
 
 
 def main(
     stage_path: Path, result_path: Path, ranks: int, mpi: str = "none", launcher: str = ""
 ) -> int:
-    """Run the stage of a pickle; the first rank writes the result, the others assist."""
-    close_to_others()
-    begin_log()
+    """Run a pickled stage; the first rank writes the result, the others assist."""
+    restrict_umask()
+    use_utc_log_times()
     stage: Stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
-        if launcher:  # variables of an outer one do not count
+        if launcher:  # ignore the variables of an outer launcher
             os.environ[LAUNCHER_VARIABLE] = launcher
         place = read_launch_environment(os.environ)
         if place.rank > 0:
@@ -263,7 +264,7 @@ def main(
             if ranks > 1:
                 check_place(place, ranks=ranks, mpi=mpi)
             summary = stage()
-    except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
+    except (Exception, KeyboardInterrupt) as error:  # the parent process reports it
         details = error if isinstance(error, StageError) else StageError("")
         cause = cause_of(error, folder=result_path.parent)
         write_json(result_path, asdict(_Result(details.summary, cause, details.exit_code)))

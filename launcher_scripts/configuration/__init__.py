@@ -1,5 +1,5 @@
-"""The configuration: arguments and files to a checked `Config`, and that to the stages' settings.
+"""The configuration: from arguments and files to a checked `Config` and the stages' settings.
 
-A key, its default, its check and the message that refuses it belong here; what is done with a
-whole configuration belongs in `launcher_scripts`, and how a cluster reads it in `launchers`.
+A key, its default, its check and the message that refuses it belong here. Code that acts on a
+whole configuration belongs in `launcher_scripts`, and code for one cluster in `launchers`.
 """

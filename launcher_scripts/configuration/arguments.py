@@ -1,4 +1,4 @@
-"""The command line: options and overrides; those of the NeMo launcher are translated."""
+"""The command line: options and overrides, including those of the NeMo launcher."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from launcher_scripts.configuration.compose import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.diagnosis import likely_key
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 
-# Options, some with a short form, and whether each is followed by a value.
+# Options: short form, long form, and whether a value follows.
 _OPTIONS = (
     ("-cp", "--config-path", True),
     ("-cn", "--config-name", True),
@@ -33,9 +33,9 @@ class Arguments:
 
     Attributes:
         overrides: configuration overrides, translated.
-        root: that of the configuration.
-        problems: problems of the words themselves.
-        shows: whether the configuration is to be shown.
+        root: where the configuration files are.
+        problems: problems of the arguments themselves.
+        shows: whether to print the configuration (`--cfg`).
     """
 
     overrides: tuple[str, ...]
@@ -63,10 +63,10 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     """Return the parsed command line.
 
     Raises:
-        ValueError: An option lacks its value, or has one.
+        ValueError: An option lacks its value, or has one that it does not take.
     """
     known, rest = _Parser().parse_known_intermixed_args(list(argv))
-    # Next to an unknown option, argparse returns the overrides too, and its value.
+    # If there is an unknown option, argparse also returns its value and the overrides.
     unknown = [each for each in rest if each.startswith("-")] or rest
     found = [each for each in rest if "=" in each and each not in unknown]
     names = [name for _, name, _ in _OPTIONS]
@@ -76,7 +76,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         for word in unknown
     ]
     problems += [
-        f"{word!a} is not UTF-8, the encoding of configurations; rename the file that it names."
+        f"{word!a} is not valid UTF-8, which configurations need; rename the file that it names."
         for word in argv
         if _NOT_UTF8.search(word)
     ]
@@ -92,7 +92,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         name=known.config_name or OWN_ROOT.name,
         extra_dir=extra_dir,
     )
-    overrides, more = _translate(words, chooses_files=root.has_groups())
+    overrides, more = _translate(words, has_groups=root.has_groups())
     return Arguments(
         overrides=tuple(overrides),
         root=root,
@@ -103,12 +103,13 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     )
 
 
-def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[str], list[str]]:
-    """Return overrides with our keys, and the problems of those that have no translation.
+def _translate(overrides: Sequence[str], *, has_groups: bool) -> tuple[list[str], list[str]]:
+    """Return the overrides with our keys and values, and the problem of contradictory clusters.
 
-    A saved configuration has no files to choose from: there `cluster_type` is used alone.
+    Without groups, as in a saved configuration, `cluster` cannot choose a file: only `cluster_type`
+    is set.
     """
-    split = [_pass_through(override).partition("=") for override in overrides]
+    split = [_sbatch_override(override).partition("=") for override in overrides]
     given = {key: CLUSTER_ALIASES.get(value, value) for key, _, value in split if key in _CLUSTER}
     words = ["".join(each) for each in split if each[0] not in given]
     kind, group = given.get("cluster_type"), given.get("cluster")
@@ -118,13 +119,16 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
         given["cluster_type"] = group
     elif kind in CLUSTERS and group is None:
         given["cluster"] = kind
-    if not chooses_files:
+    if not has_groups:
         given.pop("cluster", None)
     return [*words, *("=".join(each) for each in given.items())], []
 
 
-def _pass_through(override: str) -> str:
-    """Return an override of an option of sbatch without a key as that of the mapping of these."""
+def _sbatch_override(override: str) -> str:
+    """Return `+cluster.<sbatch option>=<value>` as an override of a key we have.
+
+    An option without its own key goes to `cluster.additional_parameters`.
+    """
     match = _PLUS_CLUSTER.fullmatch(override)
     if match is None:
         return override

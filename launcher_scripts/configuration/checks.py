@@ -1,4 +1,4 @@
-"""Checks of folders and variables that hold on every cluster."""
+"""Checks of folders and environment variables, the same on every cluster."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, OWNER_VARIABLE
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Folders that stages make and fill.
-_WRITTEN = (
+# Folders that stages create and write to.
+_WRITTEN_FOLDERS = (
     "base_results_dir",
     "export.run.results_dir",
     "export.triton_deployment.triton_model_dir",
@@ -28,24 +28,24 @@ def problems_of_settings(config: Config) -> Iterator[str]:
     """Yield every problem that can be found without a model or a cluster."""
     level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
     if level.upper() not in logging.getLevelNamesMapping():
-        yield f"{LOG_LEVEL_VARIABLE}={level} is not a level of logs; use DEBUG, INFO or WARNING."
-    yield from _variables(config)
-    yield from _places(config)
+        yield f"{LOG_LEVEL_VARIABLE}={level} is not a log level; use DEBUG, INFO or WARNING."
+    yield from _variable_problems(config)
+    yield from _folder_problems(config)
 
 
-def nearest_that_exists(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return `path`, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
 
 
-def _variables(config: Config) -> Iterator[str]:
-    """Yield the problems of variables: names a shell cannot export, and secrets in clear text."""
+def _variable_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of `env_vars`, such as names a shell cannot export, or secrets."""
     for name, value in config.env_vars.items():
         key = f"env_vars.{name}"
         if not _VARIABLE.fullmatch(str(name)):
-            yield f"{key}: {name} is not a valid name of a variable; use letters, digits and _."
+            yield f"{key}: {name} is not a valid variable name; use letters, digits and _."
         if name in (JOB_ID_VARIABLE, MARK_VARIABLE, OWNER_VARIABLE):
-            yield f"{key} is set for each job, which would not be found by it; leave it out."
+            yield f"{key} identifies each job and is set by the launcher; leave it out."
         if isinstance(value, (dict, list)):
             yield f"{key}={value}: expected a single value, not a list or a mapping."
         if value is not None and any(word in str(name).upper() for word in _SECRET_WORDS):
@@ -55,16 +55,16 @@ def _variables(config: Config) -> Iterator[str]:
             )
 
 
-def _places(config: Config) -> Iterator[str]:
-    tried: set[Path] = set()
-    refused: list[Path] = []  # what lies below one of these has no problem of its own
-    for key in _WRITTEN:
+def _folder_problems(config: Config) -> Iterator[str]:
+    checked: set[Path] = set()
+    refused: list[Path] = []  # folders below these are not reported again
+    for key in _WRITTEN_FOLDERS:
         if (path_text := config.at(key)) is None:
             continue
-        there = nearest_that_exists(Path(path_text))
-        if there in tried or any(there.is_relative_to(each) for each in refused):
+        there = nearest_existing(Path(path_text))
+        if there in checked or any(there.is_relative_to(each) for each in refused):
             continue
-        tried.add(there)
+        checked.add(there)
         objection = "" if there.is_dir() else "is not a folder"
         try:
             if not objection:

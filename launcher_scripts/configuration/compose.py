@@ -1,6 +1,6 @@
-"""Composition of the configuration: Hydra merges files, then plain data is checked and built.
+"""Composition of the configuration: Hydra merges the files, then plain data is checked and built.
 
-Every problem is reported at once. A wrong override is left out, and the rest is composed.
+All problems are reported at once: a wrong override is left out, and the rest is composed.
 """
 
 import copy
@@ -26,9 +26,9 @@ from foundations.values import WrongValuesError, built, put
 from launcher_scripts.configuration.diagnosis import (
     check_override,
     chooses_file,
+    error_line,
     first_line,
     key_of,
-    objection,
     read_override,
     unknown_choice,
     unknown_key,
@@ -39,10 +39,10 @@ from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INS
 
 @dataclass(frozen=True)
 class ConfigRoot:
-    """The root of the configuration, as the command line names it.
+    """The root file of the configuration, as the command line names it.
 
     Attributes:
-        folder, name: of its file; the name may have its extension.
+        folder, name: folder and name of the file, with or without its extension.
         extra_dir: a further folder of configuration files.
     """
 
@@ -56,13 +56,13 @@ class ConfigRoot:
         return self.folder / f"{self.name.removesuffix('.yaml')}.yaml"
 
     def has_file(self, group: str, name: str) -> bool:
-        """Return whether there is a file of a group with this name."""
+        """Return whether a group has a file with this name."""
         folders = filter(None, (self.folder, self.extra_dir))
         file_name = f"{name.removesuffix('.yaml')}.yaml"
         return any(os.access(folder / group / file_name, os.R_OK) for folder in folders)
 
     def has_groups(self) -> bool:
-        """Return whether it chooses files; a saved configuration holds their contents instead."""
+        """Return whether the root chooses files of groups; a saved configuration has none."""
         text = self.path.read_text(errors="replace") if self.path.is_file() else "defaults:"
         return re.search("^defaults:", text, re.MULTILINE) is not None
 
@@ -75,7 +75,7 @@ class Composition:
     """A composed configuration.
 
     Attributes:
-        config: the configuration; None when too much of it is missing or wrong.
+        config: the configuration; None if a value or file of it is missing or wrong.
         problems: every problem, one sentence each.
     """
 
@@ -84,12 +84,12 @@ class Composition:
 
 
 # Hydra raises a plain ValueError for some mistakes, such as `export=null`.
-_OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
+_ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
 
 @functools.cache
 def register() -> None:
-    """Make the defaults of keys and the resolvers known to Hydra and OmegaConf."""
+    """Register the defaults of all keys, and the resolvers, with Hydra and OmegaConf."""
     values: dict[str, Any] = {}
     for key in KEYS.values():
         put(values, key.name, key.default)
@@ -99,7 +99,7 @@ def register() -> None:
 
 
 def _work_dir(scripts: str) -> str:
-    """Return where results go: nothing is written to the folder of an installed package."""
+    """Return the base folder of results: `scripts`, or the current folder if it is installed."""
     is_package = IS_INSTALLED and Path(scripts) == CHECKOUT / "launcher_scripts"
     return str(Path.cwd()) if is_package else scripts
 
@@ -118,8 +118,8 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Composition:
     """Return the configuration; wrong overrides are reported and left out.
 
-    Where a requested file is missing the configuration is None: checks of the default file in its
-    place would mislead.
+    If a requested file is missing, the configuration is None: checks of the default file in its
+    place would report misleading problems.
     """
     register()
     if not place.path.is_file():
@@ -150,8 +150,8 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
     always = [f"hydra.searchpath=[file://{place.extra_dir}]"] if place.extra_dir else []
     try:
         files, whole = _merged(place, (*always, *choices))
-    except _OBJECTIONS as error:
-        problems.append(f"{place.path} is unusable: {objection(error)}.")
+    except _ERRORS as error:
+        problems.append(f"{place.path} is unusable: {error_line(error)}.")
         return Composition(None, tuple(problems))
     HydraConfig.instance().set_config(whole)
     config, more = _with_overrides(files, given)
@@ -160,9 +160,9 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
 
 @functools.cache
 def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, DictConfig]:
-    """Return the files of a root as untyped data, and what Hydra has composed of them.
+    """Return the merged files of a root as untyped data, and as Hydra composed them.
 
-    An upgrade or a watch composes many times, and reads them once.
+    The result is cached: an upgrade or a watch composes many times.
 
     Raises:
         HydraException, OmegaConfBaseException, ValueError, YAMLError: A file is unusable.
@@ -173,7 +173,7 @@ def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, Dict
     values = OmegaConf.to_container(config)
     assert isinstance(values, dict)
     del values["hydra"]
-    # A saved configuration does not name the schema, whose defaults it may lack.
+    # A saved configuration does not include the schema, so it may lack new keys' defaults.
     defaults = ConfigStore.instance().load("schema.yaml").node
     made = OmegaConf.merge(OmegaConf.to_container(defaults), values)
     assert isinstance(made, DictConfig)
@@ -183,9 +183,9 @@ def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, Dict
 def _with_overrides(
     files: DictConfig, overrides: Sequence[Override]
 ) -> tuple[Config | None, list[str]]:
-    """Return the configuration of files and overrides, and every problem of theirs.
+    """Return the configuration of files and overrides, and every problem.
 
-    An override that is wrong is left out; another wrong value leaves no configuration.
+    A wrong override is left out; a wrong value from a file leaves no configuration.
     """
     problems: list[str] = []
     left_out: set[str] = set()
@@ -205,7 +205,7 @@ def _with_overrides(
         left_out |= typed
         overrides = [override for override in overrides if key_of(override) not in typed]
     if "action" in left_out:
-        return None, problems  # what is wrong with a run is of no interest
+        return None, problems  # problems of a run do not matter without an action
     if not wrong:
         return record, problems
     # A key that refers to a wrong value has the same problem.
@@ -215,7 +215,7 @@ def _with_overrides(
 
 
 def _apply(config: DictConfig, override: Override) -> str:
-    """Change a value as Hydra does; return OmegaConf's objection, empty if none."""
+    """Change a value as Hydra does; return OmegaConf's error, empty if none."""
     name = override.key_or_group
     try:
         if override.is_delete():
@@ -223,18 +223,18 @@ def _apply(config: DictConfig, override: Override) -> str:
             OmegaConf.select(config, parent).pop(leaf, None)
         else:
             value = override.value()
-            # Merged with a mapping; a value of another kind takes its place, and is refused there.
+            # A mapping is merged into a mapping; any other value replaces it and is refused later.
             is_merged = isinstance(value, dict) and OmegaConf.is_dict(
                 OmegaConf.select(config, name)
             )
             OmegaConf.update(config, name, value, force_add=True, merge=is_merged)
-    except _OBJECTIONS as error:
+    except _ERRORS as error:
         return f"{override.input_line}: {first_line(error)}"
     return ""
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of all keys as plain data, and the problems of others, by name."""
+    """Return the resolved values of all keys as plain data, and problems by name."""
     values: dict[str, Any] = {}
     wrong: dict[str, str] = {}
     for name, raw in flat(config).items():
@@ -250,7 +250,7 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
                 is_node = OmegaConf.is_config(value)
                 values[name] = OmegaConf.to_container(value, resolve=True) if is_node else value
             except InterpolationToMissingValueError:
-                continue  # the missing key is reported
+                continue  # the missing key itself is reported
             except OmegaConfBaseException as error:
                 reason = str(error).splitlines()[0]
                 wrong[name] = (
@@ -261,7 +261,7 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def flat(config: DictConfig, prefix: str = "") -> dict[str, Any]:
-    """Return the values of keys, and of names that are none, before references are resolved."""
+    """Return the values of all keys and unknown names, with unresolved references."""
     found: dict[str, Any] = {}
     for leaf, value in config.items_ex(resolve=False):
         name = prefix + str(leaf)

@@ -1,4 +1,4 @@
-"""Overrides as they are typed: each is read once, or refused with the remedy."""
+"""Overrides as typed: each is parsed, or refused with a remedy."""
 
 import functools
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ _REMOVED = read_own_table(Path(__file__).with_name("removed_keys.yaml"))
 
 @functools.cache
 def read_override(word: str) -> Override:
-    """Return an override as Hydra reads it; a text like `nvcr.io#nvidia/x:1` needs no quotes.
+    """Return a parsed override; unlike in Hydra, a text like `nvcr.io#nvidia/x:1` needs no quotes.
 
     Raises:
-        ValueError: it cannot be read; the message is a whole sentence.
+        ValueError: it cannot be parsed; the message is a whole sentence.
     """
     parser = OverridesParser.create()
     key, equals, value = word.partition("=")
@@ -54,36 +54,36 @@ def hydra_text(text: str) -> str:
 
 
 def is_below(word: str, names: Iterable[str]) -> bool:
-    """Return whether a key, or an override of it, is one of these or lies in such a section."""
+    """Return whether a key, or an override of it, is in `names` or in a section in `names`."""
     key = word.lstrip("+").partition("=")[0]
     return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def decided_elsewhere(overrides: Iterable[str], keys: Iterable[str], why: str) -> list[str]:
-    """Return the overrides of keys whose values would be replaced, as problems."""
+    """Return a problem for each override of `keys`, whose values the action sets itself."""
     return [
         f"{override}: {why}; leave it out." for override in overrides if is_below(override, keys)
     ]
 
 
 def chooses_file(name: str) -> bool:
-    """Return whether an override chooses a file, or was meant to."""
+    """Return whether the name is a group of files, or a misspelt one."""
     is_misspelt = "." not in name and name not in KEYS and closest(name, GROUPS) is not None
     return name in GROUPS or is_misspelt
 
 
 def key_of(override: Override) -> str:
-    """Return the key that an override changes: itself, or the mapping with its name."""
+    """Return the key that an override changes: the one it names, or the mapping that it enters."""
     names = override.key_or_group.split(".")
     parents = (".".join(names[:count]) for count in range(1, len(names)))
     return next((parent for parent in parents if parent in KEYS), override.key_or_group)
 
 
 def check_override(override: Override) -> str | None:
-    """Return why an override names no key or file, or does with it what it must not."""
+    """Return why an override is refused before its value is checked; None if it is not."""
     name, word = override.key_or_group, str(override.input_line)
     key, _, value = word.partition("=")
-    is_entry = key_of(override) != name  # of a mapping
+    is_entry = key_of(override) != name  # an entry of a mapping
     if not (is_entry or name in KEYS or name in GROUPS):
         return unknown_key(word, name)
     if override.is_sweep_override():
@@ -114,14 +114,14 @@ def likely_key(word: str) -> str:
 
 
 def files_of_group(group: str) -> list[str]:
-    """Return the shipped files of a group by the names that choose them: `gpt3/sample`."""
+    """Return the names of a group's shipped files, such as `gpt3/sample`."""
     root = CONFIG_DIR / group
     files = (each.relative_to(root).with_suffix("") for each in root.rglob("*.yaml"))
     return sorted(file.as_posix() for file in files)
 
 
 def unknown_choice(group: str, value: str) -> str:
-    """Return that there is no such file."""
+    """Return the problem of a file that a group does not have."""
     known = files_of_group(group)
     aliases = CLUSTER_ALIASES if group == "cluster" else ()
     hint = did_you_mean(value, [*known, *aliases])
@@ -130,7 +130,7 @@ def unknown_choice(group: str, value: str) -> str:
 
 
 def unknown_key(word: str, key: str) -> str:
-    """Return that a word names no key."""
+    """Return the problem of a word that names no key."""
     if key in SECTIONS:
         inside = sorted(name for name in KEYS if name.startswith(f"{key}."))
         return f"{word}: {key} is a section; set one of its keys: {', '.join(inside)}."
@@ -141,8 +141,8 @@ def unknown_key(word: str, key: str) -> str:
     return f"{word}: unknown key {key}{hint or '; --help all lists the keys'}."
 
 
-def objection(error: BaseException) -> str:
-    """Return an error of Hydra, OmegaConf or YAML in one line."""
+def error_line(error: BaseException) -> str:
+    """Return an error of Hydra, OmegaConf or YAML as one line."""
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
@@ -150,7 +150,7 @@ def objection(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of OmegaConf's error, with its key."""
+    """Return the first line of OmegaConf's error, with the key it concerns."""
     lines = str(error).strip().splitlines()
     name = next((line.split(": ", 1)[1] for line in lines if "full_key" in line), "")
     text = lines[0] if lines else type(error).__name__

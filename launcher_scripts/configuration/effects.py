@@ -1,4 +1,4 @@
-"""Values that need others, by the table `effects.yaml`."""
+"""Values that have no effect without other values, by the table `effects.yaml`."""
 
 import itertools
 import operator
@@ -15,21 +15,21 @@ _TABLE = read_own_table(Path(__file__).with_name("effects.yaml"))
 
 
 def problems_of_effects(config: Config) -> Iterator[str]:
-    """Yield the values that were meant for something else, and what they need."""
-    for key, needs in _idle(config, "refused"):
+    """Yield a problem for each value that has no effect although one was clearly intended."""
+    for key, needs in _without_effect(config, "refused"):
         remedy = "change" if key == "stages" else "leave out"
         yield f"{key}={shown(config.at(key))} needs {needs}; set that, or {remedy} {key}."
 
 
 def notes_of_effects(config: Config) -> Iterator[str]:
-    """Yield remarks on values that this cluster, or this project, does not use."""
-    for needs, rows in itertools.groupby(_idle(config, "noted"), operator.itemgetter(1)):
+    """Yield notes on values that this cluster, or this project, does not use."""
+    for needs, rows in itertools.groupby(_without_effect(config, "noted"), operator.itemgetter(1)):
         why = f"it needs {needs}" if needs else "accepted for compatibility"
         yield f"without effect: {', '.join(key for key, _ in rows)} ({why})"
 
 
-def _idle(config: Config, table: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the keys that are given, and a need of theirs that is not met."""
+def _without_effect(config: Config, table: str) -> Iterator[tuple[str, str | None]]:
+    """Yield each given key of a table whose need is not met, with that need in words."""
     for patterns, needs, *when in _TABLE[table]:
         if (needs and _holds(config, needs)) or not all(_holds(config, each) for each in when):
             continue
@@ -51,26 +51,26 @@ def _in_words(needs: str) -> str:
 
 
 def _is_given(config: Config, key: Key, name: str, equals: str, values: str) -> bool:
-    """Return whether a key is this one or in this section, and was given with these values."""
+    """Return whether a key is `name` or in that section, and was given with one of `values`."""
     if not f"{key.name}.".startswith(f"{name}."):
         return False
     if key.default is MISSING and key.name != name:
-        return False  # files give it
+        return False  # the shipped files always set it
     value = config.at(key.name)
-    return value not in (key.default, None, [None]) and (not equals or _has(value, values))
+    return value not in (key.default, None, [None]) and (not equals or _matches(value, values))
 
 
 def _holds(config: Config, needs: str) -> bool:
     return any(
-        all(_is_so(config, *term.partition("=")) for term in each.split(" and "))
+        all(_term_holds(config, *term.partition("=")) for term in each.split(" and "))
         for each in needs.split(" or ")
     )
 
 
-def _is_so(config: Config, key: str, equals: str, values: str) -> bool:
-    return _has(config.at(key), values) if equals else config.at(key) not in (None, "")
+def _term_holds(config: Config, key: str, equals: str, values: str) -> bool:
+    return _matches(config.at(key), values) if equals else config.at(key) not in (None, "")
 
 
-def _has(value: Any, values: str) -> bool:
+def _matches(value: Any, values: str) -> bool:
     entries = value if isinstance(value, list) else [value]
     return any(re.fullmatch(values, shown(each)) for each in entries)

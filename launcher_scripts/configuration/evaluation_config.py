@@ -1,4 +1,4 @@
-"""Settings of the evaluation and of the certificate, from the configuration."""
+"""The stages `evaluate` and `certify`, built from the configuration."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,8 @@ class Context:
 
     Attributes:
         deploys: whether the pipeline deploys a server.
-        exports: whether what it converts is exported and served.
-        evaluates: whether it evaluates.
+        exports: whether the converted shards are exported and served.
+        evaluates: whether the pipeline evaluates.
         command: the command line.
     """
 
@@ -40,10 +40,10 @@ class Context:
 
 
 def evaluation_stage(config: Config, job: JobSettings, context: Context) -> EvaluateStage:
-    """Return the evaluation, with its server and its options.
+    """Return the stage `evaluate`.
 
     Raises:
-        ValueError: No server is available to the evaluation.
+        ValueError: The evaluation cannot start its server, which needs several nodes.
     """
     evaluate = config.evaluate
     server = server_config(config)
@@ -66,10 +66,10 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
 
 
 def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
-    """Return the comparison of a folder, by default the one that the conversion makes.
+    """Return the stage `certify`, by default for the folder that `convert` writes.
 
     Raises:
-        ValueError: The server needs a job of its own.
+        ValueError: The stage cannot start its server, which needs several nodes.
     """
     options, request = config.certify, conversion_request(config, exports=False)
     server = server_config(config) if options.serve else None
@@ -88,14 +88,14 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
         options=options,
         source=own,
         folder=Path(options.folder) if options.folder else request.folder,
-        follows=options.folder is None,
+        from_convert=options.folder is None,
         given=request.given,
         deploy=server,
     )
 
 
 def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFacts:
-    """Return what is known of the server that will be asked; of another user's, its address."""
+    """Return the known facts about the evaluated server; of one in evaluate.server, its address."""
     model, triton = config.export.model, config.export.triton_deployment
     facts: dict[str, Any] = {}
     if (is_ours := config.evaluate.server is None) and server.engine != OPENAI_ENGINE:
@@ -123,7 +123,7 @@ def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFa
 def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptions:
     section = config.evaluate
     source = find_checkpoint(cached_model(Path(config.export.model.checkpoint_path)))
-    # Where the server will speak OpenAI's protocol, as far as is known.
+    # URL at which the server will speak OpenAI's protocol, if known.
     expected = section.server if section.protocol == OPENAI else None
     if section.server is None and server.openai.enabled:
         expected = f"http://{server.host}:{server.openai.port}/v1"
@@ -141,7 +141,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         # The conversion puts the tokenizer's files next to the shards.
         weights_dir = None if section.server else server.weights_dir
         is_known = not (section.server or server.is_from_elsewhere)
-        # NVIDIA's backend sets no bound.
+        # NVIDIA's backend does not limit the length.
         is_bounded = config.deploy.engine != FASTERTRANSFORMER
         most = stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN
         known = {

@@ -1,4 +1,4 @@
-"""Requests for the conversion and for the Triton repository, from the configuration."""
+"""Requests for the conversion and the Triton repository, built from the configuration."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from stages.export import KEYS as REPOSITORY_KEYS
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
-    """Return the request for the conversion; `exports`: whether a repository follows.
+    """Return the request for the conversion; with `exports`, a repository is built from it.
 
     Raises:
-        ValueError: The repository that follows cannot hold the format.
+        ValueError: A repository cannot hold the output format.
     """
     has_shards = config.convert.format == OUTPUT_FORMATS[0]
     if exports and not has_shards:
@@ -32,7 +32,7 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         "output_dir": Path(config.export.triton_deployment.triton_model_dir) / "1",
         "for_text": exports and len(_model_folders(config)) > 1,
     }
-    if not has_shards:  # the ranks are the server's; other folders have none
+    if not has_shards:  # the sizes are the server's; only shards are divided
         values |= {"tp_size": 1, "pp_size": 1}
     return ConversionRequest(**values)
 
@@ -43,7 +43,7 @@ def repository_request(config: Config) -> RepositoryRequest:
     parameters = {}
     for name, value in values["parameters"].items():
         known = PARAMETERS.get(name)
-        # A truth value where one is meant is a digit.
+        # A boolean flag is written as a digit.
         is_flag = isinstance(value, bool) and (known is None or known.kind is FLAG)
         parameters[name] = str(int(value)) if is_flag else shown(value)
     values |= {
@@ -56,10 +56,10 @@ def repository_request(config: Config) -> RepositoryRequest:
 
 
 def has_ensemble(config: Config) -> bool:
-    """Return whether the exported repository includes the ensemble: text in, text out."""
+    """Return whether the exported repository includes the ensemble (text in, text out)."""
     return any(folder.name == ENSEMBLE for folder in _model_folders(config))
 
 
 def _model_folders(config: Config) -> list[Path]:
-    """Return the folders of the exported repository: the model, and those that take text."""
+    """Return the model folders of the exported repository."""
     return repository_models(repository_request(config), kind=config.export.run.model_type)

@@ -1,10 +1,10 @@
 """The schema of the configuration, as dataclasses: every key, its type and its meaning.
 
-Values that refer to other keys, and those of the NeMo launcher's files, are in conf/; all other
-defaults are here. The texts are printed by `--help` and quoted by error messages.
+Defaults that refer to other keys, and those of the NeMo launcher's files, are in conf/; all other
+defaults are here. `--help` prints the texts, and error messages quote them.
 """
 
-# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+# ruff: noqa: RUF009 - `option` returns a dataclass field
 
 import operator
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ from stages.deploy_config import DeploySection
 
 CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
-# Names that the NeMo launcher gives to the same work.
+# Names of the NeMo launcher for the same stages.
 _STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
 DATA_TYPES = ("fp32", "fp16", "bf16")
-_RANKS = 4096  # beyond which a number can only be a typing error
-# Patterns of values, and how to write one. A mount is SOURCE[:TARGET[:FLAGS]] as pyxis reads it, a
-# dependency and memory are as sbatch reads them; some sites require account:project in job names.
+_RANKS = 4096  # a larger number can only be a typing error
+# Patterns of values, each with its error message. Mounts have pyxis' form SOURCE[:TARGET[:FLAGS]],
+# dependencies and memory those of sbatch; some sites require account:project in job names.
 _MOUNT = (
     r"/[^:,]*(:/[^:,]*(:[\w=+-]+)?)?",
     "not a mount; write /path, /path:/path/in/the/container, or with flags "
@@ -58,7 +58,7 @@ _MEMORY = (
 _AFTER = r"(singleton|\d+|(after|expand)\w*(:\d+(_\d+|_\*)?(\+\d+)?)+)"
 _DEPENDENCY = (
     rf"{_AFTER}([,?]{_AFTER})*",
-    "not a dependency of Slurm; write singleton, or such as afterok:1234",
+    "not a dependency of Slurm; write singleton, or for example afterok:1234",
 )
 
 
@@ -237,13 +237,13 @@ class ConvertSection(ConversionOptions):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether an adapter is made, and not a model."""
+        """Whether `convert` writes an adapter without its model."""
         return self.format == PEFT
 
 
 @dataclass
 class WatchSection:
-    """`watch`: how action=watch follows the training run in export.run.training_dir."""
+    """`watch`: how action=watch follows the training run `export.run.training_dir`."""
 
     output_dir: str = option("folder of its state, its page and the results by step", is_path=True)
     metric: str | None = option(
@@ -362,7 +362,7 @@ class Config:
 
     @property
     def plans_for_elsewhere(self) -> bool:
-        """Whether scripts are written on a machine that need not see the cluster's files."""
+        """Whether scripts are written for a cluster whose files this machine may not see."""
         return self.is_dry_run and self.cluster_type != "local"
 
     @property
@@ -376,7 +376,7 @@ class Config:
         return own or self.container
 
 
-# The sections that are chosen as files.
+# The sections whose file the command line chooses.
 GROUPS = tuple(each.name for each in fields(Config) if is_dataclass(each.default_factory))
 KEYS: Mapping[str, Key] = {key.name: key for key in keys_of(Config)}
 SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}

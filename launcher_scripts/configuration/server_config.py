@@ -1,4 +1,4 @@
-"""Settings and resources of the server, from the configuration."""
+"""Settings and resources of the server, built from the configuration."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from launcher_scripts.configuration.schema import Config
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, is_store_url
 from stages.node_layout import NodeLayout, place
 
-# Clusters whose jobs run elsewhere, in an image if one is named.
+# Clusters whose jobs run on other machines, in a container if an image is named.
 _STARTS_CONTAINERS = ("bcm", "kubernetes")
 
 
@@ -20,12 +20,12 @@ def server_config(config: Config) -> DeployConfig:
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
     sizes = _served_sizes(config)
     placement = _placement(config, sizes)
-    # The names of the visible GPUs, if this machine serves and has some.
+    # Ids of the visible GPUs if this machine serves and has any.
     is_here = config.cluster_type == "local" and sizes.device != "cpu"
     shown = (visible_gpus() or None) if is_here else None
-    # The GPUs that the server may see. A scheduler that grants single GPUs shows only those; a node
-    # taken whole shows all.
-    visible = None  # as CUDA_VISIBLE_DEVICES is
+    # CUDA_VISIBLE_DEVICES of the server; None leaves it as it is. A scheduler that grants single
+    # GPUs already shows only those; on a whole node all are visible.
+    visible = None
     if shown is not None:
         needed = sizes.world_size * sizes.instance_count
         visible = ",".join(shown[:needed]) if needed < len(shown) else None
@@ -38,11 +38,11 @@ def server_config(config: Config) -> DeployConfig:
     if deploy.engine in (VLLM, OPENAI):
         is_in_claim = config.cluster_type == "kubernetes"
         folder = folder if deploy.repository or is_in_claim else made
-        # Most servers call a model by its folder.
+        # Most servers name a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     has_adapter = config.convert.is_adapter and config.evaluate.server is None
     is_elsewhere = config.plans_for_elsewhere and not folder.exists()
-    # Where the cluster knows that resource, the job requests it.
+    # The job requests GPUs only if the cluster has a GPU resource.
     gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
         **vars(deploy),
@@ -67,13 +67,13 @@ def server_config(config: Config) -> DeployConfig:
 
 
 def stated_max_seq_len(config: Config) -> int | None:
-    """Return the stated tokens of a sequence, None for the model's own."""
+    """Return the configured maximum number of tokens of a sequence; None for the model's own."""
     stated = str(config.export.triton_deployment.parameters.get("max_seq_len", ""))
     return int(stated) if stated.isdigit() else None
 
 
 def _served_sizes(config: Config) -> ModelSizes:
-    """Return the sizes of what is served; a folder from elsewhere has those it was made for."""
+    """Return the sizes of the served model; those of an existing repository are read from it."""
     model, triton = config.export.model, config.export.triton_deployment
     folder = config.deploy.repository
     if folder and not is_store_url(folder) and (found := served_model_of(Path(folder))):
@@ -87,7 +87,7 @@ def _served_sizes(config: Config) -> ModelSizes:
 
 
 def _placement(config: Config, sizes: ModelSizes) -> NodeLayout:
-    """Return the nodes and GPUs of the ranks; one node where the cluster does not count GPUs.
+    """Return the nodes and GPUs of the ranks; one node if the cluster has no GPU resource.
 
     Raises:
         ValueError: the ranks do not fit.

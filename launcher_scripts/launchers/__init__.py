@@ -1,6 +1,6 @@
 """Launchers: one or more modules for each kind of cluster.
 
-The submission, following and stopping of jobs belong here; the choice of jobs belongs above.
+Submitting, following and stopping jobs belongs here; choosing them belongs in the caller.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from launcher_scripts.configuration.schema import Config
     from launcher_scripts.launchers.base import Launcher
 
-# Cluster -> its launcher, which is imported when the cluster is chosen.
+# Cluster -> launcher class, imported on demand.
 _LAUNCHERS = {
     "local": "local:LocalLauncher",
     "bcm": "slurm:SlurmLauncher",

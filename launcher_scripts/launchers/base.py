@@ -1,4 +1,4 @@
-"""The interfaces to a cluster: jobs, their handles, launchers and queues."""
+"""The interface to a cluster: jobs, their handles, launchers and queue slots."""
 
 import shlex
 import sys
@@ -16,15 +16,15 @@ from stages.base import Stage
 from stages.record import RECORD_NAME
 from stages.step import JobStep
 
-# Folder of pickles and batch scripts, within that of a job.
+# Folder of pickles and batch scripts within a job's folder.
 SUBMITIT_NAME = "submitit"
-# A busy controller, or one that fails over, may not answer for some minutes.
+# A controller that is busy or fails over may not answer for some minutes.
 PATIENCE_S = 300.0
-# All jobs of a command are in the queue by then, or never will be.
+# A command has submitted all its jobs by then, or never will.
 SUBMISSION_S = 900.0
-# Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
+# Kinds of dependency, as in `afterok:12`: on another job's success, start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
-# Variables of an enclosing job or launcher, which would bind our jobs to the wrong resources.
+# Variables of an enclosing job or launcher that would bind our jobs to the wrong resources.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
 )  # fmt: skip
@@ -32,7 +32,7 @@ _FOREIGN_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
 )  # fmt: skip
-# Exceptions: they locate the scheduler, or are a profile's for every sbatch.
+# Exceptions: these locate the scheduler, or come from a user's profile for every sbatch.
 _KEPT_NAMES = (
     "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_CONSTRAINT",
     "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_WCKEY",
@@ -40,12 +40,12 @@ _KEPT_NAMES = (
 
 
 def settings_section(stage: str) -> str:
-    """Return the section with `name` and `time_limit` of a stage's job."""
+    """Return the configuration section with a stage's job settings, such as `time_limit`."""
     return "export.run" if stage in ("convert", "export") else stage
 
 
 class SubmissionError(RuntimeError):
-    """The cluster refused a job; the message is the scheduler's."""
+    """The cluster refused a job; the message comes from the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def full_name(self) -> str:
-        """Name of the job on a cluster, whose users may share a queue."""
+        """Name of the job on a cluster, with the configured prefix."""
         return self.config.cluster.job_name_prefix + self.name
 
     @property
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def is_server(self) -> bool:
-        """Whether the stage is ready long before it ends."""
+        """Whether the stage reports readiness and then runs until it is stopped."""
         return self.stage.readiness_path() is not None
 
     @property
@@ -103,18 +103,18 @@ class JobHandle(ABC):
 
     @abstractmethod
     def poll(self) -> str | None:
-        """Return the final state, or None while the job has not ended."""
+        """Return the final state of the job, or None until it has ended."""
 
     @abstractmethod
     def stop(self, grace_s: float) -> None:
-        """Ask the job to end, then kill it; return when none of its processes is left."""
+        """Ask the job to end, kill it after `grace_s`, and return once it has ended."""
 
 
 def dependency(before: Sequence[tuple[Job, str]]) -> str:
-    """Return the dependency of a job on those before it, given with their ids.
+    """Return the dependency of a job on the jobs before it, each given with its id.
 
-    The last one has to succeed. A server has to start, and the one before it to succeed: Slurm
-    takes `after` for satisfied also when a job is cancelled, as it is when that one has failed.
+    The last of them must succeed. If that is a server, it must start, and the job before it must
+    succeed as well: if that fails, the server is cancelled, which Slurm counts as a start.
     """
     words: list[str] = []
     for job, job_id in reversed(before):
@@ -125,29 +125,29 @@ def dependency(before: Sequence[tuple[Job, str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Room:
-    """The jobs that `owner`, an account or a QOS, still takes into the queue, of `most`."""
+class QueueSlots:
+    """Free queue slots of the user, out of the `limit` set by `owner`, an account or a QOS."""
 
     free: int
-    most: int
+    limit: int
     owner: str
 
     def __str__(self) -> str:
         return (
-            f"{self.most - self.free} of your jobs are in the queue, and {self.owner} lets you "
-            f"have {self.most} there"
+            f"{self.limit - self.free} of your jobs are queued, and {self.owner} allows "
+            f"{self.limit}"
         )
 
 
 class Launcher(ABC):
-    """Submits jobs to one kind of cluster, of one configuration."""
+    """Submits the jobs of one configuration to one kind of cluster."""
 
     name: ClassVar[str]
-    # Whether jobs are part of this command and end with it; otherwise they are queued.
+    # Whether jobs run in the foreground and end with this command; if not, they are queued.
     in_foreground: ClassVar[bool] = True
-    # End of the name of the file that `render` fills.
+    # Suffix of the name of the file with the text that `render` returns.
     script_name: ClassVar[str] = "submission.sh"
-    # Whether files are all that it makes: the user starts what they describe.
+    # Whether it only writes files, which the user submits.
     only_renders: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
@@ -158,7 +158,7 @@ class Launcher(ABC):
         """Return every reason why the cluster cannot run these stages."""
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return remarks about this cluster, shown before the jobs start; most have none."""
+        """Return notes about this cluster to show before the jobs start; none by default."""
         del stages
         return []
 
@@ -170,21 +170,24 @@ class Launcher(ABC):
         """Start or queue a job whose files are already in place.
 
         Raises:
-            SubmissionError: the cluster refuses it, or does not answer for so long.
+            SubmissionError: the cluster refuses it, or does not answer within `patience_s`.
         """
-        raise NotImplementedError  # where only files are made
+        raise NotImplementedError  # never called if `only_renders`
 
-    def room(self) -> Room | None:
-        """Return how many jobs more the user may have in the queue; None for any number."""
+    def queue_slots(self) -> QueueSlots | None:
+        """Return how many more jobs the user may queue; None if nothing limits them."""
         return None
 
 
 def fill(template: str, **values: Any) -> str:
-    """Return a template of this folder with values, quoted for a shell by `quote` and `words`."""
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    made.filters |= {"quote": shlex.quote, "words": shlex.join}
+    """Return a rendered template of this folder.
+
+    Its filters `quote` and `words` quote one word or a list of words for a shell.
+    """
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= {"quote": shlex.quote, "words": shlex.join}
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return made.from_string(text).render(values)
+    return environment.from_string(text).render(values)
 
 
 def job_script(
@@ -195,14 +198,14 @@ def job_script(
     flags: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the script of a job: variables, setup, and the job's Python in place of bash.
+    """Return the script of a job: variables, setup lines, and `exec` of the job's Python.
 
     Args:
         job: The job.
-        step: What it will start.
-        folder: With its pickle.
+        step: The step that the job starts, shown in a comment.
+        folder: Folder of the job's pickle.
         flags: Options of sbatch.
-        variables: Values in the shell's own notation.
+        variables: Variables with values in shell syntax, which are not quoted.
     """
     shown = "" if step is None else shlex.join(step.command("STAGE", "RESULT"))
     return fill(

@@ -1,7 +1,7 @@
 """Jobs inside a Base Command Platform job, started at once in the foreground through bcprun.
 
-Base Command has no queue and no job id: the command on the first replica starts each stage as a job
-on this machine, whose step runs on the replicas.
+Inside the job there is neither a queue nor job ids: the command on the first replica starts each
+stage as a job on its own machine, and the job's step runs on the replicas.
 """
 
 import os
@@ -22,16 +22,16 @@ from stages.step import JobStep
 
 _BCPRUN, _MPIRUN = "bcprun", "mpirun"
 _AS_ROOT = "--allow-run-as-root"
-# Variables that a process of bcprun does not inherit. Secrets are listed by name only: no file
-# contains their values.
-_HANDED_ON = (
+# Variables to pass on, since processes of bcprun do not inherit them. Secrets are listed by name
+# only: no file contains their values.
+_PASSED_VARIABLES = (
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", VISIBLE_VARIABLE, LOG_LEVEL_VARIABLE, JOB_ID_VARIABLE,
     MARK_VARIABLE, "HF_TOKEN", "NGC_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
 )  # fmt: skip
-# Folders that each replica has to itself.
+# Each replica has its own /results.
 _PRIVATE_RESULTS = "/results"
-# Folders that all replicas need.
+# Folders that all replicas must share.
 _SHARED = (
     "base_results_dir", "export.run.results_dir", "export.triton_deployment.triton_model_dir",
     "deploy.repository",
@@ -39,7 +39,7 @@ _SHARED = (
 
 
 class BcpHandle(LocalHandle):
-    """A job on the replicas; its output is also printed, for the log of the command."""
+    """A job on the replicas; its output is also printed, so that the command's log has it."""
 
     _shown = 0
 
@@ -56,7 +56,7 @@ class BcpHandle(LocalHandle):
 
 
 class BcpLauncher(LocalLauncher):
-    """Runs each job on replicas of this Base Command job."""
+    """Runs each job on the replicas of this Base Command job."""
 
     name = "bcp"
     handle_class = BcpHandle
@@ -90,28 +90,28 @@ class BcpLauncher(LocalLauncher):
         return problems
 
     def step(self, job: Job) -> JobStep:
-        """Return bcprun, or mpirun where that is missing, with the ranks of a stage."""
+        """Return the step that starts a stage's ranks by bcprun, or mpirun if that is missing."""
         cluster, resources = self.config.cluster, job.stage.job.resources
         program, per_node = self._runner() or _BCPRUN, str(resources.tasks_per_node)
         ranks = resources.nodes * resources.tasks_per_node
         by_mpirun = Path(program).name == _MPIRUN
         if by_mpirun:
             prefix = [program, _AS_ROOT, "-np", str(ranks), "-npernode", per_node]
-            hand_on, line_option = ("-x", "{name}"), None
+            variable_option, line_option = ("-x", "{name}"), None
         else:
             prefix = [program, "--nnodes", str(resources.nodes), "--npernode", per_node]
             if os.environ.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI"):
                 prefix += ["--launcher", shlex.join([_MPIRUN, _AS_ROOT])]
             prefix += ["-no_redirect"] * self.config.bcp_no_redirect
             prefix += ["--workdir", str(CHECKOUT), *cluster.bcprun_args]
-            hand_on, line_option = ("--env", "{name}={value}"), "--cmd"
+            variable_option, line_option = ("--env", "{name}={value}"), "--cmd"
         return JobStep(
             tuple(prefix),
             sys.executable,
             ranks,
             launcher=_MPIRUN if by_mpirun else "",
-            handed_on=tuple(dict.fromkeys([*_HANDED_ON, *job.environment])),
-            hand_on=hand_on,
+            passed_variables=tuple(dict.fromkeys([*_PASSED_VARIABLES, *job.environment])),
+            variable_option=variable_option,
             line_option=line_option,
         )
 

@@ -1,7 +1,8 @@
-"""Manifests that serve a repository on Kubernetes; they are written, nothing is submitted.
+"""Kubernetes manifests that serve a repository; they are written, not submitted.
 
-One node becomes a Deployment, several a LeaderWorkerSet, whose pods hold the ranks of a node each.
-The placement, the server's options and its environment are those of the other clusters.
+A server on one node becomes a Deployment; one over several nodes becomes a LeaderWorkerSet, each
+pod of which holds the ranks of one node. Placement, server options and environment are the same as
+on other clusters.
 """
 
 import re
@@ -45,22 +46,22 @@ class KubernetesLauncher(Launcher):
     only_renders = True
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return what a pod could not do, or could not find."""
+        """Return the problems that a pod would have."""
         return list(_problems(self.config, stages))
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return where the repository has to be before the pods start."""
+        """Return notes on where the repository must be before the pods start."""
         settings = self.config.cluster.kubernetes
         return [
-            f"{'a Hugging Face folder' if server.is_other_engine else server.folder} has to be in "
-            f"the claim {settings.claim}, as {settings.claim_path or 'its root'}, before the pods "
+            f"copy {'a Hugging Face folder' if server.is_other_engine else server.folder} to "
+            f"{settings.claim_path or 'the root'} of the claim {settings.claim} before the pods "
             "start"
             for server in _servers(stages)
             if server.store is None
         ]
 
     def render(self, job: Job, after: str) -> str:
-        """Return the objects of a server, its workload and its Service, as YAML."""
+        """Return the manifests of a server as YAML: its workload and its Service."""
         del after
         config = self.config
         (server,) = _servers([job.stage])
@@ -90,7 +91,7 @@ class KubernetesLauncher(Launcher):
 
 
 def _servers(stages: Sequence[Stage]) -> list[DeployConfig]:
-    """Return the server among the stages, unless it is not asked for or cannot be placed."""
+    """Return the server among the stages; none if it was not requested or cannot be placed."""
     return [stage.config for stage in stages if isinstance(stage, DeployStage)]
 
 
@@ -143,7 +144,7 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
 
 
 def object_name(text: str) -> str:
-    """Return a name as Kubernetes takes it (RFC 1123, 63 characters, letter first)."""
+    """Return a valid name for Kubernetes (RFC 1123: at most 63 characters, a letter first)."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return (name if name[:1].isalpha() else f"model-{name}")[:52].rstrip("-")
 
@@ -172,7 +173,7 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
 
 
 def _vllm_options(config: Config, server: DeployConfig) -> list[str]:
-    """Return the arguments of vLLM's program in a pod."""
+    """Return the arguments of `vllm` in a pod."""
     settings = config.cluster.kubernetes
     folder = str(Path(_DATA, settings.claim_path or ""))
     words = server.filled_command(folder, port=_ports(server)["http"])[1:]
@@ -182,20 +183,20 @@ def _vllm_options(config: Config, server: DeployConfig) -> list[str]:
 
 
 def _ports(server: DeployConfig) -> dict[str, int]:
-    """Return the ports of the pod; one that is free anywhere is Triton's usual one here."""
+    """Return the ports of the pod; port 0, any free one, becomes Triton's default port."""
     return {name: port or DEFAULT_PORTS[name] for name, port in server.ports.items()}
 
 
 def _resources(job: Job, server: DeployConfig) -> dict[str, Any]:
-    """Return what one pod takes: all ranks of a node share it."""
-    asked, ranks = job.stage.job.resources, server.tp_size * server.pp_size // server.nodes
+    """Return the resources of one pod, which all ranks of a node share."""
+    wanted, ranks = job.stage.job.resources, server.tp_size * server.pp_size // server.nodes
     limits: dict[str, Any] = {}
-    if asked.gpus_per_node:
-        limits["nvidia.com/gpu"] = asked.gpus_per_node
+    if wanted.gpus_per_node:
+        limits["nvidia.com/gpu"] = wanted.gpus_per_node
     requests = dict(limits)
-    if asked.cpus_per_task:
-        per_pod = asked.cpus_per_task * (ranks if server.nodes > 1 else 1)
+    if wanted.cpus_per_task:
+        per_pod = wanted.cpus_per_task * (ranks if server.nodes > 1 else 1)
         requests["cpu"] = str(per_pod)
-    if asked.mem_gb:
-        requests["memory"] = limits["memory"] = f"{asked.mem_gb:g}G"
+    if wanted.mem_gb:
+        requests["memory"] = limits["memory"] = f"{wanted.mem_gb:g}G"
     return {"requests": requests, "limits": limits}

@@ -1,4 +1,4 @@
-"""Jobs on this machine, through submitit's local executor, in the foreground of the command."""
+"""Jobs on this machine, run by submitit in the foreground of the command."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ from stages.job_process import (
 )
 from stages.step import JobStep
 
-_GRACE_S = 30.0  # before the time limit, as Slurm warns of it
+_GRACE_S = 30.0  # SIGTERM is sent this long before the time limit
 _ASK_AGAIN_S = 1.0
 
 
@@ -41,9 +41,9 @@ class LocalHandle(JobHandle):
     """A job on this machine.
 
     Attributes:
-        result_path: submitit's file, which appears once the stage has ended.
-        mark: in the environment of all its processes.
-        ends_at: when it has to end, on the monotonic clock.
+        result_path: submitit's result file, which appears once the stage has ended.
+        mark: identifies the job's processes by their environment.
+        ends_at: monotonic time at which the job is asked to end.
     """
 
     process: subprocess.Popen[bytes]
@@ -51,33 +51,33 @@ class LocalHandle(JobHandle):
     mark: str
     ends_at: float
     _state: str | None = None
-    _ended_as: tuple[str, str] | None = None  # state and reason of a job that was ended from here
+    _ended_as: tuple[str, str] | None = None  # state and reason if this command ended the job
 
     def poll(self) -> str | None:
         """Return the final state, or None while the job runs; end it at its time limit."""
         if self._state is None and self._has_ended():
             end_processes_of_job(self.mark)
-            self._state = self._settle()
+            self._state = self._final_state()
         elif self._ended_as is None and time.monotonic() > self.ends_at:
             limit = self.job.stage.job.resources.time_limit
             self._end(_GRACE_S, (record.FAILED, f"the time limit of {limit} has passed"))
         return self._state
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM for up to `grace_s`, then kill every process of the job."""
+        """Send SIGTERM, repeatedly for `grace_s`, then kill every process of the job."""
         self._end(grace_s, self._ended_as or (record.CANCELLED, "stopped"))
 
     def _end(self, grace_s: float, ended_as: tuple[str, str]) -> None:
         self._ended_as = ended_as
         deadline = time.monotonic() + grace_s
         while not self._has_ended() and time.monotonic() < deadline:
-            # Repeated: a process that is just starting may not handle the signal yet.
+            # Repeat: a process that is just starting may not handle the signal yet.
             self.process.terminate()
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
             while not self._has_ended() and time.monotonic() < waited_until:
                 time.sleep(0.05)
         while not self._has_ended():
-            # Repeated: the environment of a process that has just begun a program cannot be read.
+            # Repeat: the environment of a process in the middle of `exec` cannot be read.
             end_processes_of_job(self.mark)
             time.sleep(0.05)
         self.poll()
@@ -85,7 +85,8 @@ class LocalHandle(JobHandle):
     def _has_ended(self) -> bool:
         """Return whether the process of the job has ended.
 
-        Popen.poll cannot say so any more once Ctrl-C came while it held its lock, which stays held.
+        If Ctrl-C interrupts Popen.poll while it holds its lock, the lock stays held, and poll no
+        longer reports the end.
         """
         if self.process.poll() is not None:
             return True
@@ -95,21 +96,21 @@ class LocalHandle(JobHandle):
             return True
         return ended is not None
 
-    def _settle(self) -> str:
-        """Return the state that the job has recorded; record one for a job that has not."""
+    def _final_state(self) -> str:
+        """Return the final state from the job's record; record one if the job did not."""
         found = record.read_record(self.job.record_path)
         noted = found.state if found is not None and found.job_id == self.job_id else record.RUNNING
         status = self.process.returncode
         state, error = record.LOST, "the job ended without a result: killed, or out of memory"
-        if status == -signal.SIGTERM:  # before the stage could handle it
+        if status == -signal.SIGTERM:  # it came before the stage could handle it
             state, error = record.CANCELLED, "stopped by a signal"
         elif status == 0:
             error = "the stage did not run: a line of cluster.setup has ended the job's script"
             state = record.FAILED
         elif status is not None and status > 0:
             state, error = record.FAILED, "the job failed before the stage began"
-        # A job that is asked to end at its time limit takes that for a cancellation, and another
-        # command may have found it lost.
+        # A job that is asked to end at its time limit records a cancellation, and another command
+        # may have recorded the job as lost.
         ended_as = noted if self._ended_as is None else self._ended_as[0]
         is_vague = noted in (record.CANCELLED, record.LOST) and noted != ended_as
         if noted in record.FINAL_STATES and not is_vague:
@@ -117,14 +118,14 @@ class LocalHandle(JobHandle):
         if self._ended_as is not None:
             state, error = self._ended_as
         elif status == 0 and self.result_path.exists():
-            return record.COMPLETED  # the record is another job's by now
+            return record.COMPLETED  # by now the record is another job's
         changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
         record.update_record(self.job.record_path, self.job_id, **changes)
         return state
 
 
 class LocalLauncher(Launcher):
-    """Runs each job as a process of its own, with a time limit."""
+    """Runs each job as a separate process with a time limit."""
 
     name = "local"
     handle_class: ClassVar[type[LocalHandle]] = LocalHandle
@@ -144,11 +145,11 @@ class LocalLauncher(Launcher):
         return job_script(job, self.step(job), job.submitit_folder / "JOB_ID")
 
     def submit(self, job: Job, after: str = "", *, patience_s: float = 0.0) -> LocalHandle:
-        """Start the script of a job, in a session of its own.
+        """Start the script of a job at once, in its own session.
 
-        Its dependency must be satisfied: nothing is queued. The terminal's Ctrl-C reaches only the
-        launcher, which stops the job gracefully. CUDA_VISIBLE_DEVICES is left as it is; submitit's
-        own launcher empties it for a job that requests no GPU.
+        The dependency must already be satisfied. The terminal's Ctrl-C reaches only the launcher,
+        which stops the job gracefully. CUDA_VISIBLE_DEVICES stays as it is; submitit's own local
+        launcher would empty it for a job that requests no GPU.
         """
         del after, patience_s
         job_id, limit_min = (
@@ -167,7 +168,7 @@ class LocalLauncher(Launcher):
             JOB_ID_VARIABLE: job_id,
             MARK_VARIABLE: mark,
             OWNER_VARIABLE: str(os.getpid()),
-            "TZ": "UTC",  # of its log, in which submitit writes first
+            "TZ": "UTC",  # for submitit's lines in the log
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_JOB_ID": job_id,
         }
@@ -184,7 +185,7 @@ class LocalLauncher(Launcher):
                 )
             place = {"host": os.uname().nodename, "log": str(log_path), "process": process.pid}
             record.update_record(job.record_path, job_id, **place)
-        except BaseException:  # also Ctrl-C, which finds no handle yet by which the job is stopped
+        except BaseException:  # including Ctrl-C: without a handle nothing else stops the job
             end_processes_of_job(mark)
             raise
         ends_at = time.monotonic() + max(60 * limit_min - _GRACE_S, 30 * limit_min)
@@ -192,6 +193,6 @@ class LocalLauncher(Launcher):
         return self.handle_class(job, job_id, log_path, process, result, mark, ends_at)
 
     def step(self, job: Job) -> JobStep | None:
-        """Return what starts the processes of the stage; None for the job's first process."""
+        """Return the step that runs the stage; None if the job's own process runs it."""
         del job
         return None

@@ -1,4 +1,4 @@
-"""Jobs on Slurm, through submitit's executor with our batch script."""
+"""Jobs on Slurm: our batch script runs submitit's executor."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from launcher_scripts.launchers.base import (
     Job,
     JobHandle,
     Launcher,
-    Room,
+    QueueSlots,
     SubmissionError,
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import (
-    forgotten_jobs,
-    own_file_system,
+    local_file_system,
     problems_of_cluster,
+    unknown_dependencies,
 )
-from launcher_scripts.launchers.slurm_limits import room_in_queue
+from launcher_scripts.launchers.slurm_limits import free_queue_slots
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
     environment_of_sbatch,
@@ -45,7 +45,7 @@ from launcher_scripts.launchers.slurm_state import (
     cancel,
     jobs_below,
     queue_now,
-    settle,
+    reconcile,
 )
 from stages import record
 from stages.base import Stage, Summary
@@ -55,26 +55,26 @@ from stages.job_process import log_line
 from stages.progress import DamagedFileError
 from stages.record import RECORD_NAME
 
-# Slurm is polled soon, and then less and less often.
+# The poll interval grows from the first to the last value.
 _FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
 _STOP_POLL_S = 0.5
-_FOLLOW_S = 15.0  # another job, for as long as this one runs
+_POLL_OTHER_S = 15.0  # interval at which a job polls another one
 _SUBMIT_S = 120.0  # sbatch itself waits for a busy controller
-_MOST_TIMEOUTS = 3  # after which submitit puts a job into the queue no more
+_MOST_TIMEOUTS = 3  # submitit requeues a job at most so often after a time-out
 
 
 class SlurmLauncher(Launcher):
-    """Submits each job with sbatch; a chain waits by dependencies."""
+    """Submits each job with sbatch; dependencies order the jobs of a run."""
 
     name = "bcm"
     in_foreground = False
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return the problems that the cluster reports, as far as this machine can reach it."""
+        """Return the problems of the configuration, and those that the cluster reports."""
         return problems_of_cluster(self.config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return notes on folders that the nodes may not see, and on dependencies."""
+        """Return notes on folders that nodes may not see, and on dependencies unknown to Slurm."""
         del stages
         folders = {
             "base_results_dir": self.config.base_results_dir,
@@ -82,19 +82,19 @@ class SlurmLauncher(Launcher):
         }
         local = [
             f"{key}={path} is on a local file system of this machine ({kind}); every node must "
-            "see it under the same name"
+            "have it under the same path"
             for key, path in folders.items()
-            if (kind := own_file_system(Path(path))) is not None
+            if (kind := local_file_system(Path(path))) is not None
         ]
-        forgotten = [] if self.config.is_dry_run else forgotten_jobs(self.config)
-        return [*local, *forgotten]
+        unknown = [] if self.config.is_dry_run else unknown_dependencies(self.config)
+        return [*local, *unknown]
 
-    def room(self) -> Room | None:
-        """Return how many jobs more the user may have in the queue."""
-        return room_in_queue(self.config)
+    def queue_slots(self) -> QueueSlots | None:
+        """Return how many more jobs the user may queue; None if nothing limits them."""
+        return free_queue_slots(self.config)
 
     def render(self, job: Job, after: str) -> str:
-        """Return the batch script; needs no Slurm."""
+        """Return the batch script; Slurm is not needed."""
         return batch_script(job, after)
 
     def submit(self, job: Job, after: str = "", *, patience_s: float = PATIENCE_S) -> SlurmHandle:
@@ -104,17 +104,17 @@ class SlurmLauncher(Launcher):
         script = place / f"{uuid.uuid4().hex}.sh"
         script.write_text(batch_script(job, after))
         payload = DelayedSubmission(self._payload(job, after))
-        # submitit counts time-outs with the limit, which the script repeats.
+        # submitit decides by this limit whether a signal means a time-out.
         payload.set_timeout(job.stage.job.resources.time_limit_min, _MOST_TIMEOUTS)
         pickle = script.with_suffix(".pkl")
         payload.dump(pickle)
         try:
-            environment = environment_of_sbatch(job) | {"TZ": "UTC"}  # of its log
+            environment = environment_of_sbatch(job) | {"TZ": "UTC"}  # for the log's timestamps
             job_id = _queue(script, environment, patience_s=patience_s)
             pickle.rename(JobPaths(place, job_id).submitted_pickle)
             log = log_path(job, job_id)
             record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
-        except (KeyboardInterrupt, OSError):  # Slurm may have taken the job
+        except (KeyboardInterrupt, OSError):  # Slurm may already have queued the job
             for each in _queued(script):
                 cancel(each)
             raise
@@ -122,23 +122,23 @@ class SlurmLauncher(Launcher):
 
     def _payload(self, job: Job, after: str) -> StageJob:
         stage = job.stage
-        around = partial(serve_in_chain, self, job) if stage.is_chained else None
+        wrapper = partial(serve_in_chain, self, job) if stage.is_chained else None
         if isinstance(stage, DeployStage) and stage.ends_with_evaluation:
-            around = partial(run_and_look, partial(end_without_evaluation, job), around)
+            wrapper = partial(run_and_poll, partial(end_without_evaluation, job), wrapper)
         elif any(each.startswith(f"{AFTER_START}:") for each in after.split(",")):
-            # A server that was cancelled before it began has not noted that itself.
-            look = partial(settle, job.folder.with_name("deploy") / RECORD_NAME)
-            around = partial(run_and_look, look, around)
-        return StageJob(stage, job.record_path, self.name, step_of(job), around)
+            # A server that was cancelled before it began could not record that itself.
+            poll = partial(reconcile, job.folder.with_name("deploy") / RECORD_NAME)
+            wrapper = partial(run_and_poll, poll, wrapper)
+        return StageJob(stage, job.record_path, self.name, step_of(job), wrapper)
 
 
 def _queue(script: Path, environment: Mapping[str, str], *, patience_s: float) -> str:
-    """Put a batch script into the queue, and return the id of its job.
+    """Submit a batch script and return the id of its job.
 
-    A job may be queued although sbatch has failed; Slurm then knows it by the path of its script.
+    A job may be queued although sbatch failed; it is then found by the path of its script.
 
     Raises:
-        SubmissionError: sbatch refuses it, or Slurm does not answer for so long.
+        SubmissionError: sbatch refuses the script, or Slurm does not answer within `patience_s`.
     """
     answer = SlurmAnswer(None)
     for number in attempts(patience_s):
@@ -150,7 +150,7 @@ def _queue(script: Path, environment: Mapping[str, str], *, patience_s: float) -
         said = re.search(r"\bjob (\d+)", answer.text) if answer.status == 0 else None
         if said and number == 0:
             return said[1]
-        # Slurm may have taken it more than once, when an answer was lost.
+        # If an answer was lost, Slurm may have queued the script more than once.
         found = _queued(script)
         job_id = said[1] if said else min(found, key=int, default="")
         for other in found:
@@ -159,47 +159,47 @@ def _queue(script: Path, environment: Mapping[str, str], *, patience_s: float) -
         if job_id:
             return job_id
         if answer.status is not None:
-            raise SubmissionError(answer.error or f"sbatch says no job's id: {answer.text}")
+            raise SubmissionError(answer.error or f"sbatch printed no job id: {answer.text}")
     raise SubmissionError(
-        f"Slurm has not answered for {patience_s:g} s ({answer.error}); should the job be in its "
-        "queue all the same, action=status finds it"
+        f"Slurm has not answered for {patience_s:g} s ({answer.error}); if the job was queued "
+        "nevertheless, action=status finds it"
     )
 
 
 def _queued(script: Path) -> list[str]:
-    """Return the jobs in Slurm's queue that run a batch script."""
+    """Return the ids of the jobs in Slurm's queue that run a batch script."""
     return [job_id for job_id, job in queue_now().jobs.items() if job.script == str(script)]
 
 
-def run_and_look(
-    look: Callable[[], object],
-    around: Callable[[Callable[[], Summary], threading.Event], Summary] | None,
+def run_and_poll(
+    poll: Callable[[], object],
+    wrapper: Callable[[Callable[[], Summary], threading.Event], Summary] | None,
     run: Callable[[], Summary],
     stopped: threading.Event,
 ) -> Summary:
-    """Run a stage, by `around` if given; `look` after another job every few seconds meanwhile."""
+    """Run a stage, by `wrapper` if given; meanwhile call `poll` every `_POLL_OTHER_S`."""
     is_over = threading.Event()
 
     def repeat() -> None:
-        while not is_over.wait(_FOLLOW_S):
+        while not is_over.wait(_POLL_OTHER_S):
             with suppress(DamagedFileError, OSError):
-                look()
+                poll()
 
     threading.Thread(target=repeat, name="other job", daemon=True).start()
     try:
-        return around(run, stopped) if around else run()
+        return wrapper(run, stopped) if wrapper else run()
     finally:
         is_over.set()
 
 
 def end_without_evaluation(job: Job) -> None:
-    """Ask a server to end whose evaluation has ended, or was never submitted.
+    """Ask a server to end if its evaluation has ended or was never submitted.
 
-    An evaluation that has begun asks for that itself. One that is cancelled before, killed, or
-    whose node is lost cannot, and the server would run until its time limit.
+    An evaluation normally stops the server itself. It cannot if it was cancelled before it began,
+    was killed, or lost its node; the server would then run until its time limit.
     """
     own = record.read_record(job.record_path)
-    evaluation = settle(job.folder.with_name("evaluate") / RECORD_NAME)
+    evaluation = reconcile(job.folder.with_name("evaluate") / RECORD_NAME)
     if own is None:
         return
     if evaluation and evaluation.job_id and evaluation.submitted_at >= own.submitted_at:
@@ -207,7 +207,7 @@ def end_without_evaluation(job: Job) -> None:
             return
         reason = f"job {evaluation.job_id} of the evaluation has {evaluation.state}"
     else:
-        # It is submitted next, unless the command was killed or a user has deleted its record.
+        # It is still to be submitted, unless the command was killed or a user deleted its record.
         age = datetime.now(timezone.utc) - datetime.fromisoformat(own.submitted_at)
         if abs(age.total_seconds()) < SUBMISSION_S:  # a clock may have been set back
             return
@@ -221,30 +221,30 @@ def end_without_evaluation(job: Job) -> None:
 
 @dataclass
 class SlurmHandle(JobHandle):
-    """A job in Slurm's queue; its errors are in .err next to its output."""
+    """A job in Slurm's queue; its stderr is in a .err file next to its output."""
 
     _ask_at: float = 0.0
     _pause_s: float = _FIRST_POLL_S
 
     def poll(self) -> str | None:
-        """Return the final state, or None; reads the record each time, and polls Slurm seldom."""
+        """Return the final state, or None; reads the record each time, polls Slurm less often."""
         path = self.job.record_path
         found = record.read_record(path)
-        is_own = found is not None and found.job_id == self.job_id
-        if found is not None and is_own and found.is_final:
+        is_ours = found is not None and found.job_id == self.job_id
+        if found is not None and is_ours and found.is_final:
             return found.state
         if time.monotonic() < self._ask_at:
             return None
         self._ask_at = time.monotonic() + self._pause_s
         self._pause_s = min(self._pause_s * 1.5, _LAST_POLL_S)
-        if is_own and (found := settle(path)) is not None:
+        if is_ours and (found := reconcile(path)) is not None:
             return found.state if found.is_final else None
-        # Its record is gone, or another job's: a chain goes on, or a user has deleted it.
+        # A user has deleted the record, or it is another job's, such as the next of a chain.
         answer = queue_now(self.job_id).state(self.job_id)
         return answer.state if answer is not None and answer.has_ended else None
 
     def stop(self, grace_s: float) -> None:
-        """Cancel the job and wait for its end, at most for `grace_s`."""
+        """Cancel the job and wait at most `grace_s` for its end."""
         cancel(self.job_id)
         deadline = time.monotonic() + grace_s
         self._ask_at = 0.0

@@ -1,4 +1,4 @@
-"""Checks of settings that no Slurm would accept, and against the cluster itself."""
+"""Checks of settings that no Slurm accepts, and checks against the cluster itself."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher_scripts.configuration.checks import nearest_that_exists
+from launcher_scripts.configuration.checks import nearest_existing
 from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_limits import (
@@ -23,22 +23,22 @@ from launcher_scripts.launchers.slurm_state import (
 )
 from stages.base import Stage
 
-# Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
-_OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
-# Options that belong to the launcher, which would lose the job, its logs or its result.
-_OWN = (
+# File systems that cannot be shared with the nodes, unlike an exported ext4 or xfs disk.
+_LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
+# Options that the launcher sets; with other values it would lose the job, its logs or its result.
+_LAUNCHER_OPTIONS = (
     "array", "clusters", "cpus_per_task", "error", "help", "input", "job_name",
     "kill_on_invalid_dep", "nodes", "ntasks", "ntasks_per_node", "open_mode", "output", "parsable",
     "quiet", "signal", "test_only", "time", "usage", "version", "wait", "wrap",
 )  # fmt: skip
 _DEPENDENCY_KEYS = ("cluster.dependency", "export.run.dependency")
-# An option in a #SBATCH line of the script ends with its line.
+# Characters that would break a #SBATCH line of the script.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return why the stages cannot run, as far as this machine can reach the cluster."""
-    images: dict[str, str] = {}  # that the stages use, by the key that names them
+    """Return why the stages cannot run; without a dry run, the cluster is queried as well."""
+    images: dict[str, str] = {}  # images of the stages, by configuration key
     for each in stages:
         is_own = each.name == "deploy" and config.deploy.container is not None
         if (image := config.image_of(each.name)) is not None:
@@ -61,33 +61,33 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     return problems
 
 
-def forgotten_jobs(config: Config) -> Iterator[str]:
-    """Yield the jobs of a dependency that Slurm does not know, and so takes for done."""
+def unknown_dependencies(config: Config) -> Iterator[str]:
+    """Yield the jobs in configured dependencies that Slurm does not know, and so ignores."""
     for key in _DEPENDENCY_KEYS:
         for job_id in re.findall(r":(\d+)", config.at(key) or ""):
             if queue_now(job_id).state(job_id) == SlurmJobState():
                 yield (
-                    f"{key}={config.at(key)}: Slurm does not know a job {job_id}, and takes the "
-                    "dependency for satisfied; make sure that the job has ended as it should"
+                    f"{key}={config.at(key)}: Slurm does not know job {job_id} and considers the "
+                    "dependency satisfied; make sure that the job has ended as intended"
                 )
 
 
 def _problems_of_mpi(kind: str) -> Iterator[str]:
-    """Yield that this cluster's srun lacks the MPI, as far as it says so."""
+    """Yield a problem if this cluster's srun does not list the MPI flavour."""
     answer = ask_slurm(["srun", "--mpi=list"])
     listed = f"{answer.text} {answer.error}".split()
     if answer.status == 0 and kind not in listed:
         known = [each for each in listed if each in ("none", "pmi2", "pmix")]
         yield (
-            f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes "
-            f"it is alone; it has {', '.join(known) or 'none'}."
+            f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank would "
+            f"believe it is alone; use one of those it has: {', '.join(known) or 'none'}."
         )
 
 
 def _options(config: Config) -> Iterator[str]:
     for name, value in config.cluster.additional_parameters.items():
         key, plain = f"cluster.{name}", str(name).replace("-", "_")
-        if plain in _OWN or f"cluster.{plain}" in KEYS:
+        if plain in _LAUNCHER_OPTIONS or f"cluster.{plain}" in KEYS:
             yield (
                 f"{key}={value}: the launcher sets this option itself, from the keys of the stages "
                 "and of the cluster; leave it out."
@@ -99,7 +99,7 @@ def _options(config: Config) -> Iterator[str]:
 
 
 def _paths(config: Config) -> Iterator[str]:
-    """Yield the folders below which Slurm could write no log."""
+    """Yield the folders below which Slurm cannot write logs."""
     for key in ("base_results_dir", "export.run.results_dir"):
         if "\\" in (path := config.at(key)):
             yield (
@@ -109,7 +109,7 @@ def _paths(config: Config) -> Iterator[str]:
 
 
 def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
-    """Yield the problems of images, and of folders that no container can see."""
+    """Yield the problems of images, and of folders that cannot be mounted."""
     for key, image in images.items():
         if image.startswith(("/", "./")):
             if not (config.is_dry_run or Path(image).is_file()):
@@ -126,10 +126,10 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
 
 
 def _problems_of_steps(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield what srun would refuse on the command lines of the stages, such as options of pyxis."""
+    """Yield the options that srun refuses, such as those of a missing pyxis."""
     steps = filter(None, (step_of(Job(stage, config)) for stage in stages))
     for prefix in dict.fromkeys(step.prefix for step in steps):  # stages may share one
-        answer = ask_slurm([*prefix, "--version"])  # it reads the options before it ends
+        answer = ask_slurm([*prefix, "--version"])  # srun parses its options before it exits
         if answer.status not in (None, 0, UNAVAILABLE) and answer.error:
             reason = answer.error.splitlines()[0]
             remedy = "correct cluster.srun_args"
@@ -138,7 +138,7 @@ def _problems_of_steps(config: Config, stages: Sequence[Stage]) -> Iterator[str]
             yield f"{reason}, says {shlex.join(prefix)}; {remedy}."
 
 
-def own_file_system(path: Path) -> str | None:
-    """Return the kind of file system of `path`, if other machines cannot share it."""
-    kind = ask_slurm(["stat", "-f", "-c", "%T", str(nearest_that_exists(path))]).text.strip()
-    return kind if kind in _OWN_FILE_SYSTEMS else None
+def local_file_system(path: Path) -> str | None:
+    """Return the type of the file system of `path` if it cannot be shared with other machines."""
+    kind = ask_slurm(["stat", "-f", "-c", "%T", str(nearest_existing(path))]).text.strip()
+    return kind if kind in _LOCAL_FILE_SYSTEMS else None

@@ -1,7 +1,7 @@
-"""Jobs as Slurm judges them beforehand: `sbatch --test-only`, and limits that this leaves out.
+"""Checks of jobs by `sbatch --test-only`, and of limits that it leaves out.
 
-Slurm takes some jobs that exceed the limits of a partition, an association or a QOS, and never
-starts those.
+Slurm accepts some jobs that exceed the limits of a partition, an association or a QOS, but never
+starts them.
 """
 
 import functools
@@ -14,34 +14,35 @@ from contextlib import suppress
 
 from foundations.time_limit import minutes, slurm_notation
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job, Room, clean_environment, settings_section
-from launcher_scripts.launchers.slurm_script import sbatch_options, words_of
+from launcher_scripts.launchers.base import Job, QueueSlots, clean_environment, settings_section
+from launcher_scripts.launchers.slurm_script import as_options, sbatch_options
 from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
 from stages.base import Stage
 
-# Answers that hold at the moment alone. Slurm, src/common/slurm_errno.c
+# Errors that may be temporary. Slurm, src/common/slurm_errno.c
 _NO_NODES = "Requested node configuration is not available"
 _QUEUE_IS_FULL = "Job violates accounting/QOS policy"
-_AWAY = "down,drain,fail,maint,no_respond,unknown"  # states of nodes that may come back
+# States of nodes that may come back.
+_UNAVAILABLE_STATES = "down,drain,fail,maint,no_respond,unknown"
 
 
 def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield why sbatch would refuse the jobs of stages, in its own words."""
+    """Yield why sbatch would refuse the jobs of the stages, quoting its message."""
     refused: dict[str, list[str]] = {}
     for stage in stages:
         options = sbatch_options(Job(stage, config), "")
         logs = {"output", "error", "job-name"}
-        words = words_of({name: each for name, each in options.items() if name not in logs})
-        answer = _tested(tuple(words))
+        words = as_options({name: each for name, each in options.items() if name not in logs})
+        answer = _test_only(tuple(words))
         if answer.status in (None, 0) or _QUEUE_IS_FULL in answer.error:
             continue
-        if _NO_NODES in answer.error and _has_nodes_away():
+        if _NO_NODES in answer.error and _has_unavailable_nodes():
             continue
-        # The options without which sbatch takes the job; together they may be too many.
+        # Name the options without any one of which sbatch would accept the job.
         wrong = [
             word
             for word in words
-            if _tested(tuple(each for each in words if each != word)).status == 0
+            if _test_only(tuple(each for each in words if each != word)).status == 0
         ]
         said = " ".join(answer.error.split())
         reason = f"sbatch refuses {shlex.join(wrong or words)}: {said}"
@@ -54,31 +55,31 @@ def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 
 
 @functools.cache
-def _tested(words: Sequence[str]) -> SlurmAnswer:
+def _test_only(words: Sequence[str]) -> SlurmAnswer:
     command = ["sbatch", "--test-only", *words, "--wrap=true"]
     return ask_slurm(command, environment=clean_environment(os.environ))
 
 
-def _has_nodes_away() -> bool:
-    answer = ask_slurm(["sinfo", "-h", "-t", _AWAY, "-o", "%D"])
+def _has_unavailable_nodes() -> bool:
+    answer = ask_slurm(["sinfo", "-h", "-t", _UNAVAILABLE_STATES, "-o", "%D"])
     return answer.status != 0 or bool(answer.text.strip())
 
 
 def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield the times that no partition that the jobs name, or the default one, allows."""
-    # Partition (the default one with *), and its longest job.
+    """Yield the time limits that none of the jobs' partitions allows."""
+    # Each row: a partition, the default one with *, and its longest time limit.
     rows = _table(["sinfo", "-h", "-o", "%P|%l"], 2)
     default = ",".join({row[0].rstrip("*") for row in rows if row[0].endswith("*")})
     partition = config.cluster.partition or os.environ.get("SBATCH_PARTITION") or default
     limits = {row[0].rstrip("*"): row[1] for row in rows}
     named = [(name, limits[name]) for name in str(partition).split(",") if name in limits]
-    # A QOS may replace the limit of a partition by its own.
+    # A QOS with this flag overrides the limit of the partition.
     if not any("PartitionTimeLimit" in row[1] for row in _qos(config, "flags")):
         yield from _too_long(stages, named)
 
 
 def _too_long(stages: Sequence[Stage], limits: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield the time limits of stages that exceed each of some limits, given with their owners."""
+    """Yield the stages' time limits that exceed all of `limits`, pairs of owner and limit."""
     for stage in stages:
         asked = stage.job.resources.time_limit_min
         if not limits or any(asked <= _minutes(limit) for _, limit in limits):
@@ -86,41 +87,43 @@ def _too_long(stages: Sequence[Stage], limits: Sequence[tuple[str, str]]) -> Ite
         owner, limit = limits[0]
         more = ", or let a chain of jobs serve longer (deploy.uptime)" * (stage.name == "deploy")
         yield (
-            f"{settings_section(stage.name)}.time_limit={slurm_notation(asked)}: {owner} takes "
-            f"jobs of at most {limit}; lower it, choose another partition, account or QOS{more}."
+            f"{settings_section(stage.name)}.time_limit={slurm_notation(asked)}: {owner} allows "
+            f"at most {limit}; lower it, choose another partition, account or QOS{more}."
         )
 
 
 def _minutes(limit: str) -> float:
     with suppress(ValueError):
         return minutes(limit)
-    return math.inf  # empty, or infinite
+    return math.inf  # an empty string, or "infinite"
 
 
 def problems_of_accounting(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield the times that neither an association of the user nor the QOS allows.
+    """Yield the time limits that no association of the user, or not the QOS, allows.
 
-    One association has to fit, and the QOS as well. A cluster without accounting has neither.
+    A cluster without accounting has neither.
     """
-    for names, limits in _owners(config):
+    for names, limits in _account_limits(config):
         yield from _too_long(stages, [(names, row[1]) for row in limits])
 
 
-def room_in_queue(config: Config) -> Room | None:
-    """Return the room for further jobs; None where nothing limits it."""
+def free_queue_slots(config: Config) -> QueueSlots | None:
+    """Return how many more jobs the user may queue; None if nothing limits it."""
     limited = [
         (max(int(row[2]) for row in limits), names)
-        for names, limits in _owners(config)
+        for names, limits in _account_limits(config)
         if limits and all(row[2].isdigit() for row in limits)
     ]
     if not limited:
         return None
     most, names = min(limited)
-    return Room(most - len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"], 1)), most, names)
+    return QueueSlots(
+        most - len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"], 1)), most, names
+    )
 
 
-def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield the user's accounts, and the QOS, each with the longest time and the most jobs."""
+def _account_limits(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the user's accounts, then the QOS: a label, and rows of name, max. time, max. jobs."""
     account = config.cluster.account or os.environ.get("SBATCH_ACCOUNT")
     user = f"user={getpass.getuser()}"
     rows = _sacctmgr(["assoc", "where", user], "account,maxwall,maxsubmit")
@@ -130,7 +133,7 @@ def _owners(config: Config) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def _qos(config: Config, fields: str) -> list[list[str]]:
-    """Return the name of the QOS that the configuration names, and fields of it."""
+    """Return a row with the name and `fields` of the configured QOS; no row without a QOS."""
     name = config.cluster.qos or os.environ.get("SBATCH_QOS")
     return _sacctmgr(["qos", "where", f"name={name}"], f"name,{fields}") if name else []
 
@@ -141,7 +144,7 @@ def _sacctmgr(words: Sequence[str], fields: str) -> list[list[str]]:
 
 
 def _table(command: Sequence[str], width: int) -> list[list[str]]:
-    """Return the lines of `width` fields that a command prints; none where it fails."""
+    """Return the rows of `width` fields that a command prints; none if it fails."""
     answer = ask_slurm(command)
     rows = [line.split("|") for line in answer.text.splitlines()]
     return [row for row in rows if len(row) == width and answer.status == 0]

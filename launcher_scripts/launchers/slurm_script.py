@@ -16,31 +16,31 @@ from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
 
-# Cluster keys that are options of sbatch under the same name.
+# Keys of `cluster` that are sbatch options of the same name.
 _SAME_NAME = (
     "account", "comment", "constraint", "exclude", "exclusive", "gres", "nodelist", "overcommit",
     "partition", "qos", "reservation",
 )  # fmt: skip
-# Folders that a container sees under their own names.
+# Keys of folders that are mounted in containers under the same path.
 MOUNTED = (
     "launcher_scripts_path", "data_dir", "base_results_dir", "export.run.results_dir",
     "export.model.checkpoint_path", "export.triton_deployment.triton_model_dir",
 )  # fmt: skip
 _CONTAINER_FLAGS = ("--container", "--no-container")
-# Flags that name a container: an image, or one that is on the nodes already.
+# Flags that name a container: an image, or one that already exists on the nodes.
 _CONTAINERS = ("--container-image", "--container-name")
 
 
 def batch_script(job: Job, after: str) -> str:
-    """Return the script for sbatch: options, environment, and the job's Python in place of bash.
+    """Return the script for sbatch: options, environment, and `exec` of the job's Python.
 
-    Python replaces the shell: it receives the signal before the time limit and can requeue.
+    Python replaces the shell so that it receives the signal before the time limit and can requeue.
     """
     folder, job_id = job.submitit_folder, "$SLURM_JOB_ID"
-    flags = map(_quoted, words_of(sbatch_options(job, after)))
+    flags = map(_script_line, as_options(sbatch_options(job, after)))
     variables = {
         JOB_ID_VARIABLE: job_id,
-        # Another cluster with nodes of this machine may count to the same id.
+        # Two clusters that share this machine as a node may use the same job id.
         MARK_VARIABLE: f"slurm-{job_id}:{shlex.quote(str(folder))}",
         "SUBMITIT_EXECUTOR": "slurm",
     }
@@ -52,21 +52,21 @@ def _needs_gpus(job: Job) -> bool:
 
 
 def log_path(job: Job, job_id: str) -> Path:
-    """Return the log of a job; the CI switch of the NeMo launcher puts everything into one."""
+    """Return the path of a job's log; its name is shorter with the NeMo launcher's CI switch."""
     name = f"slurm_{job_id}" if is_set(CI) else f"log-{job.full_name}_{job_id}"
     return job.folder / f"{name}.out"
 
 
 def sbatch_options(job: Job, after: str) -> dict[str, Any]:
-    """Return the options of sbatch by name; None and False mean that the option is left out."""
+    """Return the options of sbatch by name; an option with the value None or False is left out."""
     cluster = job.config.cluster
     resources = job.stage.job.resources
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
     own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
-    # A later job of a chain has one of two conditions, next to which Slurm takes no others: those
-    # were met when the first began.
-    given = [] if "?" in after else [own, cluster.dependency]
-    dependency = ",".join(filter(None, [after, *given]))
+    # A later job of a chain depends on either of two conditions (`?`), which Slurm cannot combine
+    # with others; the configured dependencies were met when the first job began.
+    configured = [] if "?" in after else [own, cluster.dependency]
+    dependency = ",".join(filter(None, [after, *configured]))
     options |= {
         "job-name": job.full_name,
         "nodes": resources.nodes,
@@ -77,14 +77,14 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         "mem": memory(cluster.mem if resources.mem_gb is None else resources.mem_gb),
         **_logs(log_path(job, "%j")),
         "open-mode": "append",
-        # The next job of a chain takes a lost one's place.
+        # In a chain, the next job replaces a lost one.
         "no-requeue" if job.stage.is_chained else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": None if dependency in ("", "singleton") else "yes",
         "dependency": dependency or None,
     }
     if cluster.gpus_per_task and _needs_gpus(job):
-        # Slurm refuses --gpus-per-task without a number of tasks.
+        # Slurm refuses --gpus-per-task without --ntasks.
         options["gpus-per-task"] = cluster.gpus_per_task
         options["ntasks"] = resources.nodes * resources.tasks_per_node
     more = cluster.additional_parameters.items()
@@ -92,7 +92,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
 
 
 def environment_of_sbatch(job: Job) -> dict[str, str]:
-    """Return the environment of sbatch, in which a profile decides what the script leaves open."""
+    """Return the environment of sbatch, without SBATCH_* variables that override the script."""
     decided = {f"SBATCH_{name.upper()}" for name, value in sbatch_options(job, "").items() if value}
     found = clean_environment(os.environ)
     return {name: value for name, value in found.items() if name not in decided}
@@ -104,13 +104,13 @@ def _logs(log: Path) -> dict[str, str | None]:
 
 
 def _pattern(log: Path) -> str:
-    """Return the path of a log for sbatch, in which only the job's id (%j) is a pattern."""
+    """Return the path of a log for sbatch, with every % escaped except that of the job id (%j)."""
     before, _, after = str(log).rpartition("%j")
     return f"{before.replace('%', '%%')}%j{after}"
 
 
 def memory(value: float | str | None) -> str | None:
-    """Return memory for sbatch: 0 for all, numbers in GB, texts with a unit unchanged."""
+    """Return memory as sbatch takes it: 0 is all of it, numbers are GB, units stay unchanged."""
     if value is None or (isinstance(value, str) and value[-1].isalpha()):
         return value
     size = float(value)
@@ -119,10 +119,10 @@ def memory(value: float | str | None) -> str | None:
     return f"{size:g}GB" if size.is_integer() else f"{math.ceil(size * 1024)}MB"
 
 
-def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Return options by name as words of a command line: --name=value, and a bare --name for True.
+def as_options(options: Mapping[str, Any]) -> list[str]:
+    """Return options as command-line words: `--name=value`, or `--name` for True.
 
-    Those of the values None and False are left out.
+    Options with the value None or False are left out.
     """
     return [
         f"--{name}" if value is True else f"--{name}={value}"
@@ -131,18 +131,18 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _quoted(word: str) -> str:
-    """Return an option as a line of a script has it.
+def _script_line(word: str) -> str:
+    """Return an option as written in an #SBATCH line.
 
-    sbatch takes a backslash for an escape there also within quotes (Slurm, _get_argument in
-    src/sbatch/opt.c).
+    In these lines sbatch reads a backslash as an escape even within quotes (Slurm, _get_argument
+    in src/sbatch/opt.c).
     """
     name, is_set, value = word.partition("=")
     return name + is_set + (shlex.quote(value).replace("\\", "\\\\") if is_set else "")
 
 
 def step_of(job: Job) -> JobStep | None:
-    """Return the srun that runs a stage; None when the batch process can run it itself."""
+    """Return the srun step that runs a stage; None if the batch process can run it itself."""
     config, cluster = job.config, job.config.cluster
     image = config.image_of(job.stage.name)
     is_named = any(argument.startswith(_CONTAINERS) for argument in cluster.srun_args)
@@ -154,7 +154,7 @@ def step_of(job: Job) -> JobStep | None:
     ]
     resources = job.stage.job.resources
     ranks = resources.nodes * resources.tasks_per_node
-    # NVIDIA's server initializes MPI even when it is alone.
+    # NVIDIA's server initializes MPI even as a single process.
     needs_mpi = ranks > 1 or (
         job.stage.name == "deploy" and config.deploy.engine == FASTERTRANSFORMER
     )
@@ -176,13 +176,13 @@ def step_of(job: Job) -> JobStep | None:
 
 
 def mounts(config: Config) -> list[str]:
-    """Return `source:target` for every folder that a container needs."""
+    """Return the mounts, `source:target`, of all folders that a container needs."""
     own = (config.at(key) for key in MOUNTED)
     further = (str(mount) for mount in config.container_mounts if mount is not None)
     wanted = [str(CHECKOUT), *own, *further]
     pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in wanted]
     halves = {each: each.split(":")[:2] for each in pairs}
-    # A path inside a mount with the same source and target needs none of its own.
+    # A path below a folder that is mounted under its own name needs no separate mount.
     same = {source for source, target in halves.values() if source == target}
     return [
         pair

@@ -1,4 +1,4 @@
-"""Slurm's commands, and what they say: the state of a job, and the jobs of a results folder."""
+"""Slurm's commands and their answers: the states of jobs, and the jobs of a results folder."""
 
 import re
 import shutil
@@ -12,34 +12,34 @@ from foundations.files.yaml_content import read_own_table
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
 
-UNAVAILABLE = 127  # status of a command that is not there, as a shell has it
+UNAVAILABLE = 127  # exit status of a missing command, as in a shell
 _ASK_S = 20.0  # Slurm's clients give up after 10 s by default
-# An order is given again for so long: a controller that restarts or fails over is away for a while.
+# Retry time of scancel: a controller that restarts or fails over is unavailable for a while.
 PATIENCE_S = 90.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 10.0
 _UNKNOWN_JOB = "Invalid job id"
-# Texts of a controller or a database that is away, busy or restarting, so that the same command
-# succeeds later. Slurm, src/common/slurm_errno.c and slurm_persist_conn.c; the last are strerror's.
-_NO_ANSWER = re.compile(
+# Errors of a controller or database that is unavailable, busy or restarting: the same command may
+# succeed later. Slurm, src/common/slurm_errno.c and slurm_persist_conn.c; the last line: strerror.
+_TEMPORARY_ERRORS = re.compile(
     "Unable to contact slurm controller|Socket timed out on send/recv|Zero Bytes were transmitted"
     "|in standby mode|temporarily unable to accept job|Rate limit exceeded|[Cc]onnection failure"
     "|Unable to (contact|connect to) database|slurm_persist_conn_open|Unexpected message received"
     "|Resource temporarily unavailable|Connection (refused|reset|timed out)|Broken pipe"
 )
 _TABLE = read_own_table(Path(__file__).with_name("slurm_states.yaml"))
-_OURS = {word: state for state, words in _TABLE["states"].items() for word in words}
-# A field in a line of scontrol; a reason or a path may hold blanks.
+_STATE_OF = {word: state for state, words in _TABLE["states"].items() for word in words}
+# A field in a line of scontrol; its value may contain blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
-UNREACHABLE = "Slurm does not answer; its jobs are shown as they were last recorded"
+UNREACHABLE = "Slurm does not answer; jobs are shown as last recorded"
 
 
 @dataclass(frozen=True)
 class SlurmAnswer:
-    """The result of a command of Slurm.
+    """The result of a Slurm command.
 
     Attributes:
-        status: its exit status; None if Slurm has not answered.
-        text, error: what it wrote to stdout and to stderr.
+        status: exit status; None if Slurm did not answer.
+        text, error: contents of stdout and stderr.
     """
 
     status: int | None
@@ -54,16 +54,16 @@ def ask_slurm(
     patience_s: float = 0.0,
     environment: Mapping[str, str] | None = None,
 ) -> SlurmAnswer:
-    """Run a command of Slurm; run it again for `patience_s` while Slurm does not answer."""
+    """Run a Slurm command; retry it for `patience_s` while Slurm does not answer."""
     answer = SlurmAnswer(None)
     for _ in attempts(patience_s):
-        answer = _ask(command, timeout_s, environment)
+        answer = _run_once(command, timeout_s, environment)
         if answer.status is not None:
             break
     return answer
 
 
-def _ask(
+def _run_once(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None
 ) -> SlurmAnswer:
     if shutil.which(command[0]) is None:
@@ -80,15 +80,15 @@ def _ask(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return SlurmAnswer(None, error=f"{command[0]} has not answered within {timeout_s:g} s")
+        return SlurmAnswer(None, error=f"{command[0]} did not answer within {timeout_s:g} s")
     except OSError as error:
         return SlurmAnswer(126, error=f"{command[0]}: {error.strerror}")
-    is_lost = done.returncode != 0 and _NO_ANSWER.search(done.stderr)
+    is_lost = done.returncode != 0 and _TEMPORARY_ERRORS.search(done.stderr)
     return SlurmAnswer(None if is_lost else done.returncode, done.stdout, done.stderr.strip())
 
 
 def attempts(patience_s: float) -> Iterator[int]:
-    """Count attempts, with growing pauses, until the time is over; there is always a first."""
+    """Yield attempt numbers from 0, with growing pauses, for `patience_s`; at least one."""
     number, pause_s, deadline = 0, _FIRST_PAUSE_S, time.monotonic() + patience_s
     while True:
         yield number
@@ -100,13 +100,13 @@ def attempts(patience_s: float) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SlurmJobState:
-    """Slurm's description of a job; empty when Slurm no longer knows it.
+    """Slurm's description of a job; empty if Slurm no longer knows the job.
 
     Attributes:
-        word: its state.
-        reason: why it is in that state.
-        script: path of its batch script, where Slurm says it.
-        exit_code: `<status>:<signal>` of its batch process.
+        word: Slurm's name of the state.
+        reason: why the job is in that state.
+        script: path of the batch script, if Slurm reports it.
+        exit_code: `<status>:<signal>` of the batch process.
     """
 
     word: str = ""
@@ -116,8 +116,8 @@ class SlurmJobState:
 
     @property
     def state(self) -> str | None:
-        """The job's state in our words; None for a state of a later Slurm."""
-        return _OURS.get(self.word)
+        """The state of our record for it; None for an unknown state of a newer Slurm."""
+        return _STATE_OF.get(self.word)
 
     @property
     def has_ended(self) -> bool:
@@ -126,11 +126,11 @@ class SlurmJobState:
 
     @property
     def waits_for(self) -> str:
-        """Slurm's reason why the job does not run; empty when it runs or has ended."""
+        """Slurm's reason why the job waits; empty if it runs or has ended."""
         if self.has_ended or self.state == record.RUNNING:
             return ""
         if self.state is None:
-            return f"{self.word}, a state that is not known here"
+            return f"{self.word}, a state that this version does not know"
         reason = "" if self.reason == "None" else self.reason
         if self.word == "PENDING" and reason:
             return reason
@@ -139,24 +139,24 @@ class SlurmJobState:
 
 @dataclass(frozen=True)
 class SlurmQueue:
-    """The jobs of all users in Slurm's queue, by their ids.
+    """Slurm's queue: the jobs of all users, by id.
 
     Attributes:
-        has_answered: whether Slurm said so; if not, nothing is known of any job.
+        has_answered: whether Slurm answered; if not, no job's state is known.
     """
 
     jobs: Mapping[str, SlurmJobState]
     has_answered: bool = True
 
     def state(self, job_id: str) -> SlurmJobState | None:
-        """Return Slurm's description of a job, or None when Slurm does not answer."""
+        """Return Slurm's description of a job; None if Slurm does not answer."""
         if not self.has_answered:
             return None
         return self.jobs.get(job_id) or _state_of_ended(job_id)
 
 
 def queue_now(job_id: str = "") -> SlurmQueue:
-    """Ask Slurm for its queue, or for one job in it."""
+    """Return Slurm's queue as it is now, or only one job of it."""
     one = ["-j", job_id] if job_id else []
     answer = ask_slurm(["squeue", "-h", "-r", "-o", "%i|%T|%r|%o", *one])
     if answer.status != 0:
@@ -166,10 +166,10 @@ def queue_now(job_id: str = "") -> SlurmQueue:
 
 
 def _state_of_ended(job_id: str) -> SlurmJobState | None:
-    """Return the state of a job that is not in the queue.
+    """Return the state of a job that is no longer in the queue.
 
-    scontrol lists recent ones, and sacct the rest if the cluster has accounting, for which a file
-    without a database is enough.
+    scontrol knows recent jobs; sacct knows all if the cluster has accounting, in a database or
+    (-c) in a file.
     """
     has_answered = True
     for command in (
@@ -180,7 +180,7 @@ def _state_of_ended(job_id: str) -> SlurmJobState | None:
         answer = ask_slurm(command)
         has_answered = has_answered and answer.status is not None
         if answer.status == 0:
-            # The first of each field: a command or a comment may hold others.
+            # Reversed, so that the first occurrence of each field wins: a comment may repeat one.
             found = dict(reversed(_FIELD.findall(answer.text)))
             word = found.get("JobState") or re.split(r"\W", answer.text, maxsplit=1)[0]
             if word:
@@ -189,12 +189,12 @@ def _state_of_ended(job_id: str) -> SlurmJobState | None:
     return SlurmJobState() if has_answered else None
 
 
-def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobRecord | None:
-    """Return a job's record, corrected from Slurm when the job ended unnoticed.
+def reconcile(record_path: Path, queue: SlurmQueue | None = None) -> record.JobRecord | None:
+    """Return a job's record, corrected from Slurm if the job ended without recording it.
 
-    The job's own record comes first: only the job knows whether the stage succeeded. A record that
-    came with the copy of a folder describes a job of the other folder; one of another Slurm, or of
-    long ago, may have the id of a stranger's job.
+    A final record stands: only the job knows whether its stage succeeded. A record in a copied
+    folder describes a job of the original folder. An old record, or one of another Slurm cluster,
+    may have the id of an unrelated job.
     """
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
@@ -202,7 +202,7 @@ def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobReco
     answer = (queue or queue_now(found.job_id)).state(found.job_id)
     if answer is None:
         return found
-    if error := _stranger(found.job_id, answer.script, record_path.parent):
+    if error := _ownership_problem(found.job_id, answer.script, record_path.parent):
         new = replace(found, state=record.LOST, error=error)
     elif not answer.has_ended:
         return found
@@ -210,15 +210,15 @@ def settle(record_path: Path, queue: SlurmQueue | None = None) -> record.JobReco
         new = replace(found, state=record.COMPLETED, exit_code=0)
     else:
         state = record.LOST if answer.state == record.COMPLETED else str(answer.state)
-        error = _explanation(found, answer)
+        error = _reason_of_end(found, answer)
         new = replace(found, state=state, ended_at=record.now(), error=error)
     return record.exchange_record(record_path, found, new)
 
 
 def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
-    """Return the ids of the jobs in the queue that belong to a results folder, by stage.
+    """Return the ids of the queued jobs of a results folder, by stage.
 
-    The path of a job's batch script names the folder, whatever has become of the records in it.
+    The folder is part of the path of a job's batch script, so no record is needed.
     """
     found: dict[str, list[str]] = {}
     for job_id, job in queue.jobs.items():
@@ -231,13 +231,13 @@ def jobs_below(results_dir: Path, queue: SlurmQueue) -> dict[str, list[str]]:
     return found
 
 
-def _stranger(job_id: str, script: str, folder: Path) -> str:
-    """Return why a job with a record in `folder` is not that record's, empty if it may be."""
+def _ownership_problem(job_id: str, script: str, folder: Path) -> str:
+    """Return why Slurm's job is not the one recorded in `folder`; empty if it may be."""
     place = Path(script).parent
     if not script or place.parent == folder.resolve():
         return ""
     if place.name != SUBMITIT_NAME:
-        return f"Slurm has given the id {job_id} to another job ({script}); this one is forgotten"
+        return f"Slurm no longer knows the job: id {job_id} is now another job's ({script})"
     # The folder may have been moved.
     if not place.is_dir():
         return ""
@@ -245,14 +245,14 @@ def _stranger(job_id: str, script: str, folder: Path) -> str:
 
 
 def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:
-    """Cancel a job; return scancel's error, empty if none."""
+    """Cancel a job; return the error of scancel, empty if none."""
     answer = ask_slurm(["scancel", job_id], patience_s=patience_s)
     has_ended = _UNKNOWN_JOB in answer.error or "already completi" in answer.error
     return "" if answer.status == 0 or has_ended else answer.error
 
 
-def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
-    """Return why a job ended that has not recorded its end."""
+def _reason_of_end(found: record.JobRecord, answer: SlurmJobState) -> str:
+    """Return why a job ended that did not record its end."""
     if answer.reason == "DependencyNeverSatisfied":
         return f"never started: its dependency ({found.dependency}) did not succeed"
     if answer.state == record.CANCELLED:
@@ -261,4 +261,4 @@ def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
         return "Slurm no longer knows the job, which left no result; see its log"
     code = f" with exit code {answer.exit_code}" if answer.exit_code not in ("", "0:0") else ""
     remedy = _TABLE["remedies"].get(answer.word, "see its log")
-    return f"the job left no result of its own; Slurm calls it {answer.word}{code}: {remedy}"
+    return f"the job recorded no result; Slurm reports {answer.word}{code}: {remedy}"

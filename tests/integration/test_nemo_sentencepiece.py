@@ -51,7 +51,7 @@ def test_archive_with_sentencepiece_is_converted_served_and_measured(tmp_path: P
     )  # fmt: skip
     text = finish(command, timeout_s=240)
     assert command.returncode == 0, text
-    assert f"taking {archive} in it" in text
+    assert f"using {archive} in it" in text
     (report_path,) = results.glob("spm/*/results/evaluate/report.json")
     report = json.loads(report_path.read_text())
     values = {each["name"]: each["value"] for each in report["tasks"][0]["metrics"]}

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from launcher_scripts.actions import jobs_in
-from launcher_scripts.launchers.base import Job, Room
+from launcher_scripts.launchers.base import Job, QueueSlots
 from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_state import queue_now
 from launcher_scripts.main import main
-from launcher_scripts.rows import problems_of_room, run_rows
+from launcher_scripts.rows import queue_problems, run_rows
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
@@ -207,14 +207,14 @@ def test_rows_that_exceed_the_queue_run_in_waves(
     """Slurm's limit of jobs needs a database; here the launcher has one of its own."""
     most: list[int] = []
 
-    def room(_: SlurmLauncher) -> Room:
+    def queue_slots(_: SlurmLauncher) -> QueueSlots:
         most.append(len(queued(slurm_cluster)))
-        return Room(free=2 - most[-1], most=2, owner="account a")
+        return QueueSlots(free=2 - most[-1], limit=2, owner="account a")
 
-    monkeypatch.setattr(SlurmLauncher, "room", room)
+    monkeypatch.setattr(SlurmLauncher, "queue_slots", queue_slots)
     folders = [tmp_path / name for name in ("a", "b", "c")]
     rows = [make_run(WriteStage(settings(each, "write"))) for each in folders]
-    (problem,) = problems_of_room(rows)
+    (problem,) = queue_problems(rows)
     assert "3 jobs" in problem
     assert run_rows(rows, rows[0].console, wait=True) == 0
     assert most[-1] < 2  # jobs that have ended leave the queue a moment later

@@ -87,7 +87,7 @@ def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
     prefix = ["srun", "--label", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
     step = JobStep(tuple(prefix), sys.executable, ranks=2, mpi="pmix")
     stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
-    with pytest.raises(StageError, match=r"got no PMIX_RANK: cluster\.mpi=pmix does not reach it"):
+    with pytest.raises(StageError, match=r"has no PMIX_RANK: cluster\.mpi=pmix does not reach it"):
         run_in_step(stage, step, folder=tmp_path)
     assert not notes(tmp_path)
 

@@ -257,7 +257,7 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
 ) -> None:
     """The job that serves is this process; those that should follow are real ones."""
     monkeypatch.setattr(slurm_chain, "_LATE_S", -1.0)  # from its first second on
-    monkeypatch.setattr(slurm_chain, "_ASK_S", 0.2)
+    monkeypatch.setattr(slurm_chain, "_QUERY_S", 0.2)
     config = configure(
         f"base_results_dir={tmp_path}", f"deploy.repository={sample_repository(tp_size=1)}",
         "deploy.uptime=7-00:00:00", "deploy.time_limit=10", "deploy.handover_s=448",

@@ -89,7 +89,7 @@ def test_help_may_be_asked_for_without_dashes() -> None:
 
 def test_name_that_is_not_utf8_is_refused() -> None:
     (problem,) = read_arguments(["base_results_dir=/r/\udce9"]).problems
-    assert problem.startswith("'base_results_dir=/r/\\udce9' is not UTF-8")
+    assert problem.startswith("'base_results_dir=/r/\\udce9' is not valid UTF-8")
 
 
 def test_folder_of_further_files_has_to_exist(tmp_path: Path) -> None:

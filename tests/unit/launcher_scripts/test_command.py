@@ -21,7 +21,7 @@ import pytest
 from foundations import __version__
 from foundations.files.lock import folder_lock
 from launcher_scripts import job_folder
-from launcher_scripts.actions import clock, look_after
+from launcher_scripts.actions import clock, run_action
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.schema import KEYS, Config
@@ -118,9 +118,9 @@ def test_keys_without_effect_are_reported_when_they_are_set(
         ),
         ("evaluate.name=", "evaluate.name=: is empty"),
         ("cluster.job_name_prefix=a/", "cluster.job_name_prefix=a/: is part of file names"),
-        ("env_vars.A-B=1", "env_vars.A-B: A-B is not a valid name of a variable"),
+        ("env_vars.A-B=1", "env_vars.A-B: A-B is not a valid variable name"),
         ("env_vars.A={b: 1}", "env_vars.A={'b': 1}: expected a single value"),
-        ("env_vars.SLIPWAY_JOB_ID=1", "env_vars.SLIPWAY_JOB_ID is set for each job"),
+        ("env_vars.SLIPWAY_JOB_ID=1", "env_vars.SLIPWAY_JOB_ID identifies each job"),
         ("env_vars.HF_TOKEN=hf_abcdef", "env_vars.HF_TOKEN holds a secret"),
         ("launcher_scripts_path=/tmp", "does not end in /launcher_scripts"),
         ("export=gpt3/samplo", "one problem found"),
@@ -239,7 +239,7 @@ def test_status_shows_every_job_of_the_last_run(
     (tmp_path / "last_run.json").write_text(json.dumps({"results_dir": str(tmp_path / "run")}))
     record = JobRecord("12", "convert", "c", "failed", error="no space left", exit_code=1)
     write_record(tmp_path / "run" / "convert" / "job.json", record)
-    assert look_after(action("status", tmp_path), Console()) == 1
+    assert run_action(action("status", tmp_path), Console()) == 1
     shown = capsys.readouterr().out
     assert "convert  12   failed" in shown
     assert "convert: no space left" in shown
@@ -250,7 +250,7 @@ def test_a_level_of_logs_that_no_job_would_take_is_refused(
 ) -> None:
     monkeypatch.setenv("NEMO_LAUNCHER_LOG_LEVEL", "loud")
     text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", "stages=[convert]")
-    assert "NEMO_LAUNCHER_LOG_LEVEL=loud is not a level of logs" in text
+    assert "NEMO_LAUNCHER_LOG_LEVEL=loud is not a log level" in text
 
 
 def test_a_dry_run_cancels_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +296,7 @@ def test_status_shows_the_log_and_the_progress_of_a_job(
     )  # fmt: skip
     (folder / "progress.json").write_text('{"phase": "reading the checkpoint"}')
     (folder / "c.out").touch()
-    assert look_after(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+    assert run_action(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines[1:4])
     assert f"convert: log {folder}/c.out" in lines
@@ -314,7 +314,7 @@ def test_status_names_a_damaged_file_next_to_a_job_that_runs(
         os.mkfifo(folder / name)
     else:
         (folder / name).write_text("{")
-    assert look_after(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+    assert run_action(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
     shown = capsys.readouterr().out
     assert "12   running" in shown
     assert f"deploy: {folder / name} is damaged (" in shown
@@ -330,7 +330,7 @@ def test_process_that_only_has_the_number_of_the_job_is_left_alone(
             "12", "convert", "c", "running", host=socket.gethostname(), process=other.pid
         )
         write_record(tmp_path / "convert" / "job.json", record)
-        assert look_after(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+        assert run_action(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
         assert other.poll() is None
         assert "nothing to cancel" in capsys.readouterr().out
         ended = read_record(tmp_path / "convert" / "job.json")
@@ -362,7 +362,7 @@ def test_cancel_without_slurm_says_why_it_cannot(
         tmp_path / "convert" / "job.json",
         JobRecord("12", "convert", "c", "running", cluster="bcm"),
     )
-    assert look_after(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
+    assert run_action(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
     shown = capsys.readouterr().out
     assert "convert (job 12) cannot be cancelled: scancel is unavailable here" in shown
 
@@ -397,7 +397,7 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
     shown = "".join(capsys.readouterr())
     (line,) = (each for each in shown.splitlines() if "is damaged" in each)
     assert line.startswith(f"{tmp_path / name} is damaged (")
-    assert "delete it" in line
+    assert "delete the file" in line
     assert ("deploy  12" in shown) == (where == "run_dir")  # other jobs are looked after
 
 
@@ -494,7 +494,7 @@ def test_a_wrong_word_of_an_action_is_the_only_problem(
 def test_status_without_any_run_names_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert look_after(action("status", tmp_path), Console()) == 2
+    assert run_action(action("status", tmp_path), Console()) == 2
     assert "run_dir=<folder>" in capsys.readouterr().out
 
 
@@ -504,7 +504,7 @@ def test_logs_are_printed_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     run, _ = make_run(NamedStage(settings(tmp_path, "convert")))
     assert run.run_all(wait=False) == 0
-    assert look_after(action("logs", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+    assert run_action(action("logs", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
     assert "working" in capsys.readouterr().out
 
 
@@ -523,7 +523,7 @@ def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
     try:
         wait_for(tmp_path / "out" / "target.pid")
         config = action("cancel", tmp_path, f"run_dir={tmp_path}")
-        assert look_after(config, Console()) == 0
+        assert run_action(config, Console()) == 0
         assert command.wait(120) == 1
     finally:
         if command.poll() is None:

@@ -348,7 +348,7 @@ def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(
     (root / "snapshots" / "abc").symlink_to(textless)
     made = plan(tmp_path / "results", f"export.model.checkpoint_path={root}", "stages=[convert]")
     assert made.problems == ()
-    assert any(f"taking {root}/snapshots/abc" in note for note in made.notes)
+    assert any(f"using {root}/snapshots/abc" in note for note in made.notes)
 
 
 INT8 = "export.triton_deployment.int8_mode=1"

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from launcher_scripts import actions
-from launcher_scripts.actions import problem_of_live_job, read_job
+from launcher_scripts.actions import live_job_problem, read_job
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.console import Console
@@ -186,7 +186,7 @@ def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> N
     found = read_job(tmp_path, "write")
     assert found is not None
     assert found.state == "submitted"
-    assert str(os.getpid()) in (problem_of_live_job(found, tmp_path / "write") or "")
+    assert str(os.getpid()) in (live_job_problem(found, tmp_path / "write") or "")
 
 
 def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(

@@ -9,8 +9,8 @@ import pytest
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.launchers.slurm_checks import own_file_system
-from launcher_scripts.launchers.slurm_limits import _tested
+from launcher_scripts.launchers.slurm_checks import local_file_system
+from launcher_scripts.launchers.slurm_limits import _test_only
 from launcher_scripts.main import main
 from stages.base import Resources, Stage
 from tests.unit.launcher_scripts.toy_stages import RanksStage, settings
@@ -36,7 +36,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Commands of a Slurm without pyxis and without PMIx; return their folder."""
     folder = tmp_path / "bin"
     programs(folder, sbatch="", sinfo=SINFO, srun=SRUN)
-    _tested.cache_clear()
+    _test_only.cache_clear()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder
 
@@ -74,7 +74,7 @@ def test_every_problem_of_the_cluster_is_reported_at_once(
     assert "unrecognized option '--container-image=/nowhere.sqsh', says srun" in reported
     assert "containers need pyxis" in reported
     assert "pipeline_model_parallel_size=3 does not divide num_layer=4" in reported
-    assert "does not have it, and without it every rank believes" in reported
+    assert "does not have it, and without it every rank would believe" in reported
     assert not (tmp_path / "r").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_folder_that_no_container_can_see_is_refused(tmp_path: Path, sign: str
 def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
     assert launcher("cluster.mpi=pmix").check([stage(tmp_path)]) == []
     (problem,) = launcher("cluster.mpi=pmix").check([stage(tmp_path, TWO_NODES)])
-    assert problem.endswith("it has none, pmi2.")
+    assert problem.endswith("it has: none, pmi2.")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path) -> None:
     programs(slurm, squeue=known, scontrol="exit 1", sacct="exit 1")
     words = ("export.run.dependency=afterok:12:9999", "cluster.dependency=singleton")
     (note,) = launcher(*words).notes([])
-    assert "does not know a job 9999" in note
+    assert "does not know job 9999" in note
     assert launcher(*words, "dry_run=true").notes([]) == []
     programs(slurm, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
     assert launcher(*words).notes([]) == []
@@ -170,8 +170,8 @@ def test_option_that_srun_does_not_know_is_refused(tmp_path: Path) -> None:
 
 
 def test_folders_in_memory_are_remarked_upon() -> None:
-    assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
-    assert own_file_system(Path("/proc")) is None
+    assert local_file_system(Path("/dev/shm/results")) == "tmpfs"
+    assert local_file_system(Path("/proc")) is None
     notes = launcher("base_results_dir=/dev/shm/results").notes([])
     assert any(
         "base_results_dir=/dev/shm/results is on a local file system of this" in n for n in notes

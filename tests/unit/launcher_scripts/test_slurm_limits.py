@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.launchers.base import Room
+from launcher_scripts.launchers.base import QueueSlots
 from stages.base import Resources
 from tests.unit.launcher_scripts.test_slurm_checks import (
     launcher,
@@ -40,7 +40,7 @@ def cluster(slurm: Path) -> Path:
 @pytest.mark.parametrize(
     ("asked", "words", "key"),
     [
-        (Resources(time_limit_min=DAY), (), "ranks.time_limit=1-00:00:00: short takes"),
+        (Resources(time_limit_min=DAY), (), "ranks.time_limit=1-00:00:00: short allows"),
         (Resources(time_limit_min=8 * DAY), ("cluster.partition=long",), "ranks.time_limit="),
         (Resources(time_limit_min=DAY), ("cluster.partition='short,long'",), ""),  # one is enough
         (Resources(time_limit_min=30 * DAY), ("cluster.partition=open",), ""),
@@ -99,6 +99,6 @@ def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path: Path, clus
     asked, small = Resources(time_limit_min=120), "cluster.account=small"
     assert problems(tmp_path, asked) == []
     (problem,) = problems(tmp_path, asked, small)
-    assert problem.startswith("ranks.time_limit=02:00:00: account small takes jobs of at most")
-    assert launcher(small).room() == Room(free=2, most=4, owner="account small")
-    assert launcher().room() is None
+    assert problem.startswith("ranks.time_limit=02:00:00: account small allows at most")
+    assert launcher(small).queue_slots() == QueueSlots(free=2, limit=4, owner="account small")
+    assert launcher().queue_slots() is None

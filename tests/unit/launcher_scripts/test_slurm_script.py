@@ -12,13 +12,13 @@ from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_script import (
+    as_options,
     batch_script,
     environment_of_sbatch,
     memory,
     mounts,
     sbatch_options,
     step_of,
-    words_of,
 )
 from launcher_scripts.stage_table import build_stage
 
@@ -44,7 +44,7 @@ def options(name: str, *words: str, after: str = "") -> dict[str, object]:
 
 def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script() -> None:
     given = {"a": None, "b": False, "c": True, "d": 0, "e": "a b", "f": "D\\user"}
-    assert words_of(given) == ["--c", "--d=0", "--e=a b", "--f=D\\user"]
+    assert as_options(given) == ["--c", "--d=0", "--e=a b", "--f=D\\user"]
     words = ["cluster=bcm", "+cluster.comment='D\\user s'"]
     script = batch_script(job(configure(*words), "convert"), "")
     # sbatch takes a backslash for an escape.

@@ -13,7 +13,7 @@ from launcher_scripts.launchers.slurm_state import (
     ask_slurm,
     jobs_below,
     queue_now,
-    settle,
+    reconcile,
 )
 from stages.record import RUNNING, SUBMITTED, JobRecord, write_record
 
@@ -40,7 +40,7 @@ def program(folder: Path, name: str, text: str) -> None:
 def settled(tmp_path: Path, state: str = RUNNING, **facts: str) -> JobRecord:
     path = tmp_path / "convert" / "job.json"
     write_record(path, JobRecord("12", "convert", "c", state, cluster="bcm", **facts))  # type: ignore[arg-type]
-    found = settle(path)
+    found = reconcile(path)
     assert found is not None
     return found
 

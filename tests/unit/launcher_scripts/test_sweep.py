@@ -66,4 +66,4 @@ def test_a_sweep_runs_and_does_nothing_else(
 ) -> None:
     words = [*SAMPLE, f"{TP}=1,2", "action=watch", f"base_results_dir={tmp_path}/r"]
     assert main(words) == 2
-    assert "--multirun with action=watch: it runs" in capsys.readouterr().err
+    assert "--multirun with action=watch: a sweep works only" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(
     status, watched = watch(tmp_path, "watch.until_step=20", "watch.idle_s=60")
     assert status == 0
     assert [each.state for each in watched.values()] == ["evaluated"] * 2
-    trouble = f"looking again, {tmp_path}/a run's: Stale file handle\n"
+    trouble = f"cannot read the run's folder, retrying: {tmp_path}/a run's: Stale file handle\n"
     assert capsys.readouterr().out.count(trouble) == 1
 
 
@@ -166,7 +166,7 @@ def test_a_pipeline_that_a_user_cancels_is_not_started_again(
     watch._follow_one(each)
     assert each.state == state
     each.state, each.attempts = "running", 1
-    watch._continue(each)
+    watch._resume(each)
     assert (each.state, each.attempts) == (("waiting", 0) if state == "failed" else ("running", 1))
 
 
@@ -228,13 +228,13 @@ def test_a_first_job_that_is_refused_is_a_failed_attempt(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise SubmissionError("another command has submitted convert meanwhile")
+        raise SubmissionError("another command has submitted convert in the meantime")
 
     arrive(run, 10)
     monkeypatch.setattr("launcher_scripts.run.Run.submit", refuse)
     status, watched = watch(tmp_path, "watch.retries=0")
     assert (status, watched[10].state, watched[10].attempts) == (1, "failed", 1)
-    assert "another command has submitted convert meanwhile" in watched[10].problem
+    assert "another command has submitted convert in the meantime" in watched[10].problem
 
 
 def test_wrong_configuration_is_refused_before_anything_is_waited_for(
@@ -274,7 +274,7 @@ def test_a_dry_run_shows_what_is_there_and_starts_nothing(
 class FakeLauncher:
     in_foreground = True
 
-    def room(self) -> None:
+    def queue_slots(self) -> None:
         return None
 
 
@@ -476,7 +476,7 @@ def test_a_report_that_somebody_has_changed_is_a_failed_attempt(tmp_path: Path) 
     each = Watched(10, str(tmp_path), None, "running", attempts=1, jobs=["evaluate"])
     watch.state.watched[10] = each
     (tmp_path / "report.json").write_text("{")
-    watch._judge(each, tmp_path / "report.json", "")
+    watch._take_figures(each, tmp_path / "report.json", "")
     assert each.state == "failed"
     assert "report.json is not a JSON object" in each.problem
 
@@ -487,7 +487,7 @@ def test_servers_are_kept_only_where_others_may_ask_them(
     assert main(words(tmp_path, "watch.exchange=true", "deploy.server=tritonserver")) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "watch.exchange=true needs deploy in stages and evaluate in stages;" in said
-    assert "deploy.server=tritonserver: weights are exchanged in this project's own server" in said
+    assert "deploy.server=tritonserver: only this project's own server" in said
 
 
 @pytest.mark.parametrize(("order", "first"), [("oldest", 0), ("newest", 20)])
@@ -512,7 +512,7 @@ def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> W
         each = Watched(step, "", state="evaluated", attempts=1, metrics={"acc": figure})
         (made.state.results_of(step) / "model_repo").mkdir(parents=True)
         made.state.watched[step] = each
-        made.state.judge(each, is_sound=value < 0.9)
+        made.state.judge(each, may_be_best=value < 0.9)
     made.state.keep_the_best()
     return made.state
 
@@ -576,7 +576,7 @@ def test_the_best_is_the_better_by_the_first_figure_that_differs(
         }
         metrics["ppl"] = replace(metrics["ppl"], unit="perplexity", higher_is_better=False)
         each = state.watched[step] = Watched(step, "", state="evaluated", metrics=metrics)
-        state.judge(each, is_sound=True)
+        state.judge(each, may_be_best=True)
     assert state.best == best
 
 
@@ -585,4 +585,4 @@ def test_best_that_is_none_of_the_checkpoints_is_forgotten(tmp_path: Path) -> No
     (tmp_path / "watch.json").write_text(json.dumps(saved))
     state = WatchState(WatchSection(str(tmp_path)), tmp_path)
     state.read()
-    assert state.the_best is None
+    assert state.best_checkpoint is None

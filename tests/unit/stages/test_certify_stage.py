@@ -26,7 +26,7 @@ def stage(source: Path, folder: Path, output: Path, **options: Any) -> CertifySt
     section = CertifySection("certify", "1:00", output_dir=str(output), layers=False)
     section = replace(section, **options)
     job = JobSettings(name="certify", folder=output / "job")
-    return CertifyStage(job, options=section, source=source, folder=folder, follows=False)
+    return CertifyStage(job, options=section, source=source, folder=folder, from_convert=False)
 
 
 def test_sound_folder_is_finished_and_not_done_again(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
         (
             7 * 86400.0,
             None,
-            "a chain of 229 jobs or more serves for deploy.uptime=7-00:00:00; each",
+            "a chain of at least 229 jobs serves for deploy.uptime=7-00:00:00: each",
         ),
-        (7200.0, 3000.0, "a chain of 8 jobs or more"),
-        (1800.0, None, "one job serves for deploy.uptime=7-00:00:00; its time is longer"),
+        (7200.0, 3000.0, "a chain of at least 8 jobs"),
+        (1800.0, None, "one job is enough for deploy.uptime=7-00:00:00"),
     ],
 )
 def test_the_chain_of_jobs_is_told_beforehand(

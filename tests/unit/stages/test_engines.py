@@ -75,7 +75,7 @@ def test_on_several_nodes_the_first_listens_and_the_others_join_it(tmp_path: Pat
     spread = replace(config(tmp_path, VLLM), nodes=2, tp_size=8, pp_size=2)
     assert check_deploy(spread) == []
     start = ServerStart("7", 1, "[fd00::1]:29500")
-    first, second = (" ".join(start.filled(spread.command_on(rank))) for rank in (0, 1))
+    first, second = (" ".join(start.fill_command(spread.command_on(rank))) for rank in (0, 1))
     meeting = "--master-addr fd00::1 --master-port 29500"
     assert f"--port {{port}} --nnodes 2 --node-rank 0 {meeting}" in first
     assert second.endswith(f"--shutdown-timeout 30 --nnodes 2 --node-rank 1 {meeting} --headless")

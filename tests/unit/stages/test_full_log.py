@@ -56,7 +56,7 @@ def test_server_that_failed_is_started_again(
 
 def test_output_of_a_step_is_read_to_its_end() -> None:
     lines = "0: some words\n" * 1000 + "srun: error: n2: task 1: Exited with exit code 3\n"
-    with full_log(), step._Listener(io.StringIO(lines)) as listener:
+    with full_log(), step._OutputReader(io.StringIO(lines)) as listener:
         pass
     assert listener.loss() == "rank 1 on n2 ended: Exited with exit code 3; its last lines:"
 

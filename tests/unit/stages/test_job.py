@@ -21,8 +21,8 @@ def test_a_job_without_its_command_leaves_the_record_alone(
     write_record(tmp_path / "job.json", announced)
     monkeypatch.setenv(OWNER_VARIABLE, "1")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr("stages.job.begin_log", lambda: None)
+    monkeypatch.setattr("stages.job.use_utc_log_times", lambda: None)
     stage = cast(Any, SimpleNamespace(name="convert"))
-    with pytest.raises(StageError, match="stopped by the end of its command"):
+    with pytest.raises(StageError, match="stopped because its command ended"):
         StageJob(stage, tmp_path / "job.json", "local")()
     assert read_record(tmp_path / "job.json") == announced

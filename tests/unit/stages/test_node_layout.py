@@ -53,7 +53,7 @@ def test_instances_take_groups_of_one_node_and_share_them_when_there_are_more() 
     found = place(tp_size=4, pp_size=1, gpus_per_node=8, instance_count=3)
     assert (found.gpus_per_node, found.visible_devices) == (8, None)
     assert "3 instances share 2 groups of 4 GPUs" in str(found.warning)
-    with pytest.raises(ValueError, match=r"instance_count=2: .* one needs 16 of .*=8 GPUs"):
+    with pytest.raises(ValueError, match=r"instance_count=2: .* each needs 16 of .*=8 GPUs"):
         place(tp_size=8, pp_size=2, gpus_per_node=8, instance_count=2)
 
 

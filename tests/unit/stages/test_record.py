@@ -64,7 +64,7 @@ def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Pat
 def test_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); put a copy back, or"):
+    with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); restore a copy, or"):
         read_record(path)
     assert update_record(path, "7", state=LOST) is None  # it ends no job
 

@@ -14,7 +14,13 @@ import pytest
 
 from inference.system.launch_environment import RENDEZVOUS_VARIABLE
 from stages.base import StageError
-from stages.server_starts import ServerStart, announce_start, losses, read_start, take_part
+from stages.server_starts import (
+    ServerStart,
+    announce_start,
+    lost_processes,
+    read_start,
+    run_for_each_start,
+)
 from tests.waiting import LIMIT_S, until
 
 
@@ -27,7 +33,7 @@ def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
 
     def part() -> None:
         try:
-            take_part(
+            run_for_each_start(
                 folder,
                 "7",
                 command=[sys.executable, "-c", script, str(reported)],
@@ -121,7 +127,7 @@ def test_a_part_that_is_killed_leaves_word_of_it(
         announce_start(tmp_path, "7", 1)
         until(lambda: len(reported()) == 1)
         os.kill(int(reported()[0].split()[1]), number)
-        said = losses(tmp_path, "7", 1, wait_s=LIMIT_S)
+        said = lost_processes(tmp_path, "7", 1, wait_s=LIMIT_S)
     assert said == [f"rank 0 on n2 was ended by {name}"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert losses(tmp_path, "7", 1, wait_s=0) == []
+    assert lost_processes(tmp_path, "7", 1, wait_s=0) == []

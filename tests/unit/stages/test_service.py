@@ -172,7 +172,7 @@ def test_server_stays_where_a_damaged_repository_stops_a_reload(
     assert kept.run() == "no longer needed"
     assert server.drain_s == 17.0
     said = capsys.readouterr().err
-    assert "not reloaded; the server goes on as it was: config.ini is damaged" in said
+    assert "reload failed; the server continues unchanged: config.ini is damaged" in said
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -290,7 +290,7 @@ def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
     write_json(tmp_path / ENDPOINT_NAME, asdict(serves))
     (tmp_path / STOP_NAME).write_text(for_job)
     config = DeployConfig(folder=tmp_path, model_name="m", uptime_s=9e9)
-    assert (new_service(tmp_path, config)._ended() == "no longer needed") is ends
+    assert (new_service(tmp_path, config)._end_reason() == "no longer needed") is ends
     assert (tmp_path / STOP_NAME).exists() is not ends
 
 
@@ -335,7 +335,7 @@ def test_pause_before_the_next_of_very_many_starts_has_a_limit(
     monkeypatch.setattr(kept.progress, "update", phases.append)
     kept._failures = 2000
     assert kept._wait("it has failed") == "no longer needed"
-    assert phases == ["starting again in 300 s"]
+    assert phases == ["restarting in 300 s"]
 
 
 @pytest.mark.parametrize(("failure", "ended"), [("", "no longer needed"), ("lost", "stopped")])

@@ -127,7 +127,7 @@ def test_a_server_that_another_evaluation_asks_is_left_alone(
     server.publish(OTHERS)
     with (
         folder_lock(server.folder / ".in_use.lock", "busy"),
-        pytest.raises(NotEvaluatedError, match="is in use: another evaluation asks it"),
+        pytest.raises(NotEvaluatedError, match="is in use by another evaluation"),
         asked(tmp_path, server),
     ):
         pass

@@ -13,7 +13,7 @@ from stages.step import check_place
     ("ranks", "mpi", "reported"),
     [
         (4, "none", "sees 2 ranks instead of 4"),
-        (2, "pmix", "got no PMIX_RANK: cluster.mpi=pmix does not reach it"),
+        (2, "pmix", "has no PMIX_RANK: cluster.mpi=pmix does not reach it"),
     ],
 )
 def test_rank_that_is_alone_or_without_its_mpi_says_so(

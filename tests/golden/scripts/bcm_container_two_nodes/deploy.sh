@@ -27,7 +27,7 @@ export SLIPWAY_JOB_MARK=slurm-$SLURM_JOB_ID:<results>/gpt_books_5m/export_tp2_pp
 export SUBMITIT_EXECUTOR=slurm
 export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
 
-# The command stays outside and starts this step:
+# The job's Python process starts this step:
 #   srun --nodes=2 --ntasks=4 --label --wait=60 --kill-on-bad-exit=1 --mpi=pmix '--container-image=nvcr.io#nvidia/pytorch:24.01' --container-mounts=<checkout>:<checkout>,<results>:<results> --no-container-mount-home python3 -u -m stages.step STAGE RESULT 4 pmix slurm
 
 # command

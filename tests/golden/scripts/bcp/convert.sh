@@ -8,7 +8,7 @@ export HF_DATASETS_OFFLINE=1
 export NOTE='it'"'"'s a $note'
 export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
 
-# The command stays outside and starts this step:
+# The job's Python process starts this step:
 #   bcprun --nnodes 1 --npernode 1 -no_redirect --workdir <checkout> --env PATH=... --env LD_LIBRARY_PATH=... --env PYTHONPATH=... --env CUDA_VISIBLE_DEVICES=... --env NEMO_LAUNCHER_LOG_LEVEL=... --env SLIPWAY_JOB_ID=... --env SLIPWAY_JOB_MARK=... --env HF_TOKEN=... --env NGC_API_KEY=... --env AWS_ACCESS_KEY_ID=... --env AWS_SECRET_ACCESS_KEY=... --env AWS_SESSION_TOKEN=... --env AWS_REGION=... --env AWS_DEFAULT_REGION=... --env TRANSFORMERS_OFFLINE=... --env HF_HUB_OFFLINE=... --env HF_DATASETS_OFFLINE=... --env NOTE=... --cmd '<python> -u -m stages.step STAGE RESULT 1'
 
 # command
