@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from inference.model.step import AttentionRules
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "flash_attn.cute.interface"
+RELEASE = "4.0.0b36"  # the function may change in every release
 _HOPPER = 9  # major compute capability
 _TILE = 128, 64  # queries and keys
 _MOST_SIZE = 256  # of a head; sizes are multiples of 8
@@ -100,14 +101,22 @@ def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
 
 @cache
 def _installed(device: torch.device) -> Callable[..., Any] | None:
-    """Return the library's forward pass; None where it is not, or is for other GPUs."""
+    """Return the library's forward pass, or None if it is absent, unusable or not for this GPU."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return None
     try:
-        attend: Callable[..., Any] = importlib.import_module(_MODULE)._flash_attn_fwd
-    except (ImportError, OSError, AttributeError) as error:  # for another torch or CUDA
-        if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute"):  # absent
-            logger.warning("FlashAttention 4 is installed and cannot be loaded: %s", error)
+        # FlashAttention 2 has a module of this name, too.
+        release = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return None
+    if release != RELEASE:
+        logger.warning("FlashAttention 4 is not used: it is %s, and %s is needed", release, RELEASE)
+        return None
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    except (ImportError, OSError) as error:  # built for another torch or CUDA
+        logger.warning("FlashAttention 4 is installed and cannot be loaded: %s", error)
         return None
     logger.info("FlashAttention 4 attends for long prompts")
+    attend: Callable[..., Any] = interface._flash_attn_fwd
     return attend

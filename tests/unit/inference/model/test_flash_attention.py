@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from inference.model.gpu import flash_attention
+from inference.model.gpu.flash_attention import RELEASE
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.step import AttentionRules, attention_bias
 from tests.parity.flash_attention_operator import forward
@@ -98,17 +101,17 @@ def test_only_what_the_library_can_do_goes_there(
 
 
 @pytest.mark.parametrize(
-    ("module", "error", "said"),
+    ("release", "error", "said"),
     [
-        (SimpleNamespace(_flash_attn_fwd=forward), None, "attends for long prompts"),
-        (None, ModuleNotFoundError(name="flash_attn"), ""),
-        (None, OSError("undefined symbol"), "cannot be loaded: undefined symbol"),
-        (SimpleNamespace(), None, "cannot be loaded: 'types.SimpleNamespace' object has no"),
+        (RELEASE, None, "attends for long prompts"),
+        (None, None, ""),
+        (RELEASE, OSError("undefined symbol"), "cannot be loaded: undefined symbol"),
+        ("4.0.1", None, f"it is 4.0.1, and {RELEASE} is needed"),
     ],
     ids=["there", "absent", "broken", "another release"],
 )
 def test_the_log_says_whether_the_library_is_used(
-    module: object,
+    release: str | None,
     error: Exception | None,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,12 +121,23 @@ def test_the_log_says_whether_the_library_is_used(
         assert name == "flash_attn.cute.interface"
         if error is not None:
             raise error
-        return module
+        return SimpleNamespace(_flash_attn_fwd=forward)
+
+    def version(name: str) -> str:
+        if release is None:
+            raise metadata.PackageNotFoundError(name)
+        return release
 
     monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with caplog.at_level("INFO"):
         attend = flash_attention._installed.__wrapped__(torch.device("cuda"))
-    assert attend is getattr(module, "_flash_attn_fwd", None)
+    assert attend is (forward if "attends" in said else None)
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
+
+
+def test_the_extra_installs_the_release_that_is_known() -> None:
+    project = Path(flash_attention.__file__).parents[3] / "pyproject.toml"
+    assert f'flash = ["flash-attn-4=={RELEASE};' in project.read_text()
