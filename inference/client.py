@@ -1,6 +1,6 @@
-"""`python -m inference.client generate|stream|encode|request|health`: ask a Triton server.
+"""`python -m inference.client generate|stream|encode|request|health`: query a Triton server.
 
-Every option of the serving contract is a flag; the flags come from the signature table.
+Every optional input of the served models is a flag; the flags come from the signature table.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from inference.system.ports import host_and_port
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}
-# Keys of a request file's `config`; the last for models that keep sessions.
+# Keys of a request file's `config`; the session keys are for models with sessions.
 _TEXT_KEYS = ("protocol", "url", "model_name")
 _SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
 _TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def finished(run: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
-    """Run a client's command and return its status; a failure is one line with status 1."""
+    """Run a client's command and return its status; print a failure as one line, status 1."""
     from tritonclient.utils import InferenceServerException
 
     accept_any_text()
@@ -85,9 +85,9 @@ def finished(run: Callable[[argparse.Namespace], int | None], arguments: argpars
 
 
 def print_now(text: str = "", end: str = "\n") -> None:
-    """Write to standard output at once, so that a stream is seen as it comes.
+    """Write to standard output and flush, so that streams show immediately.
 
-    Once that was closed, as by `| head`, the command ends with status 1.
+    After standard output was closed, as by `| head`, the command ends with status 1.
     """
     try:
         sys.stdout.write(text + end)
@@ -104,15 +104,15 @@ def _failed(message: str) -> int:
 
 
 def option_tensors() -> list[TensorSignature]:
-    """Return every optional input that a text request can carry, by its contract name."""
-    every = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
-    found = {tensor.name: tensor for tensor in every if tensor.optional}
-    # Prompts, lengths and words have arguments of their own.
+    """Return every optional input of a text request, in the names of the signature table."""
+    inputs = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
+    found = {tensor.name: tensor for tensor in inputs if tensor.optional}
+    # Prompts, lengths and words have separate arguments.
     return [tensor for name, tensor in found.items() if not name.startswith("INPUT_")]
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options from which `opened_client` connects."""
+    """Add the options that `opened_client` reads."""
     add = parser.add_argument
     add("-u", "--url",
         help="host:port (default localhost:8001, http 8000), or the endpoint.json of a deploy job; "
@@ -148,9 +148,9 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
 def opened_client(
     arguments: argparse.Namespace, *, default_protocol: str = "grpc", **more: Any
 ) -> TritonClient:
-    """Return a connection to the server that the arguments name; a URL may name the protocol, too.
+    """Return a client for the server in the arguments; a URL may also name the protocol.
 
-    Raises ValueError for another URL, or one with another protocol than --protocol.
+    Raises ValueError for an invalid URL, or one whose protocol contradicts --protocol.
     """
     if (arguments.url or "").endswith(".json"):
         protocol = arguments.protocol or default_protocol
@@ -192,7 +192,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _generate(arguments: argparse.Namespace) -> None:
     prompts = list(arguments.prompts)
     if arguments.file:
-        # Lines end with line feeds alone: other separators of Unicode belong to the text.
+        # Split at line feeds only: Unicode's other line separators belong to the text.
         prompts += arguments.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if not prompts:
         raise ValueError("no prompt: give at least one PROMPT, or --file with one on each line.")
@@ -276,8 +276,8 @@ def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
     session_id, *flags = (config.get(key) for key in _SESSION_KEYS)
     if session_id is not None:
         return SessionTurn(session_id, starts=bool(flags[0]), ends=bool(flags[1]))
-    if given := sorted(set(_SESSION_KEYS) & set(config)):
-        raise ValueError(f"config: {', '.join(given)} without sequence_id, the session's number")
+    if stray := sorted(set(_SESSION_KEYS) & set(config)):
+        raise ValueError(f"config: {', '.join(stray)} without sequence_id, the session's number")
     return None
 
 

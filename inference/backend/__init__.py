@@ -1,4 +1,4 @@
-"""Models of Triton's Python backend: tensors of a request to an engine or a tokenizer, and back.
+"""The served models: from a request's tensors to an engine or a tokenizer, and back.
 
-`inference.server` starts the server process that hosts them.
+They run in this project's own server and in Triton's Python backend.
 """

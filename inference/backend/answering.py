@@ -1,7 +1,7 @@
-"""The requests to a model with an engine, on both servers: one thread makes all the answers.
+"""Requests to a model with an engine, in both servers: one thread sends all the answers.
 
-A request goes to the engine at once. What the engine makes of it waits for that thread, which sends
-the answers in their order. A failing request gets an error, the others their answers.
+A request goes to the engine at once; the engine's results are queued for that thread, which sends
+the answers in order. A failed request gets an error without affecting others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from inference.backend.metrics import ModelMetrics
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Outputs, Submitted
 from inference.engine.errors import EngineBusyError, EngineFailedError
 
-GIVE_UP, TAKEN = "give up", "taken"  # news of a client, as against the steps of the engine
-_INLINE_BYTES = 16 << 10  # larger requests are read in a thread
-_LARGE_AT_ONCE = 4  # of these
-# The code of an error, and the reason in the metrics.
+GIVE_UP, TAKEN = "give up", "taken"  # news from the client: it cancels, or has read an answer
+_INLINE_BYTES = 16 << 10  # larger requests are parsed in a thread
+_LARGE_AT_ONCE = 4  # threads for them
+# gRPC code of an error, and the reason in the metrics.
 _FAILURES: dict[type[Exception], tuple[str, str]] = {
     ValueError: ("INVALID_ARGUMENT", "invalid"),
     EngineBusyError: ("UNAVAILABLE", "busy"),
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class AskedModel(Protocol):
-    """A model with an engine, see `EngineModel`."""
+    """The part of `EngineModel` that this module uses."""
 
     metrics: ModelMetrics
     running: set[AskedEngine]
@@ -46,15 +46,16 @@ class AskedModel(Protocol):
         """Queue a request in the engine."""
 
     def check_progress(self) -> None:
-        """Refuse a canary where the engine is busy."""
+        """Refuse a canary while the engine is busy. Raises ModelError."""
 
 
 class Answering:
-    """The server around a model; subclasses send answers, each under the key of its request.
+    """Runs requests on models and sends the answers; subclasses send, by the key of the request.
 
     Attributes:
-        most_unread: answers with tensors that a client has not taken; no more are made before.
-        pause_s: the longest time between two calls of `_flush`.
+        most_unread: tensor responses of a request that its client may leave unread; the request
+            pauses beyond that.
+        pause_s: longest time between two calls of `_flush`.
     """
 
     most_unread: float = math.inf
@@ -68,7 +69,7 @@ class Answering:
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
 
     def ask(self, key: Any, model: AskedModel, request: InferRequest) -> None:
-        """Have a model answer a request."""
+        """Start a request to a model; its answers are sent under `key`."""
         asked = AskedEngine(model, request, partial(self.note, key), room=self.most_unread)
         self._running[key] = asked
         if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
@@ -77,11 +78,11 @@ class Answering:
             asked.submit()
 
     def note(self, key: Any, news: Any) -> None:
-        """Take in what an engine has made, or news of the client, soon; called by any thread."""
+        """Queue a result of the engine or news from the client; called by any thread."""
         self._calls.put(partial(self._take, key, news))
 
     def _work(self) -> None:
-        """Do what is queued until the end; a failure of this program ends the process."""
+        """Handle the queue until closed; an internal error ends the process."""
         try:
             while not self._is_closing:
                 with contextlib.suppress(queue.Empty):
@@ -114,7 +115,7 @@ class Answering:
             asked.room -= TOKENS not in outputs
         except Exception as error:
             final = True
-            if not isinstance(error, ModelError):  # of this program
+            if not isinstance(error, ModelError):  # an internal error
                 logger.exception("a request has failed")
                 error = ModelError(str(error) or type(error).__name__, "INTERNAL")
             self._fail(key, error)
@@ -127,7 +128,7 @@ class Answering:
         asked.end()
 
     def _send(self, key: Any, outputs: Outputs, *, final: bool, queued_s: float) -> None:
-        """Send a response of a request, which has waited `queued_s` in the engine's queue."""
+        """Send a response to a request that has spent `queued_s` in the engine's queue."""
         raise NotImplementedError
 
     def _fail(self, key: Any, error: ModelError) -> None:
@@ -135,16 +136,16 @@ class Answering:
         raise NotImplementedError
 
     def _flush(self) -> None:
-        """Do what is due once no more answers are there."""
+        """Send buffered answers, and do periodic work; called when the queue is empty."""
 
 
 class AskedEngine:
-    """One request to an engine, whose thread puts what it makes where the host will read it.
+    """One request to an engine, which passes its results to `put`.
 
     Attributes:
-        came: what the engine has made and was not answered yet.
-        room: for more answers.
-        queued_s: seconds in the engine's queue, once the last response is made.
+        came: results of the engine that are not answered yet.
+        room: responses that may be sent before the client reads one.
+        queued_s: seconds in the engine's queue, set with the last response.
     """
 
     queued_s = 0.0
@@ -157,34 +158,34 @@ class AskedEngine:
         *,
         room: float = math.inf,
     ) -> None:
-        """`put` is called from any thread: with each step, and at last with None."""
+        """`put` is called from any thread: with each step, and with None at the end."""
         self.came, self.room = deque[Any](), room
         self._model, self._request, self._put = model, request, put
         self._began = time.perf_counter()
-        self._future: Future[Any] = Future()  # of a refusal, or else the engine's
+        self._future: Future[Any] = Future()  # the engine's, or one that holds a refusal
         self._outputs_of: Callable[[Any], Outputs | None] = lambda _: None
         self._outcome = "cancelled"
         self._is_refused = self._is_given_up = False
-        self._submitting = threading.Lock()  # a first step may come before it is submitted
+        self._submitting = threading.Lock()  # the first step may come before `submit` returns
 
     def submit(self) -> None:
-        """Queue it; a refusal is its response."""
+        """Queue the request in the engine; a refusal becomes its response."""
         with self._submitting:
             try:
                 if self._request.is_canary:
                     self._model.check_progress()
                 self._future, self._outputs_of = self._model.submit(self._request, self._put)
                 self._model.running.add(self)
-            except Exception as error:  # whatever it is, it is this request's answer alone
+            except Exception as error:  # of any kind: it concerns this request alone
                 self._is_refused, self._future = True, Future()
-                self._future.set_exception(error.with_traceback(None))  # which holds this one
-        # After the steps that it consists of, which were put before.
+                self._future.set_exception(error.with_traceback(None))  # its frames hold `self`
+        # The engine has put all steps before.
         self._future.add_done_callback(lambda _: self._put(None))
-        if self._is_given_up:  # while it was read
+        if self._is_given_up:  # while it was parsed
             self._free()
 
     def response(self, step: Any) -> tuple[Outputs | None, bool]:
-        """Return the outputs of what was put, None for none, and whether they are the last.
+        """Return the outputs of a result, None for no response, and whether they are the last.
 
         Raises ModelError.
         """
@@ -202,7 +203,7 @@ class AskedEngine:
         except ModelError:  # a canary's
             self._outcome = ""
             raise
-        except Exception as error:  # a refusal, or found by the engine's thread
+        except Exception as error:  # a refusal, or an error of the engine
             answer, reason = model_error(error)
             self._outcome = "failed"
             if self._is_refused and reason:
@@ -216,7 +217,7 @@ class AskedEngine:
         return last, True
 
     def end(self) -> None:
-        """Give up what is not finished; called once."""
+        """Cancel the request unless it has finished; called once."""
         self._is_given_up = True
         self._free()
         if self._outcome and not (self._request.is_canary and self._outcome == "cancelled"):
@@ -228,7 +229,7 @@ class AskedEngine:
 
 
 def model_error(error: Exception) -> tuple[ModelError, str]:
-    """Return the answer to a request that has failed; of one that is refused also the reason."""
+    """Return the error to answer with, and its reason in the metrics if it is a refusal, or ""."""
     if isinstance(error, ModelError):
         return error, ""
     for kind, (code, reason) in _FAILURES.items():

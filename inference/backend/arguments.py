@@ -1,4 +1,4 @@
-"""The arguments with which a model is loaded: its configuration and its place in a repository."""
+"""The arguments to load a model with: its configuration and its place in a repository."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from inference.backend.requests import Array
 
 
 def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters of a model's configuration in JSON."""
+    """Return the parameters in a model's JSON configuration."""
     return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
 
 
@@ -18,11 +18,11 @@ class ModelArguments:
     """The arguments of one instance of a model.
 
     Attributes:
-        config: configuration in JSON, in the spelling of config.pbtxt.
-        instance: the place of this one among the model's instances.
-        decoupled: whether the model answers a request with more than one response.
-        session_idle_s: longest pause of a session, None for a model without sessions.
-        bf16_inputs: names of the inputs that arrive as BF16.
+        config: JSON configuration with the keys of config.pbtxt.
+        instance: this instance's index among the model's instances.
+        decoupled: whether a request may get more than one response.
+        session_idle_s: idle limit of a session in seconds, None for a model without sessions.
+        bf16_inputs: names of the BF16 inputs.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class ModelArguments:
         policy = config.get("model_transaction_policy", {})
         self.decoupled = bool(policy.get("decoupled", False))
         batching = config.get("sequence_batching")
-        # In JSON made from a message a number of 64 bits is a text.
+        # protobuf's JSON writes 64-bit numbers as strings.
         idle_us = None if batching is None else batching["max_sequence_idle_microseconds"]
         self.session_idle_s = None if idle_us is None else int(idle_us) / 1e6
         inputs = config.get("input", [])
         self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
 
     def read(self, key: str, kind: Kind = TEXT, *, default: str | None = None) -> Any:
-        """Return a parameter. Raises ValueError if it is not of its kind, or needed and absent."""
+        """Return a parameter. Raises ValueError if it is invalid, or absent without a default."""
         text = self.parameters.get(key, default)
         try:
             if text is None:
@@ -67,7 +67,7 @@ class ModelArguments:
 
 
 class RequestInputs(dict[str, Array]):
-    """The inputs of one request by name. Raises ValueError for one that is missing."""
+    """The inputs of one request by name. Raises ValueError if one is missing."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise ValueError(f"{name}: required input is missing")

@@ -1,4 +1,4 @@
-"""Encoders, which answer with hidden states; models of NVIDIA's own backend."""
+"""Encoder models, which answer with hidden states, and models for NVIDIA's own backend."""
 
 # Shapes: B rows, S padded length, E hidden, L layers
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EncoderModel(EngineModel):
-    """Serves one converted model that answers with hidden states."""
+    """A converted model that answers with hidden states."""
 
     served_by: ClassVar = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
     engine_class = "inference.engine.encoder_engine:EncoderEngine"
@@ -31,7 +31,7 @@ class EncoderModel(EngineModel):
         """Queue a request, see `EngineModel`."""
         from inference.engine.encoding import parse_encoding
 
-        del on_step  # there is one
+        del on_step  # an encoder has a single step
         parsed = parse_encoding(request.tensors, self.engine.architecture)
         kind = torch_dtype(self.settings.placement.data_type)
 
@@ -45,17 +45,16 @@ class EncoderModel(EngineModel):
 
 
 def fastertransformer_model(parameters: Mapping[str, str]) -> EngineModel:
-    """Return the model, to be loaded, that a config.pbtxt for NVIDIA's backend describes."""
+    """Return an unloaded model for the parameters in a config.pbtxt of NVIDIA's backend."""
     kind = parameters.get("model_type", "GPT")
     return EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
 
 
 def complete_hidden_states(config: dict[str, Any]) -> None:
-    """Give an encoder's hidden states the type that it computes in, in a configuration in JSON.
+    """Set the types of an encoder's hidden states in a JSON configuration to its compute type.
 
-    NVIDIA's templates of BERT leave the type out, and those of T5-Encoder say FP32 whatever the
-    model computes in; its backend sets both in the same place (libfastertransformer.cc,
-    ModelState::AutoCompleteConfig).
+    NVIDIA's templates leave the type out for BERT and always have FP32 for T5-Encoder; its backend
+    corrects both (libfastertransformer.cc, ModelState::AutoCompleteConfig).
     """
     parameters = config_parameters(config)
     names, kind = hidden_states(parameters.get("model_type", "")), parameters.get("data_type")
@@ -65,7 +64,7 @@ def complete_hidden_states(config: dict[str, Any]) -> None:
 
 
 class FasterTransformerModel:
-    """A generation model or an encoder, by its model_type, of NVIDIA's FasterTransformer backend.
+    """A generation model or an encoder for NVIDIA's FasterTransformer backend, by its model_type.
 
     Triton runs `export_scripts/triton/backends/fastertransformer/model.py` for every model whose
     config.pbtxt names that backend; the parameters are NVIDIA's own.
@@ -79,7 +78,7 @@ class FasterTransformerModel:
         return config
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine (called by Triton), see `EngineModel`, whose methods come next."""
+        """Start the engine (called by Triton); `EngineModel` provides the other methods."""
         model = fastertransformer_model(triton_arguments(args).parameters)
         model.initialize(args)
         self.execute, self.finalize = model.execute, model.finalize

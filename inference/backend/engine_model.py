@@ -1,6 +1,6 @@
 """Base class of the models with an engine.
 
-One instance holds any number of requests. When its engine fails, a model leaves service.
+One instance runs any number of requests. After a failure of its engine a model goes out of service.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from inference.system.supervision import BUSY
 if TYPE_CHECKING:
     from inference.engine.base import EngineBase
 
-# Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
-# plans the next step.
+# Interval at which Python threads hand over the GIL. With the default of 5 ms, new tokens wait
+# while the engine's thread plans the next step.
 _SWITCH_S = 0.0005
 
 
 class EngineModel(TritonModel):
-    """Base of the models with an engine; they add `engine_class` and `submit`.
+    """Base of the models with an engine; subclasses add `engine_class` and `submit`.
 
-    `engine_class` is `module:class`; the module imports torch. `served_by` has the types of weights
-    that can serve a model_type, where that is not its own.
+    `engine_class` is `module:class`; the module imports torch. `served_by` lists the types of
+    weights that can serve a model_type, if not just its own.
 
     Attributes:
-        running: requests that the engine has taken, and not answered.
+        running: requests that the engine has accepted and not finished.
     """
 
     engine_class: ClassVar[str]
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase
-    former: EngineModel | None = None  # whose engine this one takes over, if their models agree
+    former: EngineModel | None = None  # its engine is reused if the models agree
     running: set[AskedEngine]
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
         """Start the engine.
 
-        The modules of this package import torch inside functions only: text models need none.
-        Raises ValueError for weights that are invalid or do not match config.pbtxt.
+        The modules of this package import torch inside functions only, as text models do not need
+        it. Raises ValueError for weights that are invalid or do not match config.pbtxt.
         """
         sys.setswitchinterval(_SWITCH_S)
         self.host, self.name = host, arguments.name
@@ -82,18 +82,21 @@ class EngineModel(TritonModel):
         )
         host.show(self.metrics)
         self.running = set()
-        self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
+        self._canary_steps = -1  # the engine's step count at the last canary
         self.engine.when_failed = host.leave
-        if (reason := self.engine.healthy()) is not None:  # already
+        if (reason := self.engine.healthy()) is not None:  # it failed before `when_failed` was set
             host.leave(reason)
 
     def _take_place(self, instance: Instance) -> None:
-        """Keep to the devices of one instance. Raises ValueError over several nodes."""
+        """Confine this process to the instance's devices.
+
+        Raises ValueError for several instances whose ranks span nodes.
+        """
         placement = self.settings.placement
         if instance.count > 1 and os.environ.get(RENDEZVOUS_VARIABLE):
             raise ValueError(
-                f"{self.name}: instance_group asks for {instance.count} instances, and the ranks "
-                "of one are spread over nodes; set count to 1, and start a server for each."
+                f"{self.name}: instance_group asks for {instance.count} instances, but the ranks "
+                "of each are spread over nodes; set count to 1, and start a server for each."
             )
         first, sharing = occupy(instance, world_size=placement.world_size, device=placement.device)
         self.settings = replace(
@@ -103,9 +106,10 @@ class EngineModel(TritonModel):
         )
 
     def _check_weights(self) -> None:
-        """Check that the model can serve the folder of weights, and that it matches its config.ini.
+        """Check the folder of weights against its config.ini and the model_type.
 
         Every rank checks again when it loads; this early check is quick and reports a problem once.
+        Raises CheckpointMismatchError or ValueError.
         """
         folder, own_type = self.settings.checkpoint_path, self.settings.model_type
         if problems := validate_directory(folder, checksums=False):
@@ -118,9 +122,9 @@ class EngineModel(TritonModel):
             )
 
     def _taken_engine(self) -> EngineBase | None:
-        """Return the former model's engine with the weights of this one, None without.
+        """Load the weights into the former model's engine and return it.
 
-        One whose settings or sizes are others is stopped. Raises EngineFailedError.
+        Stops that engine and returns None if settings or sizes differ. Raises EngineFailedError.
         """
         former, self.former = self.former, None
         if former is None:
@@ -141,7 +145,7 @@ class EngineModel(TritonModel):
     def _started_engine(self) -> EngineBase:
         placement, options = self.settings.placement, self.settings.engine
         folder, count = self.settings.checkpoint_path, placement.world_size
-        # Not None where a scheduler has started the ranks on several nodes.
+        # Not None if a launcher has started the ranks.
         rendezvous = open_rendezvous(count, timeout_s=options.rank_timeout_s)
         if rendezvous is None:
             start_workers(folder, count)
@@ -152,20 +156,20 @@ class EngineModel(TritonModel):
         return engine
 
     def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
-        """Queue a request in the engine; return its future, and what makes outputs of its result.
+        """Queue a request in the engine; return its future and a function for its outputs.
 
-        `on_step` may be called with what a step has made, of which the same function makes outputs
-        too, or None where there are none yet. Raises ValueError for an invalid request,
+        The function turns the result into outputs, and also each step that `on_step` gets; it
+        returns None for a step without new outputs. Raises ValueError for an invalid request,
         EngineBusyError or EngineFailedError.
         """
         raise NotImplementedError
 
     def respond(self, request: InferRequest, sender: TritonSender) -> None:
-        """Have a request answered, see `TritonModel`."""
+        """Start a request, see `TritonModel`."""
         self._host.ask(sender, self, request)
 
     def check_progress(self) -> None:
-        """Refuse a canary where the engine is busy, and has made steps since the last one."""
+        """Raise ModelError if the engine is busy and has made steps since the last canary."""
         steps, before = self.engine.steps, self._canary_steps
         self._canary_steps = steps
         if self.running and steps != before:
@@ -179,10 +183,10 @@ class EngineModel(TritonModel):
 def fork_ranks(arguments: ModelArguments) -> None:
     """Fork the other ranks of a model from this process, see `fork_workers`.
 
-    Those of several instances, which have cores or GPUs of their own, start later; those on several
-    nodes are there.
+    Not for several instances, whose ranks start later on their own cores or GPUs, nor for ranks
+    that a launcher has started.
     """
-    with contextlib.suppress(ValueError):  # the model says what is wrong
+    with contextlib.suppress(ValueError):  # loading the model reports the problem
         settings = read_settings(arguments)
         if arguments.instance.count == 1 and not os.environ.get(RENDEZVOUS_VARIABLE):
             fork_workers(settings.checkpoint_path, settings.placement.world_size)

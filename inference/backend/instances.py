@@ -1,8 +1,8 @@
-"""Instances of one model in a server: each is an engine on GPUs, or CPU cores, of its own.
+"""Instances of one model in a server: each is an engine with its own GPUs or CPU cores.
 
-As in NVIDIA's backend, instances take groups of GPUs in turn and begin again at the first when
-there are more of them than groups. The server gives a request to whichever instance is ready to
-take it, and those of one session to the same.
+As in NVIDIA's backend, instances are assigned to groups of GPUs round robin, and share them if
+there are more instances than groups. The server sends each request to an instance, and all requests
+of a session to the same one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Instance:
-    """The place of an instance among those of its model."""
+    """The index of an instance among the `count` instances of its model."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> Instance:
-        """Return the place of an instance by its name, Triton's `<group>_<number>`.
+        """Return the instance for Triton's instance name, `<group>_<number>`.
 
-        In the model's configuration Triton has named every group.
+        Triton has named every group in the configuration that it passes to the model.
         """
         groups = config.get("instance_group", [])
         counts = [int(group.get("count", 1)) for group in groups]
@@ -43,26 +43,26 @@ class Instance:
     def gpus(self, visible: int, world_size: int) -> tuple[int, int]:
         """Return the first GPU of this instance, and how many instances share its GPUs.
 
-        Of fewer GPUs than ranks it is the first: the engine refuses them with its own words.
+        With fewer GPUs than ranks it is GPU 0, and the engine reports the problem.
         """
         groups = max(visible // world_size, 1)
         group = self.index % groups
         return group * world_size, len(range(group, self.count, groups))
 
     def cores(self, ordered: Sequence[int]) -> list[int]:
-        """Return the cores of this instance; all where there are fewer than instances."""
-        each = len(ordered) // self.count
-        return list(ordered[self.index * each :][:each]) or list(ordered)
+        """Return the cores of this instance; all cores if there are fewer than instances."""
+        size = len(ordered) // self.count
+        return list(ordered[self.index * size :][:size]) or list(ordered)
 
 
 ONLY = Instance()
 
 
 def occupy(instance: Instance, *, world_size: int, device: str) -> tuple[int, int]:
-    """Return the first GPU of an instance, and among how many its memory is to be divided.
+    """Return the first GPU of an instance, and how many instances share its memory.
 
-    Without GPUs this thread, and those and the processes that it starts, are confined to the cores
-    of the instance. An instance has `world_size` ranks; `device` is cpu, cuda or auto.
+    Without GPUs it confines this thread, and the threads and processes that it starts, to the
+    instance's cores. An instance has `world_size` ranks; `device` is cpu, cuda or auto.
     """
     if instance.count == 1:
         return 0, 1
@@ -73,7 +73,7 @@ def occupy(instance: Instance, *, world_size: int, device: str) -> tuple[int, in
 
 
 def by_socket(cores: Iterable[int], *, folder: Path = _CPUS) -> list[int]:
-    """Return hardware threads ordered by memory node and, within each, by core."""
+    """Return hardware threads ordered by NUMA node and, within each, by core."""
 
     def place(thread: int) -> tuple[int, int, int]:
         cpu = folder / f"cpu{thread}"

@@ -1,11 +1,11 @@
-"""The metrics of a model in the server's `/metrics`, by Prometheus' conventions.
+"""The metrics of a model in the server's `/metrics`, in Prometheus' format.
 
-They are rows of the table next to this module: `field` is what EngineLoad or RequestTimes has for a
-metric, `label` the values of its own label, `vllm` the name that vLLM 0.32 has for the same
+The table next to this module defines them: `field` is the attribute of EngineLoad or RequestTimes,
+`label` an additional label and its values, `vllm` the name of the same metric in vLLM 0.32
 (vllm/v1/metrics/loggers.py).
 
-Triton's own durations of these models end when `execute` has taken a request over, long before its
-answer (2.51, pb_metric_reporter.cc); a server in front of it counts its own.
+Triton's own durations of these models end when `execute` has accepted a request, long before its
+answer (2.51, pb_metric_reporter.cc); the host in front of it measures its own.
 """
 
 import math
@@ -21,7 +21,7 @@ from inference.engine.load import EngineLoad, RequestTimes
 from inference.system.supervision import RESTARTS_VARIABLE
 
 HISTOGRAM = "HISTOGRAM"
-# The end of a name, labels, and the value.
+# Suffix of the name, labels, and value.
 Sample: TypeAlias = tuple[str, Mapping[str, str], object]
 _BUCKETS: dict[str, list[float]] = {
     "seconds": [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120],
@@ -31,10 +31,10 @@ _BUCKETS: dict[str, list[float]] = {
 
 
 class MetricRow(NamedTuple):
-    """A row of the table; "-" stands for nothing."""
+    """A row of the table; "-" is an empty cell."""
 
     name: str
-    kind: str  # constant of Triton's class MetricFamily
+    kind: str  # a constant of Triton's class MetricFamily
     field: str
     label: str  # `name=value,value,...`
     buckets: str
@@ -49,8 +49,8 @@ class MetricRow(NamedTuple):
 
 _, *_ROWS = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
 METRICS = tuple(MetricRow(*row.split("\t")) for row in _ROWS)
-_VLLM_NAMES = {each.name: each.vllm for each in METRICS if each.vllm != "-"}
-# A line of /metrics, a comment included.
+_VLLM_NAMES = {row.name: row.vllm for row in METRICS if row.vllm != "-"}
+# A line of /metrics, also a comment.
 _LINE = re.compile(
     r"(?P<start># \w+ )?(?P<name>slipway_\w+?)(?P<part>_bucket|_sum|_count)?"
     r"(?P<rest>[ {].*)"
@@ -58,9 +58,9 @@ _LINE = re.compile(
 
 
 def vllm_line(line: str) -> str:
-    """Return a line of `/metrics` with vLLM's name, and its label for the model.
+    """Return a line of `/metrics` with vLLM's metric name and model label.
 
-    One that vLLM does not have is returned as it is.
+    Lines of metrics that vLLM does not have stay as they are.
     """
     found = _LINE.fullmatch(line)
     if found is None or (name := _VLLM_NAMES.get(found["name"])) is None:
@@ -74,9 +74,9 @@ class ModelMetric:
     """One metric with its labels.
 
     Attributes:
-        value: of a histogram the sum of what was observed.
-        counts: how many observed values each bound of a histogram, and infinity, takes in.
-        unreported: observed values, where another thread takes them away.
+        value: for a histogram, the sum of the observed values.
+        counts: for a histogram, the number of values up to each bound and up to infinity.
+        unreported: values observed since another thread last took them; None without such a thread.
     """
 
     row: MetricRow
@@ -95,7 +95,7 @@ class ModelMetric:
             self.unreported.append(value)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the end of a name, labels and value of each line."""
+        """Yield suffix, labels and value of each line."""
         value = f"{self.value:.17g}"
         if self.row.kind != HISTOGRAM:
             yield "", self.labels, value
@@ -118,15 +118,15 @@ class ModelMetrics:
         load: Callable[[], EngineLoad],
         about: Mapping[str, str],
     ) -> None:
-        """Begin to count; `load` is called where metrics are read, `about` says what is served.
+        """`load` is called when metrics are read; `about` are labels that name the checkpoint.
 
-        The metrics of one of several instances have its number as the label `engine`.
+        If there are several instances, the label `engine` has the index of the instance.
         """
         self._load = load
         labels = {"model": model}
         if instance.count > 1:
             labels["engine"] = str(instance.index)
-        self._metrics: dict[tuple[str, str], ModelMetric] = {}  # by name and own label
+        self._metrics: dict[tuple[str, str], ModelMetric] = {}  # by name and additional label
         for row in METRICS:
             key, _, values = row.label.partition("=")
             for value in values.split(","):
@@ -139,49 +139,49 @@ class ModelMetrics:
         self._metrics["slipway_server_restarts_total", ""].value = restarts
 
     def completed(self, seconds: float, times: RequestTimes | None) -> None:
-        """Note a request that was answered, how long that took, and its moments in the engine."""
+        """Count an answered request, with its duration and its times in the engine."""
         self.ended("completed")
         for reason in getattr(times, "reasons", ()):
             self._metrics["slipway_sequences_finished_total", reason].value += 1
-        for each in self._metrics.values():
-            if each.row.kind == HISTOGRAM:
-                name = each.row.field
+        for metric in self._metrics.values():
+            if metric.row.kind == HISTOGRAM:
+                name = metric.row.field
                 value = seconds if name == "seconds" else getattr(times, name, None)
                 if value is not None:
-                    each.observe(value)
+                    metric.observe(value)
 
     def ended(self, outcome: str) -> None:
-        """Note a request that ended: completed, cancelled, failed or refused."""
+        """Count a request by outcome: completed, cancelled, failed or refused."""
         self._metrics["slipway_requests_total", outcome].value += 1
 
     def refused(self, reason: str) -> None:
-        """Note a request that was not taken: invalid, busy or unavailable."""
+        """Count a refused request by reason: invalid, busy or unavailable."""
         self.ended("refused")
         self._metrics["slipway_requests_refused_total", reason].value += 1
 
     def read(self) -> Iterable[ModelMetric]:
-        """Return the metrics as they are now, in the order of the table."""
+        """Return the current metrics in the order of the table."""
         load = self._load()
-        for each in self._metrics.values():
-            if each.row.kind != HISTOGRAM and hasattr(load, each.row.field):
-                each.value = getattr(load, each.row.field)
+        for metric in self._metrics.values():
+            if metric.row.kind != HISTOGRAM and hasattr(load, metric.row.field):
+                metric.value = getattr(load, metric.row.field)
         return self._metrics.values()
 
 
 def exposition(metrics: Sequence[ModelMetric]) -> Iterator[str]:
-    """Yield the lines of `/metrics` about models."""
+    """Yield the lines of `/metrics` for the metrics of several models."""
     for row in METRICS if metrics else ():
-        samples = (sample for each in metrics if each.row == row for sample in each.samples())
+        samples = (sample for metric in metrics if metric.row == row for sample in metric.samples())
         yield from family_lines(row.name, row.text, row.kind.lower(), samples)
 
 
 def family_lines(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """Yield the lines of the metrics of one name."""
+    """Yield the lines of one metric family."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
-    for end, labels, value in samples:
-        pairs = ",".join(f'{key}="{_escaped(each)}"' for key, each in labels.items())
-        yield f"{name}{end}{{{pairs}}} {value}"
+    for suffix, labels, value in samples:
+        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        yield f"{name}{suffix}{{{pairs}}} {value}"
 
 
 def _escaped(text: str) -> str:

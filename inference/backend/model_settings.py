@@ -1,4 +1,4 @@
-"""Settings of a model from its config.pbtxt, checked: placement, engine options, weights."""
+"""Reads and checks a model's settings in config.pbtxt: placement, engine options, weights."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _NVIDIA_ONLY = ("enable_custom_all_reduce",)
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The checked parameters of a model and where its weights are."""
+    """The checked parameters of a model and the folder of its weights."""
 
     checkpoint_path: Path
     placement: Placement
@@ -24,12 +24,12 @@ class ModelSettings:
     strict_lengths: bool = False
     stream_new_tokens: bool = False
     engine: EngineOptions = field(default_factory=EngineOptions)
-    unknown: tuple[str, ...] = ()  # parameters that no backend has
-    without_effect: tuple[str, ...] = ()  # parameters of NVIDIA's backend that are switched on
+    unknown: tuple[str, ...] = ()  # parameters that neither backend has
+    without_effect: tuple[str, ...] = ()  # enabled parameters that only NVIDIA's backend implements
 
 
 def read_settings(arguments: ModelArguments) -> ModelSettings:
-    """Return the settings of a model. Raises ValueError with all missing and wrong parameters."""
+    """Return a model's settings. Raises ValueError, which names every wrong parameter."""
     given, values, problems = arguments.parameters, dict[str, Any](), []
     for key, parameter in PARAMETERS.items():
         if key in given:
@@ -37,7 +37,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
                 values[key] = parameter.kind.read(given[key])
             except ValueError as error:
                 problems.append(f"parameter {key}={given[key]!r}: {error}")
-        # Older files have is_half in place of data_type.
+        # Older files have is_half instead of data_type.
         elif parameter.default == REQUIRED and not (key == "data_type" and "is_half" in given):
             problems.append(f"parameter {key} is missing")
     if problems:
@@ -57,27 +57,27 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
 
 
 def _fields_of(record: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of parameters that are fields of a record."""
-    named = {FIELDS.get(key, key): value for key, value in values.items()}
-    return {each.name: named[each.name] for each in fields(record) if each.name in named}
+    """Return the values of those parameters that are fields of a dataclass."""
+    by_field = {FIELDS.get(key, key): value for key, value in values.items()}
+    return {f.name: by_field[f.name] for f in fields(record) if f.name in by_field}
 
 
 def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     """Return the folder of the weights.
 
-    The parameter, taken from the server's working directory if it is relative (as NVIDIA's backend
-    does), else `<model>/<version>/<default_model_filename>`, else
-    `<model>/<version>/<tensor_para_size>-gpu`. In the Python backend default_model_filename names
-    the script, which is ignored. Raises ValueError if there is no folder at the parameter's path.
+    It is the parameter model_checkpoint_path, relative to the server's working directory as in
+    NVIDIA's backend, else `<model>/<version>/<default_model_filename>`, else
+    `<model>/<version>/<tensor_para_size>-gpu`. A default_model_filename that names the Python
+    backend's script is ignored. Raises ValueError if the parameter's folder does not exist.
     """
     text = values.get("model_checkpoint_path")
     if text is None:
         name = str(arguments.config.get("default_model_filename", ""))
         if not name or name.endswith(".py"):
             name = f"{values['tensor_para_size']}-gpu"
-        # The repository may be a link on this machine; ranks on other nodes need its real path.
+        # Ranks on other nodes need the real path if the repository is a link on this machine.
         return (arguments.version_folder / name).resolve()
-    # In this process's file-system encoding; an ASCII locale escapes other bytes.
+    # Converts to this process's file-system encoding; an ASCII locale escapes other bytes.
     given = Path(os.fsdecode(text.encode()))
     path = Path.cwd() / given
     if path.is_dir():

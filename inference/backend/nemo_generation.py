@@ -1,4 +1,4 @@
-"""Text in, text out, with the tensors of PyTriton's NeMo example or of NeMo's own query clients."""
+"""Text models with the tensors of PyTriton's NeMo example and of NeMo's own query clients."""
 
 # Shapes: B rows of a request, L tokens of the longest sentence, N texts
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from inference.engine.sequence import GenerationResult
 
 TASK = "text_generation"
-# NeMo's (nemo/collections/nlp/modules/common/text_generation_utils.py).
+# NeMo's defaults (nemo/collections/nlp/modules/common/text_generation_utils.py).
 _DEFAULTS: dict[str, Any] = {
     "tasks": TASK,
     "max_length": 30,
@@ -36,9 +36,9 @@ _DEFAULTS: dict[str, Any] = {
     "all_probs": False,
     "compute_logprob": False,
 }
-_NOT_HERE = {"all_probs": "send false", "no_repeat_ngram_size": "send 0"}
-# Inputs of the engine that NeMo has under the same name or a similar one, and their types.
-_PASSED: dict[str, tuple[str, Any]] = {
+_UNSUPPORTED = {"all_probs": "send false", "no_repeat_ngram_size": "send 0"}
+# The engine's inputs, with NeMo's names and the engine's types.
+_ENGINE_INPUTS: dict[str, tuple[str, Any]] = {
     "request_output_len": ("max_length", np.uint32),
     "min_length": ("min_length", np.int32),
     "temperature": ("temperature", np.float32),
@@ -51,7 +51,7 @@ _WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_li
 
 
 class NemoModel(TextModel):
-    """The same with the tensors of PyTriton's NeMo example.
+    """A text model with the tensors of PyTriton's NeMo example.
 
     Without a seed, samples differ between requests.
     """
@@ -60,35 +60,35 @@ class NemoModel(TextModel):
         """Return the tokens and the options of each row. Raises RequestError."""
         texts = row_texts("prompts", request["prompts"], most_bytes=self.tokenizer.most_text_bytes)
         rows = len(texts)
-        given: dict[str, list[Any]] = {
+        columns: dict[str, list[Any]] = {
             name: column(request, name, rows, default=default)
             for name, default in _DEFAULTS.items()
         }
-        given["tasks"] = [
+        columns["tasks"] = [
             task.decode(errors="replace") if isinstance(task, bytes) else task
-            for task in given["tasks"]
+            for task in columns["tasks"]
         ]
-        given["seed"] = [secrets.randbits(63) for _ in texts]
+        columns["seed"] = [secrets.randbits(63) for _ in texts]
         if "random_seed" in request:
-            given["seed"] = column(request, "random_seed", rows)
-        problems = self.length_problems("max_length", given["max_length"])
-        problems += self._task_problems(given["tasks"], given["compute_logprob"])
-        problems += [  # where NeMo's type is wider than the engine's
+            columns["seed"] = column(request, "random_seed", rows)
+        problems = self.length_problems("max_length", columns["max_length"])
+        problems += self._task_problems(columns["tasks"], columns["compute_logprob"])
+        problems += [  # NeMo's types are wider than the engine's
             f"{name}[{b}]={value} must be {limits.min} to {limits.max}"
             for name, limits in _LIMITS.items()
-            for b, value in enumerate(given[name])
+            for b, value in enumerate(columns[name])
             if not limits.min <= value <= limits.max
         ]
         problems += [
-            f"{name} is not computed here; {instead}"
-            for name, instead in _NOT_HERE.items()
+            f"{name} is not supported; {instead}"
+            for name, instead in _UNSUPPORTED.items()
             if any(column(request, name, rows, default=False))
         ]
         if problems:
             raise RequestError(problems)
-        given |= {name: _words(request, name, rows) for name in _WORD_LISTS}
+        columns |= {name: _words(request, name, rows) for name in _WORD_LISTS}
         return [
-            self._row(text, {name: values[b] for name, values in given.items()})
+            self._row(text, {name: values[b] for name, values in columns.items()})
             for b, text in enumerate(texts)
         ]
 
@@ -99,35 +99,36 @@ class NemoModel(TextModel):
             for b, task in enumerate(tasks)
             if task not in known
         ] + [
-            f"compute_logprob[{b}]: virtual tokens are not scored; send false, or {TASK}"
+            f"compute_logprob[{b}]: virtual tokens have no scores; send false, or the task {TASK}"
             for b, (task, is_scored) in enumerate(zip(tasks, scored, strict=True))
             if task in self.tasks and is_scored
         ]
 
-    def _row(self, text: str, given: dict[str, Any]) -> RowRead:
+    def _row(self, text: str, row: dict[str, Any]) -> RowRead:
         tokenizer, limits = self.tokenizer, self.engine.limits
-        ids = [limits.start_id] * given["add_BOS"]
-        if given["use_greedy"]:
-            given |= {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
+        ids = [limits.start_id] * row["add_BOS"]
+        if row["use_greedy"]:
+            row |= {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
         options = {
-            name: np.array([[given[source]]], dtype) for name, (source, dtype) in _PASSED.items()
+            name: np.array([[row[source]]], dtype)
+            for name, (source, dtype) in _ENGINE_INPUTS.items()
         }
-        options["random_seed"] = np.array([[given["seed"]]], np.int64).view(np.uint64)
-        if given["tasks"] != TASK:
-            task_id = self.tasks.index(given["tasks"])
+        options["random_seed"] = np.array([[row["seed"]]], np.int64).view(np.uint64)
+        if row["tasks"] != TASK:
+            task_id = self.tasks.index(row["tasks"])
             options[TASK_IDS] = np.array([[task_id]], np.uint32)
             if limits.prompt_learning_type == P_TUNING:
                 first = limits.virtual_start_id
                 ids += range(first, first + limits.prompt_lengths[task_id])
-        if given["compute_logprob"]:
+        if row["compute_logprob"]:
             one = np.array([[1]], np.uint32)
             options |= {"num_log_probs": one, "num_prompt_log_probs": one}
         for name, target in _WORD_LISTS.items():
-            if given[name]:
+            if row[name]:
                 record = io.StringIO()
-                csv.writer(record, lineterminator="").writerow(given[name])
+                csv.writer(record, lineterminator="").writerow(row[name])
                 options[target] = word_list_tensor([record.getvalue()], tokenizer, name=name)
-        return self.fitting([*ids, *tokenizer.encode(text)], given["max_length"]), options
+        return self.fitting([*ids, *tokenizer.encode(text)], row["max_length"]), options
 
     def answer(self, result: GenerationResult) -> dict[str, Array]:
         """Return the outputs of a request."""
@@ -140,7 +141,7 @@ class NemoModel(TextModel):
         offsets = np.zeros((count, 1, width), np.int32)
         sentences = np.empty((count, 1), object)
         for b, (ids, row) in enumerate(zip(sequences, result.rows, strict=True)):
-            pieces = [self.tokenizer.decode([each]) for each in ids]
+            pieces = [self.tokenizer.decode([token]) for token in ids]
             token_ids[b, 0, : len(ids)] = ids
             tokens[b, 0, : len(ids)] = [piece.encode() for piece in pieces]
             offsets[b, 0, 1:] = np.cumsum([*map(len, pieces), *[0] * (width - len(ids))])[:-1]
@@ -157,10 +158,10 @@ class NemoModel(TextModel):
 
 
 class NemoDeployModel(NemoModel):
-    """The same with the tensors of NeMo's own clients, NemoQueryLLMPyTorch and NemoQueryLLM.
+    """A text model with the tensors of NeMo's own clients, NemoQueryLLMPyTorch and NemoQueryLLM.
 
-    NeMo samples for the second one, which names no use_greedy: a top_k, a top_p or a temperature
-    then asks for a sample.
+    NemoQueryLLM sends no use_greedy; as in NeMo, its requests with top_k, top_p or temperature are
+    sampled.
     """
 
     _RENAMED: ClassVar = {
@@ -171,14 +172,15 @@ class NemoDeployModel(NemoModel):
     }
 
     def _read(self, request: Tensors) -> list[RowRead]:
-        named = {self._RENAMED.get(name, name): value for name, value in request.items()}
-        if "use_greedy" not in named and not {"top_k", "top_p", "temperature"}.isdisjoint(named):
-            named["use_greedy"] = np.zeros((len(named["prompts"]), 1), np.bool_)
-        return super()._read(named)
+        renamed = {self._RENAMED.get(name, name): value for name, value in request.items()}
+        samples = not {"top_k", "top_p", "temperature"}.isdisjoint(renamed)
+        if samples and "use_greedy" not in renamed:
+            renamed["use_greedy"] = np.zeros((len(renamed["prompts"]), 1), np.bool_)
+        return super()._read(renamed)
 
 
 def _words(request: Tensors, name: str, rows: int) -> list[list[str]]:
-    """Return the texts of each row, (B, 1, N) or (B, N) as sent, without the empty ones."""
+    """Return the non-empty texts of each row of a (B, 1, N) or (B, N) input."""
     if name not in request:
         return [[]] * rows
     value = request[name]

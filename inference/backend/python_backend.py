@@ -1,4 +1,4 @@
-"""The generation model: whole answers, or one response per token."""
+"""The generation model: a single response, or one response per token."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class GenerationModel(EngineModel):
-    """Serves one converted model that answers with tokens."""
+    """A converted model that answers with tokens."""
 
     engine_class = "inference.engine.engine:Engine"
     engine: Engine
 
     @cached_property
     def _limits(self) -> ModelLimits:
-        """The engine's, with answers of a given form where there is a tokenizer."""
+        """The engine's limits, with structured output if there is a tokenizer."""
         limits, folder = self.engine.limits, self.settings.checkpoint_path
         if find_tokenizer(folder) is None:
             return limits
@@ -43,7 +43,7 @@ class GenerationModel(EngineModel):
         """Queue a request, see `EngineModel`."""
         tensors, turn = request.tensors, request.turn if self.interactive else None
         if self.interactive:
-            # All have one more axis, of size 1, in front.
+            # Session requests have an additional first axis of size 1.
             tensors = {name: value[0] for name, value in tensors.items()}
         try:
             parsed = parse_request(tensors, self._limits)
@@ -60,14 +60,14 @@ class GenerationModel(EngineModel):
         )
 
         def tokens_of(state: Sequence[Sequence[int]] | GenerationResult) -> Outputs:
-            """Return the tokens of a step, or, of a result, all."""
+            """Return the new tokens of a step, or all tokens of a result."""
             if isinstance(state, Sequence):
                 return {TOKENS: state}
             return {TOKENS: [row.output_ids[0] for row in state.rows]}
 
         def outputs_of(state: GenerationStep) -> Outputs | None:
             """Return the answer so far, None if the step has not added to it."""
-            # In a session the prompt that is answered is the whole conversation.
+            # In a session the prompt is the whole conversation.
             frames.request = state.request
             frame = frames.frame(state.rows)
             if frame is not None and self.interactive:

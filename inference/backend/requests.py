@@ -1,4 +1,4 @@
-"""Requests to a model, and the server around it: this project's own, or tritonserver's."""
+"""Requests to a model, and the interface of the server that hosts it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Tensors = Mapping[str, Array]
 Outputs = Mapping[str, Any]  # arrays or torch tensors by name
-Responses = AsyncGenerator[tuple[Outputs, bool], None]  # each with whether it is the last
-# The future of a request in an engine, and what makes outputs of its steps and its result,
-# None where there are none yet.
+Responses = AsyncGenerator[tuple[Outputs, bool], None]  # outputs, and whether they are the last
+# The future of a request in an engine, and a function from its steps and its result to outputs,
+# None if a step has none.
 Submitted = tuple[Future[Any], Callable[[Any], Outputs | None]]
-TOKENS = "tokens"  # the only output where a request wants tokens
+TOKENS = "tokens"  # the only output of a request with `wants_tokens`
 
 
 class ModelError(Exception):
-    """A model does not answer a request. `code` is the name of gRPC's status."""
+    """The error with which a model answers a request. `code` is the name of gRPC's status."""
 
     def __init__(self, message: str, code: str = "INVALID_ARGUMENT") -> None:
         super().__init__(message)
@@ -33,20 +33,19 @@ class ModelError(Exception):
 
 @dataclass(frozen=True)
 class InferRequest:
-    """One request to a model, whatever protocol it came by.
+    """One request to a model, independent of the protocol.
 
     Attributes:
-        tensors: inputs by name; those of type BF16, which numpy lacks, as FP32.
-        wanted: names of outputs, none for all of them.
-        turn: its place in a session, None without one.
-        id: chosen by the client.
-        is_canary: sent by the server itself, to see whether the model answers.
-        streams: whether a generation answers after each of its steps; None: as its model's
-            configuration says.
-        wants_tokens: an engine's responses have the new tokens of each row in place of tensors, and
-            the last one all.
-        parameters: those that only models of others read.
-        fits: whether its names, types and shapes are known to be those of the model.
+        tensors: inputs by name; BF16, which numpy lacks, is held as FP32.
+        wanted: names of outputs; empty for all.
+        turn: the session turn, None without a session.
+        id: the client's id of the request.
+        is_canary: sent by the server itself to check that the model answers.
+        streams: whether to respond after each step; None for the model's configuration.
+        wants_tokens: respond with the new tokens of each row instead of tensors; the last response
+            has all tokens.
+        parameters: request parameters for third-party models.
+        fits: whether names, types and shapes are known to match the model's signature.
     """
 
     tensors: dict[str, Array]
@@ -61,13 +60,13 @@ class InferRequest:
 
 
 class ModelHost(Protocol):
-    """The server around a model."""
+    """The server that hosts a model."""
 
     def show(self, metrics: ModelMetrics) -> None:
-        """Show a model's metrics among the server's."""
+        """Publish a model's metrics in the server's `/metrics`."""
 
     def warn(self, message: str) -> None:
-        """Write to the server's log."""
+        """Write a warning to the server's log."""
 
     def leave(self, reason: str) -> None:
-        """Take a model whose engine has failed out of service, after its answers."""
+        """Take a model whose engine has failed out of service, after its last answers."""

@@ -1,4 +1,4 @@
-"""Base of the models that answer each request at once, such as the text models."""
+"""Base class of the models that answer synchronously, such as the text models."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from inference.backend.requests import Array, InferRequest, ModelError, ModelHos
 from inference.backend.triton_model import TritonModel, TritonSender
 from inference.decoding.rows import SessionTurn
 
-# Larger requests run in a process of their own, where there is one: they may take seconds, in which
-# some tokenizers keep Python's lock.
+# Larger requests run in a worker process if there is one: they may take seconds, during which some
+# tokenizers hold the GIL.
 _INLINE_BYTES = 16 << 10
 
 
 class TensorModel(TritonModel):
-    """A model that answers each request at once; subclasses add `setup` and `run`.
+    """A model that answers synchronously; subclasses add `setup` and `run`.
 
     Attributes:
-        apart: answers a request, whose size in bytes it gets too, as `answer` does, in another
-            process; None without one.
+        apart: does the same as `answer` in another process, for a request and its size in bytes;
+            None if there is no such process.
     """
 
     apart: Callable[[InferRequest, int], Awaitable[dict[str, Array]]] | None = None
@@ -40,14 +40,14 @@ class TensorModel(TritonModel):
         raise NotImplementedError
 
     def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, Array]:
-        """Return the outputs of a turn, which starts a session or `continues` it; see `run`."""
+        """Return the outputs of a session's turn; `continues` is False for the first. See `run`."""
         del continues
         return self.run(tensors)
 
     def answer(self, tensors: Tensors, turn: SessionTurn | None) -> dict[str, Array]:
         """Return the outputs of one request. Raises ValueError for a bad request.
 
-        The tensors of an interactive model have one more axis, of size 1, in front.
+        The tensors of an interactive model have an additional first axis of size 1.
         """
         if not self.interactive:
             return self.run(RequestInputs(tensors))
@@ -63,7 +63,7 @@ class TensorModel(TritonModel):
             return self._answered(request)
         try:
             return await self.apart(request, size)
-        except Exception as error:  # whatever it is, it is this request's answer alone
+        except Exception as error:  # of any kind: it concerns this request alone
             raise model_error(error)[0] from None
 
     def respond(self, request: InferRequest, sender: TritonSender) -> None:
@@ -76,12 +76,12 @@ class TensorModel(TritonModel):
     def _answered(self, request: InferRequest) -> Outputs:
         try:
             return self.answer(request.tensors, request.turn)
-        except Exception as error:  # whatever it is, it is this request's answer alone
+        except Exception as error:  # of any kind: it concerns this request alone
             raise model_error(error)[0] from None
 
 
 def _size_bytes(tensors: Mapping[str, Array]) -> int:
     return sum(
-        sum(map(len, each.reshape(-1))) if each.dtype == object else each.nbytes
-        for each in tensors.values()
+        sum(map(len, tensor.reshape(-1))) if tensor.dtype == object else tensor.nbytes
+        for tensor in tensors.values()
     )

@@ -1,4 +1,4 @@
-"""Text in, text out in one model, with the tensors that clients of PyTriton know."""
+"""A single model from text to text, with the tensors of PyTriton's FasterTransformer example."""
 
 # Shapes: B rows of a request, K beams
 
@@ -24,13 +24,13 @@ from inference.decoding.rows import RequestError, SequenceRequest
 if TYPE_CHECKING:
     from inference.engine.sequence import GenerationResult
 
-RowRead = tuple[list[int], Tensors]  # tokens of a prompt, and the other tensors of its row
+RowRead = tuple[list[int], Tensors]  # a prompt's tokens, and the option tensors of its row
 
 
 class TextModel(GenerationModel):
-    """Serves a converted model, the tokenizer next to its weights, and its prompt tables.
+    """A converted model with the tokenizer next to its weights and its prompt tables.
 
-    `tasks` are the names of the tables.
+    `tasks` are the names of the prompt tables.
     """
 
     tokenizer: Tokenizer
@@ -38,20 +38,20 @@ class TextModel(GenerationModel):
 
     def _check_weights(self) -> None:
         folder = self.settings.checkpoint_path
-        self.tokenizer = load_tokenizer(folder)  # without one nothing is loaded
+        self.tokenizer = load_tokenizer(folder)  # fail before loading weights
         super()._check_weights()
         _, config = read_config(folder)
         self.tasks = [task.task_name for task in config.tasks]
 
     def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
-        """Queue a request, see `EngineModel`; its answer is one response."""
+        """Queue a request, see `EngineModel`; it gets a single response."""
         del on_step
         return self.begin(RequestInputs(request.tensors)), self.answer
 
     def begin(self, request: Tensors) -> Future[GenerationResult]:
         """Queue the rows of a request. Raises RequestError, EngineBusyError or EngineFailedError.
 
-        Each row has the tokens and the room that it has by itself, without padding.
+        Rows are parsed one by one, so that none is padded to the longest.
         """
         rows: list[SequenceRequest] = []
         for b, (ids, options) in enumerate(self._read(request)):
@@ -64,7 +64,7 @@ class TextModel(GenerationModel):
             try:
                 parsed = parse_request(tensors, self.engine.limits)
             except RequestError as error:
-                raise RequestError([f"prompts[{b}]: {each}" for each in error.problems]) from None
+                raise RequestError([f"prompts[{b}]: {text}" for text in error.problems]) from None
             rows += parsed.rows
         return self.engine.submit(replace(parsed, rows=tuple(rows)))
 
@@ -95,7 +95,7 @@ class TextModel(GenerationModel):
         return min(longest, self.engine.limits.max_pos_seq_len or longest)
 
     def length_problems(self, name: str, output_lens: Sequence[int]) -> list[str]:
-        """Return what is wrong with the numbers of new tokens in the input `name`."""
+        """Return a problem for each output length out of range in the input `name`."""
         return [
             f"{name}[{b}]={value} must be in [1, {self._max_seq_len - 1}]"
             for b, value in enumerate(output_lens)
@@ -103,7 +103,7 @@ class TextModel(GenerationModel):
         ]
 
     def fitting(self, ids: list[int], output_len: int) -> list[int]:
-        """Return the tokens of a prompt, without those at its end for which there is no room."""
+        """Truncate a prompt's tokens at the end so that the answer fits."""
         return ids[: self._max_seq_len - output_len]
 
     def answer(self, result: GenerationResult) -> dict[str, Array]:
@@ -120,7 +120,7 @@ class TextModel(GenerationModel):
         }
 
     def sequences(self, result: GenerationResult) -> list[list[list[int]]]:
-        """Return prompt and answer of each beam of each row, without virtual tokens."""
+        """Return the tokens of prompt and answer by row and beam, without virtual tokens."""
         pairs = zip(result.request.rows, result.rows, strict=True)
         return [
             [[*asked.returned_ids, *ids] for ids in answered.output_ids]
@@ -128,14 +128,14 @@ class TextModel(GenerationModel):
         ]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, markers left out."""
+        """Return the text of tokens without special tokens."""
         limits = self.engine.limits
-        markers = self.tokenizer.special_ids | {limits.start_id, *limits.end_ids}
-        return self.tokenizer.decode([index for index in ids if index not in markers])
+        hidden = self.tokenizer.special_ids | {limits.start_id, *limits.end_ids}
+        return self.tokenizer.decode([index for index in ids if index not in hidden])
 
 
 def column(request: Tensors, name: str, rows: int, *, default: Any = None) -> list[Any]:
-    """Return one value for each row. Raises RequestError for another shape."""
+    """Return the values of a (B, 1) input. Raises RequestError for another shape."""
     if name not in request and default is not None:
         return [default] * rows
     value = request[name]

@@ -1,7 +1,7 @@
-"""The text models of a repository: preprocessing and postprocessing.
+"""The text models of a repository: preprocessing, postprocessing and the encoders' tokenizer.
 
-The tokenizer is loaded once, from the files next to the model. A bad request gets an error, the
-other requests of its batch their answers.
+The tokenizer is loaded once, from the files next to the model. A bad request gets an error without
+affecting the other requests of its batch.
 """
 
 # Shapes: B rows, K beams, S padded prompt, L prompt and answer
@@ -20,16 +20,16 @@ from inference.backend.tensor_model import TensorModel
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 
 _MOST_WORDS_BYTES = 64 << 10
-_MOST_SHOWN = 80  # characters of a wrong record
-_FULL_ROWS = 4  # of this size in a request
-_MOST_TOKENS = 8 << 20  # of all rows, padded to the longest
+_MOST_SHOWN = 80  # characters of a wrong record in an error
+_FULL_ROWS = 4  # rows of maximum size in a request
+_MOST_TOKENS = 8 << 20  # in all rows of a request, with padding
 
 
 class _Encoder(TensorModel):
-    """Encodes texts, with the end token after each where the model was trained so."""
+    """Encodes texts, each followed by the end token if the parameter append_end_id is set."""
 
     def setup(self, arguments: ModelArguments) -> None:
-        """Load the tokenizer that the model's parameters name."""
+        """Load the tokenizer in the model's parameters."""
         self.tokenizer = _tokenizer(arguments)
         self._end_id = arguments.read("end_id", TOKEN_ID)
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
@@ -39,13 +39,13 @@ class _Encoder(TensorModel):
     ) -> tuple[Array, Array]:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
-        Raises ValueError where some texts are empty and others are not, which models do not accept
-        in one batch; or if the padded rows are too large.
+        Raises ValueError if only some texts are empty, which models do not accept in one batch, or
+        if the padded rows are too large.
         """
         rows = [self.tokenizer.encode(text, special=special) + self._suffix for text in texts]
         if any(rows) and not all(rows):
             empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
-            raise ValueError(f"{empty}: an empty text must be sent in a request of its own")
+            raise ValueError(f"{empty}: an empty text must be sent in a separate request")
         longest = max(map(len, rows), default=0)
         if len(rows) * longest > _MOST_TOKENS:
             raise ValueError(
@@ -63,9 +63,9 @@ class Preprocessing(_Encoder):
         return self.turn(tensors, continues=False)
 
     def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, Array]:
-        """Return ids, lengths and word lists; what `continues` a conversation has no start token.
+        """Return ids, lengths and word lists; without a start token if the turn `continues`.
 
-        Raises ValueError with every problem.
+        Raises ValueError, which names every problem.
         """
         texts = row_texts("QUERY", tensors["QUERY"], most_bytes=self.tokenizer.most_text_bytes)
         rows = len(texts)
@@ -93,7 +93,7 @@ class Preprocessing(_Encoder):
 
 
 class QueryTokenizer(_Encoder):
-    """Text to token ids for an encoder, which takes no word lists."""
+    """Text to token ids for an encoder, without word lists."""
 
     def run(self, tensors: Tensors) -> dict[str, Array]:
         """Return ids and lengths. Raises ValueError for input that is not text."""
@@ -106,15 +106,15 @@ class Postprocessing(TensorModel):
     """Token ids to text: the prompt and the answer, without the end tokens that pad the row.
 
     Parameter `answer_only` omits the prompt; `output_holds_prompt` 0 means that the model does not
-    return it (an encoder-decoder). With `streaming`, a frame of an unfinished answer
-    ends before a character whose bytes have not all arrived.
+    return it (an encoder-decoder). With `streaming`, the text of an unfinished answer ends before
+    an incomplete character.
     """
 
     def setup(self, arguments: ModelArguments) -> None:
-        """Load the tokenizer that the model's parameters name."""
+        """Load the tokenizer in the model's parameters."""
         self.tokenizer = _tokenizer(arguments)
-        own = str(arguments.read("end_id", TOKEN_ID))
-        self.end_ids = frozenset(arguments.read("end_ids", TOKEN_IDS, default=own))
+        end_id = str(arguments.read("end_id", TOKEN_ID))
+        self.end_ids = frozenset(arguments.read("end_ids", TOKEN_IDS, default=end_id))
         self.answer_only = arguments.flag("answer_only")
         self.output_holds_prompt = arguments.read("output_holds_prompt", FLAG, default="1")
         self.streaming = arguments.flag("streaming")
@@ -132,10 +132,10 @@ class Postprocessing(TensorModel):
         finished = None
         if "IS_FINISHED" in tensors:
             finished = _one_each("IS_FINISHED", tensors, tokens.shape[:2])
-        # Without the count, an answer goes up to its first end token.
+        # Without sequence_length, an answer ends before its first end token.
         first_end = starts is not None and "sequence_length" not in tensors
         room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
-        prefix = self.tokenizer.prefix_ids  # the markers that preprocessing has put before a text
+        prefix = self.tokenizer.prefix_ids  # special tokens that preprocessing has prepended
         texts = np.empty(tokens.shape[:2], dtype=object)  # (B, K)
         for b, k in product(*map(range, texts.shape)):
             start = 0 if starts is None else int(starts[b, k])
@@ -149,17 +149,17 @@ class Postprocessing(TensorModel):
         return {"OUTPUT": texts}
 
     def _counts(self, tensors: Tensors, starts: Array | None, shape: tuple[int, ...]) -> Array:
-        """Return the number of tokens of prompt and answer in each row, (B, K)."""
+        """Return the number of tokens of prompt plus answer in each row, (B, K)."""
         if starts is None or "sequence_length" not in tensors:
             return np.full(shape[:2], shape[2])
         counts = _one_each("sequence_length", tensors, shape[:2]).astype(np.int64)
         if not self.strict_lengths:
-            # The model counts the padded prompt, which is as long as the longest one.
+            # sequence_length includes the padding to the longest prompt.
             counts = counts - starts.max(initial=0) + starts
         return counts.clip(0, shape[2])
 
     def _starts(self, tensors: Tensors, shape: tuple[int, ...]) -> Array | None:
-        """Return the start of each answer, (B, K), or None if the request does not state it."""
+        """Return the start of each answer, (B, K), None if the request does not state it."""
         if not self.output_holds_prompt:
             return np.zeros(shape, np.int64)
         for name in ("RESPONSE_INPUT_LENGTHS", "REQUEST_INPUT_LEN"):
@@ -174,7 +174,7 @@ class Postprocessing(TensorModel):
         whole = self.tokenizer.decode([*prompt, *answer], partial=partial)
         if not self.answer_only:
             return whole
-        # Decoded together with the prompt: an answer keeps the space it starts with.
+        # Decoding it together with the prompt keeps the answer's leading space.
         before = self.tokenizer.decode(prompt)
         if whole.startswith(before):
             return whole[len(before) :]
@@ -193,7 +193,7 @@ def _wrong_shape(name: str, shape: tuple[int, ...], value: Array) -> ValueError:
 
 
 def _without_end(answer: Sequence[int], end_ids: Collection[int], *, first: bool) -> Sequence[int]:
-    """Return an answer up to its `first` end token, or without the end tokens at its end."""
+    """Return an answer without trailing end tokens; with `first`, up to its first end token."""
     if first:
         return [*takewhile(lambda token: token not in end_ids, answer)]
     count = len(answer)
@@ -210,8 +210,8 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
 def row_texts(name: str, tensor: Array, *, most_bytes: int = MOST_TEXT_BYTES) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
-    Raises ValueError if it has another shape, a value is not UTF-8 or larger than `most_bytes`, or
-    all of them are larger than four times that.
+    Raises ValueError for another shape, a value that is not UTF-8 or larger than `most_bytes`, or
+    more than four times that in all.
     """
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
@@ -234,12 +234,12 @@ def _text_of(value: str | bytes, name: str) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of one CSV record; spaces count, a comma in a word needs quotes.
+    """Return the words of one CSV record; spaces are kept, a word with a comma needs quotes.
 
-    Raises ValueError for an unquoted line break inside.
+    Raises ValueError for an unquoted line break.
     """
     try:
-        # A list of one line: an empty string is a record, too, without fields.
+        # In a list, an empty string is a record without fields.
         return next(csv.reader([text]))
     except csv.Error as error:
         reason = "quote a word that has a line break" if "\n" in text or "\r" in text else error
@@ -250,8 +250,9 @@ def split_words(text: str) -> list[str]:
 def word_list_tensor(rows: Sequence[str], tokenizer: Tokenizer, *, name: str) -> Array:
     """Return the (B, 2, W) tensor of the words in each row's CSV record.
 
-    Ids of all words come one after another, above the offset at which each word ends; unused places
-    hold id 0 and offset -1. Raises ValueError with `name[row]` of each that is not a CSV record.
+    The first row has the concatenated ids of all words, the second the offsets at which words end;
+    they are padded with 0 and -1. Raises ValueError, which names each `name[row]` that is not a CSV
+    record.
     """
     problems, found = [], []
     for row, text in enumerate(rows):

@@ -1,7 +1,4 @@
-"""Text to token ids and back, from files in a repository.
-
-Nothing is downloaded: the files of a tokenizer are next to the model that uses it.
-"""
+"""Tokenizers, loaded from the files next to a model; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from export_scripts.ft.tokenizer_files import (
 )
 
 REPLACEMENT = "\ufffd"
-# A text model answers one request after the other: a text of this size takes it some seconds, and
-# is longer than what any model reads.
+# A text model answers requests one at a time. A text of this size takes a few seconds and is longer
+# than any model's context.
 MOST_TEXT_BYTES = 1 << 20
-# WordPiece looks each beginning of a word up, from each place in it: its time grows with the square
-# of the length of words and more. 64 KiB of the longest words take a second.
+# WordPiece looks up every prefix of a word from every position in it: its time grows with the
+# square of the word length or faster. 64 KiB of the longest words take a second.
 _MOST_WORDPIECE_BYTES = 1 << 16
-_LONGEST_WORD = 200  # files say 100
+_LONGEST_WORD = 200  # characters; real tokenizers have 100
 # The space that SentencePiece and similar models put before a text.
 _BLANK = "\u2581"
-# Put before a word, it gives the word the tokens that it has inside a text.
+# A text to encode before a word, to get the word's tokens inside a text.
 _BEFORE = "!"
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _BYTE_LEVEL_SPACE = "\u0120"
@@ -40,7 +37,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
-    """Return the tokenizer whose files lie in `folder`, of one kind if it is given.
+    """Return the tokenizer in `folder`, of a given kind or of any.
 
     Raises ValueError if there is none, or its files are unreadable.
     """
@@ -51,18 +48,18 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
         raise ValueError(f"{folder} holds no tokenizer; expected {choices}.")
     try:
         return _LOADERS[found.kind](found)
-    except Exception as error:  # tokenizers raises nothing narrower, and files can hold anything
+    except Exception as error:  # tokenizers raises nothing narrower, and bad files any kind
         names = ", ".join(path.name for path in found.all_files)
         reason = f"there is no token {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {reason}") from error
 
 
 def _start_marker(found: TokenizerFiles) -> str | None:
-    """Return the token that the settings put before every text, as those of OPT and Llama do."""
+    """Return the token that the settings prepend to every text, such as OPT's and Llama's."""
     if found.settings is None:
         return None
     settings = tokenizer_settings(found.settings)
-    # transformers 4's Llama tokenizer puts <s> before a text unless its settings say otherwise.
+    # transformers 4's Llama tokenizer prepends <s> by default.
     is_llama = found.kind == "sentencepiece" and settings.get("tokenizer_class") in _LLAMA_CLASSES
     if not settings.get("add_bos_token", is_llama):
         return None
@@ -71,12 +68,12 @@ def _start_marker(found: TokenizerFiles) -> str | None:
 
 
 class Tokenizer:
-    """Base of the tokenizers, whose libraries decode known ids; unknown ones are handled here.
+    """Base of the tokenizers. Libraries decode known ids; this class handles unknown ones.
 
     Attributes:
-        most_text_bytes: of a text that it encodes within seconds, whatever its words.
-        special_ids: markers, not text.
-        prefix_ids: the markers that `encode` puts before a text if `special`.
+        most_text_bytes: size of a text that it encodes within seconds, whatever its words.
+        special_ids: special tokens, which are not part of the text.
+        prefix_ids: special tokens that `encode` prepends if `special`.
     """
 
     vocab_size: int
@@ -90,14 +87,14 @@ class Tokenizer:
     _decode_known: Callable[[list[int]], str]
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of `text`, with the model's own start and end markers if `special`."""
+        """Return the ids of `text`; with `special`, including the model's special tokens."""
         raise NotImplementedError
 
     def word_forms(self, word: str) -> list[list[int]]:
-        """Return the token sequences of `word` in a text: at its start, and after other words.
+        """Return the token sequences of `word` at the start of a text and after other words.
 
-        They differ where a tokenizer puts a space before each text and the word follows its
-        neighbour without one, as a full stop or a line break does.
+        They differ if the tokenizer puts a space before each text, for words that follow others
+        without a space, such as a full stop or a line break.
         """
         alone = self.encode(word)
         before, together = self.encode(_BEFORE), self.encode(_BEFORE + word)
@@ -108,22 +105,22 @@ class Tokenizer:
         return [alone] if inside in (alone, []) else [alone, inside]
 
     def token_bytes(self, index: int) -> bytes | None:
-        """Return the bytes that a token stands for, None where its text says it all."""
+        """Return the bytes of a token, None if its text determines them."""
         byte = self._bytes.get(index)
         return None if byte is None else bytes([byte])
 
     def vocabulary(self) -> list[bytes]:
-        """Return the bytes of every token; those of markers are their names."""
-        own = map(self.token_bytes, range(self.vocab_size))
+        """Return the bytes of every token; special tokens have the bytes of their names."""
+        known = map(self.token_bytes, range(self.vocab_size))
         return [
-            (self._piece(index) or "").replace(_BLANK, " ").encode() if each is None else each
-            for index, each in enumerate(own)
+            (self._piece(index) or "").replace(_BLANK, " ").encode() if data is None else data
+            for index, data in enumerate(known)
         ]
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`; unknown ids give the replacement character.
 
-        With `partial`, further ids follow, and an incomplete last character is left out.
+        With `partial`, further ids will follow, and an incomplete last character is left out.
         """
         text = ""
         mended = self._mended([*map(int, ids)], partial=partial)
@@ -133,13 +130,13 @@ class Tokenizer:
             for known, run in groupby(mended, key=range(self.vocab_size).__contains__):
                 group = list(run)
                 text += self._decode_known(group) if known else REPLACEMENT * len(group)
-        # A token of several bytes can end within a character, which decodes to one of these.
+        # A token can end inside a character, which then decodes to a replacement character.
         return text.removesuffix(REPLACEMENT) if partial else text
 
     def _mended(self, ids: list[int], *, partial: bool) -> list[int]:
-        """Return `ids` with the bytes of incomplete characters replaced by a replacement character.
+        """Replace the byte tokens of incomplete characters by those of a replacement character.
 
-        Libraries drop a whole run of byte tokens for one that is incomplete.
+        Libraries would drop the whole run of byte tokens for one incomplete character.
         """
         if self._bytes.keys().isdisjoint(ids):
             return ids
@@ -159,9 +156,9 @@ class Tokenizer:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of the tokenizers library, of any model.
+    """A tokenizer of the tokenizers library (tokenizer.json).
 
-    `start_marker` comes before each text, if the file itself does not put it there.
+    `start_marker` is prepended to each text, unless the file itself prepends a token.
     """
 
     def __init__(self, backend: Any, *, start_marker: str | None = None) -> None:
@@ -172,8 +169,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self.most_text_bytes = _MOST_WORDPIECE_BYTES
             if longest_word > _LONGEST_WORD:
                 raise ValueError(
-                    f"max_input_chars_per_word={longest_word}, with which one word can take hours; "
-                    f"set it to {_LONGEST_WORD} or less"
+                    f"max_input_chars_per_word={longest_word}: a single word could take hours; set "
+                    f"it to {_LONGEST_WORD} or less"
                 )
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -182,33 +179,33 @@ class HuggingFaceTokenizer(Tokenizer):
         letter = backend.token_to_id("<0x41>")
         falls_back = letter is not None and backend.decode([letter]) == "A"
         self._bytes = _byte_tokens(vocab) if falls_back else {}
-        own = list(backend.encode("a", add_special_tokens=True).ids)
+        special = list(backend.encode("a", add_special_tokens=True).ids)
         plain = list(backend.encode("a", add_special_tokens=False).ids)
-        count = next((n for n in range(len(own)) if own[n : n + len(plain)] == plain), 0)
-        self._more: list[int] = []
+        count = next((n for n in range(len(special)) if special[n : n + len(plain)] == plain), 0)
+        self._start: list[int] = []
         if start_marker is not None and not count:
-            self._more = [vocab[start_marker]]
-        self.prefix_ids = (*self._more, *own[:count])
+            self._start = [vocab[start_marker]]
+        self.prefix_ids = (*self._start, *special[:count])
         decoder = backend.decoder
         is_byte_level = decoder is not None and decoder.decode([_BYTE_LEVEL_SPACE]) == " "
         self._added = frozenset(added)
         self._letters = _byte_level_letters() if is_byte_level else {}
 
     def token_bytes(self, index: int) -> bytes | None:
-        """Return the bytes of a token, see `Tokenizer`; letters stand for them in GPT-2's way."""
+        """Return the bytes of a token, see `Tokenizer`; also of GPT-2's byte-level spelling."""
         if not self._letters or index in self._added or not 0 <= index < self.vocab_size:
             return super().token_bytes(index)
         letters = self._piece(index) or ""
-        return bytes(self._letters[each] for each in letters if each in self._letters)
+        return bytes(self._letters[letter] for letter in letters if letter in self._letters)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, see `Tokenizer`."""
         ids = self._backend.encode(text, add_special_tokens=special).ids
-        return [*(self._more if special else ()), *ids]
+        return [*(self._start if special else ()), *ids]
 
 
 def _byte_level_letters() -> dict[str, int]:
-    """Return the letters by which a byte-level vocabulary spells bytes (GPT-2, encoder.py)."""
+    """Return the letters with which a byte-level vocabulary spells bytes (GPT-2, encoder.py)."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(0x100) if byte not in printed)
     letters = {chr(byte): byte for byte in printed}
@@ -216,14 +213,14 @@ def _byte_level_letters() -> dict[str, int]:
 
 
 def _byte_tokens(vocab: Mapping[str, int]) -> dict[int, int]:
-    """Return the tokens of single bytes, if the vocabulary has all 256."""
+    """Return the ids of the byte tokens, empty unless the vocabulary has all 256."""
     matches = ((_BYTE_PIECE.fullmatch(token), index) for token, index in vocab.items())
     found = {index: int(match[1], 16) for match, index in matches if match}
     return found if len(found) == 256 else {}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. `start_marker` is a token before each text; None for none."""
+    """A SentencePiece model. `start_marker` is a token to prepend to each text, None for none."""
 
     def __init__(self, model_path: Path, *, start_marker: str | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -231,10 +228,10 @@ class SentencePieceTokenizer(Tokenizer):
         self._backend = backend = SentencePieceProcessor(model_file=str(model_path))
         self._piece, self._decode_known = backend.id_to_piece, backend.decode
         self.vocab_size = int(self._backend.vocab_size())
-        every = range(self.vocab_size)
-        self.special_ids = frozenset(filter(self._backend.is_control, every))
+        all_ids = range(self.vocab_size)
+        self.special_ids = frozenset(filter(self._backend.is_control, all_ids))
         self._bytes = _byte_tokens(
-            {self._piece(index): index for index in every if self._backend.is_byte(index)}
+            {self._piece(index): index for index in all_ids if self._backend.is_byte(index)}
         )
         self.prefix_ids = tuple(self._backend[token] for token in (start_marker,) if token)
 
@@ -248,7 +245,7 @@ def _load_hf(found: TokenizerFiles) -> Tokenizer:
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_file(str(found.files[0]))
-    # A file keeps what it was last used with: a prompt is neither cut nor padded.
+    # Files keep the truncation and padding that were last set.
     backend.no_truncation()
     backend.no_padding()
     settings = tokenizer_settings(found.settings) if found.settings else {}

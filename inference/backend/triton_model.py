@@ -1,7 +1,7 @@
-"""The models in Triton's Python backend: its arguments, requests, responses and log.
+"""Adapter between the models and Triton's Python backend: arguments, requests, responses, log.
 
-`triton_python_backend_utils` exists only inside the server's stub process; it is imported where it
-is used.
+`triton_python_backend_utils` exists only inside the server's stub process, so it is imported inside
+functions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from inference.system.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
 _REPORT_S = 0.5
-# A check whether a client has left takes 0.1 ms; this many are checked at a time.
+# Clients to check at a time; a check whether one has left takes 0.1 ms.
 _ASKED_AT_ONCE = 64
 _POLL_S = 0.01
-_FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
+_FLUSH_S = 2.0  # to hand the answers of a failed engine to the server
 _SEND_S = 0.4  # for the server to send them
-_CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}  # Triton's names where they are others
-# Inputs that the server adds to the requests of a sequence.
+_CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}  # codes that Triton names differently
+# Control inputs that the server adds to the requests of a sequence.
 _CONTROLS = ("START", "END")
 
 
@@ -61,7 +61,7 @@ def _from_bf16(tensor: Any) -> Array:
 
 
 def _turn(request: Any, tensors: dict[str, Array]) -> SessionTurn | None:
-    """Return the session of a request; its control inputs, if it has some, are taken out."""
+    """Return the session turn of a request, None without one; removes its control inputs."""
     import triton_python_backend_utils as pb_utils
 
     flags = request.flags()
@@ -81,10 +81,11 @@ def _turn(request: Any, tensors: dict[str, Array]) -> SessionTurn | None:
 
 
 class TritonSender:
-    """Sends the responses to one request, whose server wants some outputs.
+    """Sends the responses to one request, with the `wanted` outputs.
 
     Attributes:
-        is_cancelled: returns whether the client has left, before the final response alone.
+        is_cancelled: returns whether the client has left; not to be called after the final
+            response.
     """
 
     def __init__(self, sender: Any, wanted: Collection[str], *, streams: bool) -> None:
@@ -92,7 +93,7 @@ class TritonSender:
         self.is_cancelled = sender.is_cancelled
 
     def send(self, outputs: Outputs, *, final: bool = True) -> None:
-        """Send those of `outputs` that the client wants."""
+        """Send the wanted ones of `outputs`."""
         import triton_python_backend_utils as pb_utils
 
         tensors = [
@@ -105,10 +106,10 @@ class TritonSender:
         self._put(pb_utils.InferenceResponse(tensors), final=final)
 
     def fail(self, error: ModelError) -> None:
-        """Send an error, the final response."""
+        """Send an error as the final response."""
         import triton_python_backend_utils as pb_utils
 
-        # Streams carry no code: the text names it unless the request itself is wrong.
+        # Streams have no field for the code: the text names it, unless the request is invalid.
         is_named = self._streams and error.code != "INVALID_ARGUMENT"
         text = f"{error.code}: {error}" if is_named else str(error)
         kind = getattr(pb_utils.TritonError, _CODES.get(error.code, error.code))
@@ -126,7 +127,7 @@ class TritonSender:
 
 
 class TritonHost(Answering):
-    """The server around the process of one model, which ends with the server.
+    """Hosts a model in a stub process of tritonserver, which ends with the server.
 
     The key of a request is the sender of its responses.
     """
@@ -144,7 +145,7 @@ class TritonHost(Answering):
     def show(self, metrics: ModelMetrics) -> None:
         """Report metrics to the server twice a second.
 
-        A change of one goes through the server's process: a thread of its own waits for that.
+        A separate thread does it, since each change waits for the server process.
         """
         threading.Thread(target=self._report, args=(metrics,), name="metrics", daemon=True).start()
 
@@ -174,19 +175,19 @@ class TritonHost(Answering):
             metrics.read()
 
     def _send(self, key: TritonSender, outputs: Outputs, *, final: bool, queued_s: float) -> None:
-        del queued_s  # the server has clocks of its own
+        del queued_s  # tritonserver measures its own times
         key.send(outputs, final=final)
 
     def _fail(self, key: TritonSender, error: ModelError) -> None:
         key.fail(error)
 
     def _flush(self) -> None:
-        """Look for clients that have left, some of them at a time, and for the server's end."""
+        """Check some of the clients for disconnection, and whether the server has ended."""
         if (now := time.monotonic()) < self._looked_s + self.pause_s:
             return
         self._looked_s = now
         if os.getppid() != self._parent:
-            os._exit(1)  # the workers follow
+            os._exit(1)  # the workers end with this process
         running = list(self._running)
         first = self._next if self._next < len(running) else 0
         self._next = first + _ASKED_AT_ONCE
@@ -201,7 +202,7 @@ class TritonHost(Answering):
             time.sleep(_POLL_S)
 
     def warn(self, message: str) -> None:
-        """Write to the server's log."""
+        """Write a warning to the server's log."""
         import triton_python_backend_utils as pb_utils
 
         pb_utils.Logger.log_warn(f"{self._name}: {message}")
@@ -209,8 +210,8 @@ class TritonHost(Answering):
     def leave(self, reason: str) -> None:
         """End this process, and thereby the server, once every request has its answer.
 
-        The supervisor ends a server that has lost a model, and the deploy stage restarts it. A
-        server without a supervisor unloads the model, which is then listed as not ready.
+        The supervisor ends a server that has lost a model, and the deploy stage restarts it.
+        Without a supervisor the model is unloaded, and then listed as not ready.
         """
         import triton_python_backend_utils as pb_utils
 
@@ -223,7 +224,7 @@ class TritonHost(Answering):
         try:
             pb_utils.unload_model(self._name)
         except pb_utils.TritonModelException as error:
-            # The server's own options reserve the unloading of models to itself.
+            # Unloading is disabled by the server's options.
             pb_utils.Logger.log_warn(f"{self._name} stays listed as ready: {error}")
 
     def close(self) -> None:
@@ -234,7 +235,7 @@ class TritonHost(Answering):
 
 
 def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Args], None]:
-    """Wrap `initialize`: file names in messages as UTF-8, without which the process would end."""
+    """Wrap `initialize`: make errors valid UTF-8; other bytes in them would end the process."""
 
     @functools.wraps(load)
     def initialize(model: Any, args: Args) -> None:
@@ -251,14 +252,14 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
 
 
 class TritonModel:
-    """A model of either server: this project's own calls `load` and `close`.
+    """A model for both servers: this project's own calls `load` and `close`.
 
     Triton calls `initialize`, `execute` and `finalize`.
 
     Attributes:
         decoupled: whether a request may have several responses.
         interactive: whether requests may belong to sessions.
-        bf16_inputs: names of the inputs that arrive as BF16.
+        bf16_inputs: names of the BF16 inputs.
     """
 
     decoupled = interactive = False
@@ -266,37 +267,37 @@ class TritonModel:
     _host: TritonHost
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
-        """Load the model. Raises ValueError if that is impossible."""
+        """Load the model. Raises ValueError if it cannot be loaded."""
         raise NotImplementedError
 
     def respond(self, request: InferRequest, sender: TritonSender) -> None:
-        """Answer a request, now or later."""
+        """Answer a request through `sender`, now or later."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the model has started."""
+        """End the threads and processes of the model."""
 
     @with_readable_errors
     def initialize(self, args: Args) -> None:
         """Load the model (called by Triton).
 
-        Of a ValueError Triton reports the message, and the model stays unavailable.
+        After a ValueError Triton reports its message and lists the model as unavailable.
         """
         self._host = TritonHost(args["model_name"])
         self.load(triton_arguments(args), self._host)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Answer requests (called by Triton); None means that the answers follow later."""
-        for each in requests:
-            tensors = _request_tensors(each, self.bf16_inputs)
+        """Answer requests (called by Triton); returning None means that answers follow later."""
+        for triton_request in requests:
+            tensors = _request_tensors(triton_request, self.bf16_inputs)
             request = InferRequest(
                 tensors,
-                turn=_turn(each, tensors) if self.interactive else None,
-                is_canary=CANARY_PARAMETER in json.loads(each.parameters() or "{}"),
+                turn=_turn(triton_request, tensors) if self.interactive else None,
+                is_canary=CANARY_PARAMETER in json.loads(triton_request.parameters() or "{}"),
             )
-            wanted = tuple(each.requested_output_names())
-            sender = TritonSender(each.get_response_sender(), wanted, streams=self.decoupled)
-            self.respond(request, sender)
+            wanted = tuple(triton_request.requested_output_names())
+            responses = triton_request.get_response_sender()
+            self.respond(request, TritonSender(responses, wanted, streams=self.decoupled))
 
     def finalize(self) -> None:
         """End the model (called by Triton)."""

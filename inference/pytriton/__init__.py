@@ -1,1 +1,1 @@
-"""Serving through PyTriton: one process for each rank, text in and text out."""
+"""Serving for PyTriton's clients, from text to text, with one process for each rank."""

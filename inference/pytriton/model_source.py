@@ -1,4 +1,4 @@
-"""From the name of a model to its weights: a local path, or a download, converted where needed."""
+"""From the name of a model to its weights: a local path or a download, converted if needed."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ from foundations.errors import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 
-# Words of this command in the converter's messages.
+# This command's option for each field that the converter's messages name.
 _OPTION_NAMES = {
     **OPTION_NAMES,
     "checkpoint_path": "--hf-model-name",
@@ -23,31 +23,31 @@ _OPTION_NAMES = {
     "weight_data_type": "--weight-data-type",
     "overwrite": "--overwrite",
 }
-# Files of a repository: all but weights, and the formats of these, of which the first is taken.
+# Files to download: descriptions, and weights in the first format that the repository has.
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
 class ModelName:
-    """The name that the user gives for the model: a local path, or a repository on the Hub."""
+    """The model that the user names: a local path, or a repository on the Hub."""
 
     text: str
     path: Path | None = None
     repository: str = ""
-    file: str | None = None  # the one file of the repository to take; None to find it
+    file: str | None = None  # a single file of the repository; None: find the weights
 
     @property
     def key(self) -> str:
-        """The name of the served model and of its folder."""
+        """Name of the served model and of its folder."""
         name = self.text if self.path is None else self.path.resolve().name
         return re.sub(r"\W", "_", name, flags=re.ASCII)
 
 
 def parse_model_name(text: str) -> ModelName:
-    """Return what `text` names: a path, or a repository with or without :<file>.
+    """Parse a path or repository[:file].
 
-    Raises ValueError if it looks like a path and does not exist, or is not a repository.
+    Raises ValueError for a path that does not exist, and for what is not a repository's name.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -66,16 +66,16 @@ def parse_model_name(text: str) -> ModelName:
 def prepare_weights(
     name: ModelName, request: ConversionRequest, *, stored_type: str | None = None
 ) -> Path:
-    """Return the folder of a model's weights, downloaded and converted if they are not there.
+    """Return the folder of a model's weights, downloading and converting them if needed.
 
-    Weights that are there already have `stored_type`, if it is given. Raises ValueError with every
-    reason why they are unavailable.
+    Existing converted weights must have `stored_type`, if it is given. Raises ValueError, which
+    names every reason why they are unavailable.
     """
     path, ft_dir = name.path, request.folder
     if path is not None and (path / "config.ini").is_file():
         return _checked(path, request.tp_size, stored_type)  # converted already
     if path is None and ft_dir.is_dir() and not request.overwrite:
-        return _checked(ft_dir, request.tp_size, stored_type)  # needs no network
+        return _checked(ft_dir, request.tp_size, stored_type)  # without network access
     source = path or _download(name, ft_dir)
     request = replace(request, checkpoint_path=source, names=_OPTION_NAMES)
     if problems := check_conversion(request):
@@ -91,7 +91,7 @@ def _checked(ft_dir: Path, tp_size: int, stored_type: str | None) -> Path:
     problems = []
     if config.tensor_para_size not in (None, tp_size):
         problems.append(
-            f"{ft_dir} is cut for {config.tensor_para_size} ranks, not for --tp={tp_size}"
+            f"{ft_dir} is split for {config.tensor_para_size} ranks, not for --tp={tp_size}"
         )
     if stored_type not in (None, config.weight_data_type):
         problems.append(
@@ -104,10 +104,10 @@ def _checked(ft_dir: Path, tp_size: int, stored_type: str | None) -> Path:
 
 
 def _download(name: ModelName, ft_dir: Path) -> Path:
-    """Return what to convert of a repository: its folder, or the one file that is named.
+    """Download what to convert: the repository's folder, or a single file.
 
-    Without a network the library finds what an earlier download has left. Raises ValueError, which
-    names the alternative.
+    Without a network the library finds earlier downloads. Raises ValueError, which names the
+    alternative.
     """
     reason = "it has neither .safetensors nor pytorch_model*.bin; name one of its files, as in "
     reason += f"{name.repository}:<file>"
@@ -123,7 +123,7 @@ def _download(name: ModelName, ft_dir: Path) -> Path:
                 return folder
     except ImportError:
         reason = "huggingface_hub is not installed"
-    except Exception as error:  # refusals, lost connections, no network: they have no common kind
+    except Exception as error:  # HTTP errors, lost connections, no network: no common base class
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise ValueError(
         f"--hf-model-name={name.text} is not a local path, is not converted ({ft_dir} does not "

@@ -1,9 +1,9 @@
-"""A repository of one model that takes and gives text, for the clients of PyTriton.
+"""A repository of one model from text to text, for the clients of PyTriton.
 
-The inputs and outputs of `text` are those of its FasterTransformer example, and `sequence_tokens`;
-those of `nemo` are of its NeMo example (examples/nemo_megatron_gpt_multinode), whose names and
-types follow NeMo's LengthParam, SamplingParam and OutputType. Inputs of `nemo-deploy` are what the
-two query classes of nemo/deploy/nlp/query_llm.py send.
+The interface `text` has the tensors of PyTriton's FasterTransformer example, and `sequence_tokens`;
+`nemo` has those of its NeMo example (examples/nemo_megatron_gpt_multinode), whose names and types
+follow NeMo's LengthParam, SamplingParam and OutputType; `nemo-deploy` has the inputs that the two
+query classes of nemo/deploy/nlp/query_llm.py send.
 """
 
 import re
@@ -17,13 +17,13 @@ from export_scripts.triton.signature import declared
 
 MAX_BATCH_SIZE = 128
 
-# Interface, by its name in the table of signatures, to module and class in inference.backend.
+# Import from inference.backend for each interface, by its name in the table of signatures.
 INTERFACES = {
     "text": "text_generation import TextModel",
     "nemo": "nemo_generation import NemoModel",
     "nemo-deploy": "nemo_generation import NemoDeployModel",
 }
-NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
+NEMO_NAME = "GPT"  # the model name that the client of PyTriton's NeMo example uses
 _SCRIPT = "from inference.backend.{} as TritonPythonModel  # noqa: F401\n"
 
 
@@ -38,17 +38,16 @@ def write_text_repository(
     data_type: str | None = None,
     parameters: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a repository that serves a folder of converted weights, where they are.
+    """Write a repository that serves a folder of converted weights in place.
 
-    `weights` is `<TP>-gpu`, with the tokenizer; `interface` a key of INTERFACES. The model computes
-    in the type of the weights if `data_type` is None. Further `parameters` of config.pbtxt are left
-    out if they are None. Raises ValueError if the name cannot be that of a folder, or the weights
-    have no config.ini.
+    `weights` is `<TP>-gpu`, with the tokenizer; `interface` a key of INTERFACES. `data_type` None
+    stands for the type of the weights. `parameters` are added to config.pbtxt, except None values.
+    Raises ValueError if the name is not valid for a folder, or the weights have no config.ini.
     """
     if not re.fullmatch(r"[\w.-]*\w", name, re.ASCII):
         raise ValueError(f"--model-name={name}: use letters, digits, _, - and .")
     family, config = read_config(weights)
-    given = {
+    values = {
         "model_type": family.model_type,
         "tensor_para_size": tp_size,
         "pipeline_para_size": pp_size,
@@ -61,7 +60,7 @@ def write_text_repository(
         backend="python",
         max_batch_size=MAX_BATCH_SIZE,
         signature=declared(interface),
-        parameters={key: str(value) for key, value in given.items() if value is not None},
+        parameters={key: str(value) for key, value in values.items() if value is not None},
         max_queue_delay_us=0,
         files={"model.py": _SCRIPT.format(INTERFACES[interface]).encode()},
     )

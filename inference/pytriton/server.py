@@ -1,8 +1,8 @@
-"""`python -m inference.pytriton.server`: serve a model by name, text in and text out.
+"""`python -m inference.pytriton.server`: serve a model by name, from text to text.
 
-It fetches and converts the model if need be, and serves a repository of it as `inference.server`
-does. Started by mpirun, srun or torchrun, TP x PP processes in all, each process is one rank;
-started by itself, it starts the ranks of this node.
+It downloads and converts the model if needed, and serves it as `inference.server` does. Each of TP
+x PP processes that mpirun, srun or torchrun start is one rank; started directly, it starts all
+ranks on this node.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _refused(str(error))
     if problem := _count_problem(arguments, place):
-        # Rank 0 reports it for all: a launcher might end it first if another rank failed.
+        # Only rank 0 reports it and fails: a launcher might end rank 0 first if another one failed.
         return _refused(problem) if place.rank == 0 else 0
     if place.world_size > 1:
         key_file = arguments.output_dir.absolute() / f".rendezvous-{port}.key"
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve_rank()
     if place.world_size > 1 and isinstance(problem := port_problem(host, port), TakenPort):
         sys.stderr.write(f"error: port {port} of the rendezvous {problem}; choose another one\n")
-        return 1  # the rank that has it refuses the others
+        return 1  # the rank that holds the port refuses the other ranks
     logging.basicConfig(level=logging.INFO, format="%(asctime)s rank 0 %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     status, reason = 1, "the server has ended; its output has the reason"
@@ -92,7 +92,7 @@ def _refused(problem: str) -> int:
 
 
 def _count_problem(arguments: argparse.Namespace, place: LaunchEnvironment) -> str | None:
-    """Return what is wrong with the number of processes, on all ranks alike."""
+    """Return why the number of processes is wrong, None if it is right; the same on all ranks."""
     tp, pp = arguments.tp, arguments.pp
     if min(tp, pp) < 1:
         return f"--tp={tp} and --pp={pp} must be at least 1"
@@ -149,13 +149,13 @@ def _lead(arguments: argparse.Namespace) -> int:
 
 
 def _call_off(place: LaunchEnvironment, reason: str) -> None:
-    """Send the other ranks, which wait for the model, the reason why there is none."""
+    """Send the other ranks, which wait for the model, the reason of the failure."""
     from inference.ranks.launched_rank import open_rendezvous
     from inference.ranks.rendezvous import RendezvousError
     from inference.ranks.settings import RANK_TIMEOUT_S
 
     if place.world_size > 1:
-        with contextlib.suppress(RendezvousError):  # the model has opened it, and has ended
+        with contextlib.suppress(RendezvousError):  # the model had opened it before it ended
             rendezvous = open_rendezvous(place.world_size, timeout_s=RANK_TIMEOUT_S)
             assert rendezvous is not None
             rendezvous.refuse(reason)
@@ -173,15 +173,15 @@ def _parser() -> argparse.ArgumentParser:
         "local path: a folder, a .nemo archive, or a folder of converted weights (default "
         "gpt2)")  # fmt: skip
     add("--output-dir", type=Path, default=Path("ft_models"),
-        help="where converted models are kept (default ft_models)")  # fmt: skip
-    add("--model-name", help="name of the served model (default: MODEL, with _ for other than "
+        help="folder for converted models (default ft_models)")  # fmt: skip
+    add("--model-name", help="name of the served model (default: MODEL, with _ for everything but "
         f"letters and digits; with --interface nemo {NEMO_NAME})")  # fmt: skip
     add("--interface", choices=tuple(INTERFACES), default="text",
         help="inputs and outputs of the model: text (default), nemo, those of PyTriton's NeMo "
         "example and its client, or nemo-deploy, those of NeMo's NemoQueryLLM")  # fmt: skip
-    add("--overwrite", action="store_true", help="convert again what is there already")
-    add("--vocab-file", type=Path, help="vocabulary in place of the model's own")
-    add("--merges-file", type=Path, help="merges in place of the model's own")
+    add("--overwrite", action="store_true", help="convert again even if converted weights exist")
+    add("--vocab-file", type=Path, help="vocabulary instead of the model's own")
+    add("--merges-file", type=Path, help="merges instead of the model's own")
     add("--lib-path", type=Path, help="accepted for FasterTransformer's scripts, has no effect")
     add("--instances", type=int, help="accepted for PyTriton's, has no effect: requests run "
         "together, up to --max-lanes sequences")  # fmt: skip
@@ -189,9 +189,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--data-type", choices=WEIGHT_DATA_TYPES,
         help="type to compute in (default: that of the stored weights)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto (default) uses GPUs where there are any")  # fmt: skip
-    add("--max-seq-len", type=int, help="most tokens of a sequence (default: the model's, or 4096)")
-    add("--max-lanes", type=int, help="most sequences that run at once (default 64)")
+        help="auto (default) uses GPUs if there are any")  # fmt: skip
+    add("--max-seq-len", type=int, help="maximum tokens of a sequence (default: the model's, or "
+        "4096)")  # fmt: skip
+    add("--max-lanes", type=int, help="maximum number of concurrent sequences (default 64)")
     add("--kv-cache-bytes", type=int, help="memory for keys and values on each rank")
     add("--master-addr", help="host where the ranks meet (default MASTER_ADDR, else loopback, or "
         "with srun the first node); rank 0 listens at this address alone")  # fmt: skip

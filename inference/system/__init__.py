@@ -1,1 +1,1 @@
-"""The machine around a process: limits, memory, ports, private folders, launchers and parents."""
+"""The environment of a process: limits, memory, ports, private folders, launchers and parents."""

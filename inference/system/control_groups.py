@@ -1,7 +1,7 @@
-"""Limits that a container or a job sets to this process: its control groups, version 2.
+"""Limits that a container or a job sets for this process through control groups, version 2.
 
-A machine's own figures ignore them: /proc/meminfo is the host's, and the cores of a process do not
-show its share of their time. Files: kernel documentation, admin-guide/cgroup-v2.
+Other figures ignore them: /proc/meminfo is the host's, and a process's cores do not show its CPU
+quota. Files: kernel documentation, admin-guide/cgroup-v2.
 """
 
 import math
@@ -15,7 +15,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the cores of this process, at most as many as its share of CPU time fills."""
+    """Return the number of cores of this process, limited by its CPU quota, at least 1."""
     cores = len(os.sched_getaffinity(0))
     for group in _groups():
         quota, _, period = _text(group / "cpu.max").partition(" ")  # microseconds
@@ -25,9 +25,9 @@ def usable_cores() -> int:
 
 
 def memory_room() -> int | None:
-    """Return the bytes that this process may still take, None without a limit.
+    """Return the bytes that this process may still allocate, None without a limit.
 
-    Cached files do not count: the kernel drops them when memory is needed.
+    Cached files count as free: the kernel drops them when memory is needed.
     """
     rooms = []
     for group in _groups():
@@ -39,11 +39,11 @@ def memory_room() -> int | None:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folder of this process's group and of each one around it."""
+    """Yield the folders of this process's group and of its parent groups."""
     found = re.search(r"^0::/(.*)$", _text(_OWN), re.M)
     path = Path(found[1] if found else "")
-    # Paths above the root of a namespace are not shown.
-    yield from (_MOUNT / each for each in (path, *path.parents) if ".." not in each.parts)
+    # A path with ".." leads outside of the namespace, where groups are not visible.
+    yield from (_MOUNT / group for group in (path, *path.parents) if ".." not in group.parts)
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The place of a process in a launch, and its GPUs, from environment variables.
+"""The rank of a process in a launch, and its GPUs, from environment variables.
 
 mpirun, torchrun, srun and other PMI launchers are recognised by the variables they set.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 # Selects a row of the table below when the variables of several launchers are set.
 LAUNCHER_VARIABLE = "SLIPWAY_LAUNCHER"
-DEFAULT_PORT = 29500  # torch's launchers use it too
+DEFAULT_PORT = 29500  # also the default of torch's launchers
 # `host:port` of the rendezvous of ranks that a launcher started, on the first node.
 RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
-# The file, seen by all nodes, in which rank 0 leaves the key of the launch.
+# The file, visible to all nodes, into which rank 0 writes the key of the launch.
 KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -27,9 +27,9 @@ class LaunchEnvironment:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # among the processes of this node
-    local_size: int = 1  # number of these
-    launcher: str = "none"  # of a process started by itself
+    local_rank: int = 0  # among the processes on this node
+    local_size: int = 1  # number of processes on this node
+    launcher: str = "none"  # "none" for a process without a launcher
     job: str = ""  # identifier of this launch; may be empty
     head: str | None = None  # host of rank 0, if the launcher's variables name it
 
@@ -39,7 +39,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of one launcher; the first one that is set counts."""
+    """The variables of one launcher; the first one of each tuple that is set counts."""
 
     name: str
     rank: tuple[str, ...]
@@ -47,14 +47,14 @@ class _Launcher:
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()  # one of these is set, or the variables are not this process's own
-    # Where lists have to be read for them: the local size, and the host of rank 0.
+    needs: tuple[str, ...] = ()  # the other variables count only if one of these is set
+    # Parsers of the launcher's lists for the local size and the host of rank 0.
     read_local_size: Callable[[Environment], int | None] = lambda _: None
     read_head: Callable[[Environment], str | None] = lambda _: None
 
 
 def _slurm_count(environment: Environment) -> int | None:
-    """Return the tasks of this node from a list such as 2(x3),1."""
+    """Return the number of tasks on this node from a list such as 2(x3),1."""
     counts: list[int] = []
     for text in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", text)
@@ -78,9 +78,9 @@ _TORCH: dict[str, Any] = {
     "local_rank": ("LOCAL_RANK",),
     "local_size": ("LOCAL_WORLD_SIZE",),
 }
-# The order matters. Inside an allocation mpirun passes on the allocation's variables, and inside a
-# step torchrun passes on the step's, so inner launchers come first. A plain RANK may be left over
-# in a user's shell, so it comes after Slurm's variables, which count only within a step.
+# Inner launchers come first: mpirun passes on the variables of an allocation, and torchrun those of
+# a step. A plain RANK may be left over in a user's shell, so it comes after Slurm's variables,
+# which count only within a step.
 _LAUNCHERS = (
     _Launcher(
         "mpirun",
@@ -114,18 +114,18 @@ _LAUNCHERS = (
 
 
 def read_launch_environment(environment: Environment) -> LaunchEnvironment:
-    """Return the place of the process with these variables; rank 0 of 1 without any.
+    """Return the rank of a process with these variables; rank 0 of 1 without any.
 
     Raises ValueError if the variables contradict each other or are not numbers.
     """
-    named = environment.get(LAUNCHER_VARIABLE)
+    selected = environment.get(LAUNCHER_VARIABLE)
     names = [launcher.name for launcher in _LAUNCHERS]
-    if named is not None and named not in names:
-        raise ValueError(f"{LAUNCHER_VARIABLE}={named} is unknown; use {', '.join(names)}")
+    if selected is not None and selected not in names:
+        raise ValueError(f"{LAUNCHER_VARIABLE}={selected} is unknown; use {', '.join(names)}")
     for launcher in _LAUNCHERS:
-        started = any(name in environment for name in launcher.rank)
-        own = not launcher.needs or any(name in environment for name in launcher.needs)
-        if named == launcher.name or (named is None and started and own):
+        has_rank = any(name in environment for name in launcher.rank)
+        counts = not launcher.needs or any(name in environment for name in launcher.needs)
+        if selected == launcher.name or (selected is None and has_rank and counts):
             return _place(launcher, environment)
     return LaunchEnvironment()
 
@@ -171,12 +171,12 @@ def _number(environment: Environment, names: tuple[str, ...]) -> int | None:
 def rendezvous_address(
     place: LaunchEnvironment, environment: Environment, *, host: str | None, port: int | None
 ) -> tuple[str, int]:
-    """Return host and port of the rendezvous: the given ones, else the variables', else loopback.
+    """Return host and port of the rendezvous: arguments first, then variables, then loopback.
 
     Raises ValueError if no variable names the host of rank 0 of several nodes, or for a wrong port.
     """
     head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
-    if head is None and place.local_size < place.world_size:  # others run on other nodes
+    if head is None and place.local_size < place.world_size:  # there are other nodes
         head = place.head
         if head is None:
             raise ValueError(
@@ -194,7 +194,7 @@ def rendezvous_address(
 def visible_gpus() -> list[str]:
     """Return the names of the visible GPUs, as CUDA_VISIBLE_DEVICES spells them.
 
-    CUDA is not initialised, which would freeze what it sees.
+    This does not initialise CUDA, after which the visible GPUs could not change.
     """
     if (text := os.environ.get(VISIBLE_VARIABLE)) is not None:
         return [name.strip() for name in text.split(",") if name.strip() not in ("", "-1")]

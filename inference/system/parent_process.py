@@ -1,4 +1,4 @@
-"""A process and the one that started it: signals, their end, and that of what they leave."""
+"""Relations between a process and its parent: signals, orphans, linked processes."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal asks the job to end; raised in the main thread, whose context managers clean up."""
+    """A signal asks the job to end; raised in the main thread, where context managers clean up."""
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
@@ -28,52 +28,52 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parents end."""
+    """Become the new parent of all descendants whose parents end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextlib.contextmanager
 def stop_signals(*signals: signal.Signals) -> Iterator[threading.Event]:
-    """Raise StopRequested on one of the signals in the main thread; further ones are ignored.
+    """Raise StopRequested in the main thread at the first of these signals; ignore later ones.
 
     The event is set once a signal has arrived.
     """
-    came = threading.Event()
+    arrived = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield arrived
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
         del frame
-        for each in signals:
-            signal.signal(each, signal.SIG_IGN)
-        came.set()
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+        arrived.set()
         raise StopRequested(signal.Signals(signum).name)
 
-    previous = {each: signal.signal(each, stop) for each in signals}
+    previous = {number: signal.signal(number, stop) for number in signals}
     try:
-        yield came
+        yield arrived
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
-    """Ignore signals that ask for an end which has begun."""
+    """Ignore these signals during a shutdown that is already in progress."""
     is_main = threading.current_thread() is threading.main_thread()
-    previous = {each: signal.signal(each, signal.SIG_IGN) for each in signals if is_main}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in signals if is_main}
     try:
         yield
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def set_command_line(words: Sequence[str]) -> None:
-    """Show other words in the list of processes, as far as there is room for them (proc(5), stat).
+    """Change this process's command line in the process list, truncated to its original length.
 
-    The kernel reads them where it has put the arguments of this process.
+    It overwrites the memory in which the kernel has put the arguments (proc(5), stat).
     """
     fields = Path("/proc/self/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
     start, size = int(fields[45]), int(fields[46]) - int(fields[45])
@@ -82,7 +82,7 @@ def set_command_line(words: Sequence[str]) -> None:
 
 
 def checkout_program(module: str, *options: str) -> tuple[str, ...]:
-    """Return the command of `main` of a module of this checkout, whatever the owner's folder is.
+    """Return the command that runs `main` of a module of this checkout, from any working directory.
 
     `options` are the interpreter's.
     """
@@ -94,10 +94,10 @@ def checkout_program(module: str, *options: str) -> tuple[str, ...]:
 
 
 class LinkedProcess(subprocess.Popen[bytes]):
-    """A program and the other end of its link.
+    """A process with a pipe to it, of which this process holds the end `link`.
 
-    The arguments are the words of the program itself, the descriptor of its end, and `words`. With
-    a log, to which it appends, it is in a session of its own.
+    Its arguments are those of `program`, the descriptor of its end, and `words`. With a log, to
+    which it appends, it runs in a new session.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class LinkedProcess(subprocess.Popen[bytes]):
 
 
 def end_process(process: subprocess.Popen[Any], *, grace_s: float) -> int:
-    """Ask a process to end, kill it after `grace_s`, and return its status."""
+    """Terminate a process, kill it after `grace_s`, and return its status."""
     process.terminate()
-    process.send_signal(signal.SIGCONT)  # a stopped process does not see the other signal
+    process.send_signal(signal.SIGCONT)  # a stopped process does not handle SIGTERM
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(grace_s)
     process.kill()
@@ -133,7 +133,7 @@ def end_process(process: subprocess.Popen[Any], *, grace_s: float) -> int:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; most of those for applications have a number alone."""
+    """Return the name of a signal; most real-time signals have only a number."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"

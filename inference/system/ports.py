@@ -1,4 +1,4 @@
-"""Free ports, and the processes that hold taken ones."""
+"""Free ports, and the processes that hold ports in use."""
 
 import contextlib
 import errno
@@ -11,16 +11,16 @@ from pathlib import Path
 
 TRITON_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 DEFAULT_PORTS = {**TRITON_PORTS, "openai": 8003}
-FREE_PORTS = dict.fromkeys(TRITON_PORTS, 0)  # chosen at the start
+FREE_PORTS = dict.fromkeys(TRITON_PORTS, 0)  # 0: chosen at the start
 _HIGHEST = 65535
-_LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
+_LOWEST, _TRIES = 10_000, 1000  # lowest port to pick, and number of attempts
 _LISTEN = "0A"  # state column of /proc/net/tcp
-# The code with which `checkout_program` starts a module.
+# The command line of a module that `checkout_program` starts.
 _CHECKOUT_PROGRAM = re.compile(r"-c .*; from (\S+) import main; sys.exit\(main\(\)\)")
 
 
 class TakenPort(str):
-    """Why a server cannot listen at a port: another process does."""
+    """The reason that a port is in use by another process."""
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -28,30 +28,30 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """Return an address as URLs have it."""
+    """Return `host:port` as in URLs, with brackets around IPv6 addresses."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @contextlib.contextmanager
 def free_ports(host: str, count: int) -> Iterator[list[int]]:
-    """Yield `count` different ports that are free on `host`, and not given again meanwhile.
+    """Yield `count` different free ports on `host`, reserved until the block ends.
 
-    A server can listen at them: both sockets allow the reuse of their address, and this one does
-    not listen. They lie below the ports that the kernel gives to outgoing connections.
+    A server can listen on them: both sockets set SO_REUSEADDR, and the reserving one does not
+    listen. They lie below the ports that the kernel uses for outgoing connections.
     """
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii")  # ip(7)
     wanted = list(range(_LOWEST, int(ephemeral.split()[0])))
     random.shuffle(wanted)
     found: list[int] = []
     with contextlib.ExitStack() as stack:
-        # The kernel's own choice comes last, for machines whose range begins lower.
+        # The kernel's choice (port 0) comes last, for machines whose ephemeral range begins lower.
         for port in [*wanted[:_TRIES], *[0] * count]:
             if len(found) == count:
                 break
             probe = stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
             with contextlib.suppress(OSError):
                 probe.bind((host, port))
-                # After the binding, which fails at a port that another process holds so.
+                # Only after bind, which thus fails at a port that another process has reserved.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 found.append(int(probe.getsockname()[1]))
         if len(found) < count:
@@ -60,17 +60,17 @@ def free_ports(host: str, count: int) -> Iterator[list[int]]:
 
 
 def pick_free_ports(host: str, count: int) -> list[int]:
-    """Return `count` different ports that are free on `host` now."""
+    """Return `count` different ports that are free on `host` now, without reserving them."""
     with free_ports(host, count) as ports:
         return ports
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Return why a server cannot listen on `host`:`port`, with the holder if it can be seen."""
+    """Return why a server cannot listen on `host`:`port`, with the port's holder if visible."""
     if not 0 <= port <= _HIGHEST:
         return f"is not a port, which are 0 to {_HIGHEST}"
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        # Servers set this too: a port with lingering old connections is free.
+        # Servers set this too: old connections in TIME_WAIT do not block a port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -87,11 +87,11 @@ def port_problem(host: str, port: int) -> str | None:
 def ports_problems(
     host: str, ports: Mapping[str, int], *, keys: Mapping[str, str], is_here: bool = True
 ) -> list[str]:
-    """Return why a server cannot listen on `host`, or a message for every port that is unavailable.
+    """Return a message if a server cannot listen on `host`, or one for every unavailable port.
 
-    Port 0 means any free port. `keys` gives the configuration key of each name, and of `host`,
-    which is an address or name. Without `is_here` the server runs elsewhere: its ports have to
-    differ.
+    Port 0 means any free port. `keys` are the configuration keys of the ports and of `host`, which
+    is an address or a name. Without `is_here` the server runs on another machine: then only the
+    name is checked, and that the ports differ.
     """
     if not _may_be_host(host):
         return [f"{keys['host']}={host} is neither an address nor the name of a host."]
@@ -120,7 +120,7 @@ def _may_be_host(text: str) -> bool:
 
 
 def _holder_text(port: int) -> str:
-    """Return which process listens at a port; nothing where this user cannot see that."""
+    """Return which process listens on a port, "" if this user cannot see it."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def _holder_text(port: int) -> str:
                     sockets.add(f"socket:[{columns[9]}]")
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's process, or one that just ended
-            if any(str(each.readlink()) in sockets for each in (process / "fd").iterdir()):
+            if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ").split()
                 command = b" ".join(words).decode(errors="replace")
                 command = _CHECKOUT_PROGRAM.sub(r"-m \1", command)[:100]

@@ -1,7 +1,7 @@
-"""Folders among temporary files: private ones, and such with names that tritonserver can take.
+"""Temporary folders: private ones, and ones with names that are safe for tritonserver.
 
-Its Python backend starts an interpreter with an unquoted shell command and assumes ASCII names:
-with a space in the repository's path, a model would load for ever.
+Triton's Python backend starts an interpreter with an unquoted shell command and assumes ASCII
+names: with a space in the repository's path, a model would load forever.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
-    """A new folder of mode 700, locked for as long as this process lives.
+    """A new folder of mode 700, locked until this process ends.
 
-    The lock shows the next process of the same user and kind that the folder is in use. The folders
-    of processes that were killed have none, and are removed by the next one.
+    The lock marks the folder as in use. The next process of the same user and kind removes folders
+    without a lock, which killed processes have left behind.
     """
 
     def __init__(self, kind: str, *, place: Path | None = None) -> None:
-        """Make it as `<place>/slipway-<kind>-*`; without a place, where temporary files go."""
+        """Create `<place>/slipway-<kind>-*`; `place` defaults to the folder of temporary files."""
         place = place or Path(tempfile.gettempdir())
         self._closing = threading.Lock()
         for path in abandoned_paths(place.glob(f"{_PREFIX}{kind}-*"), _FOLDER):
@@ -37,7 +37,7 @@ class PrivateFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder; may be called again, and by several threads."""
+        """Remove the folder; may be called repeatedly and by several threads."""
         shutil.rmtree(self.path, ignore_errors=True)
         with self._closing:
             if self._held >= 0:
@@ -46,9 +46,9 @@ class PrivateFolder:
 
 
 def held_path(make: Callable[[], Path], flags: int) -> tuple[int, Path]:
-    """Return a descriptor and its path, locked for as long as the descriptor is open.
+    """Create a path and return (descriptor, path), locked while the descriptor is open.
 
-    Where there are no locks it has none, and nothing abandoned is found.
+    On a file system without locks the path is not locked, and `abandoned_paths` finds none.
     """
     while True:
         path = make()
@@ -58,11 +58,11 @@ def held_path(make: Callable[[], Path], flags: int) -> tuple[int, Path]:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held), path.lstat()):
                 return held, path
-        os.close(held)  # another process took it for abandoned before it was locked
+        os.close(held)  # before it was locked, another process removed it as abandoned
 
 
 def abandoned_paths(paths: Iterable[Path], flags: int) -> Iterator[Path]:
-    """Yield those of this user's paths, locked, that no process holds any more."""
+    """Lock and yield each of this user's paths that no process holds any longer."""
     for path in paths:
         with contextlib.suppress(OSError):
             held = os.open(path, flags | _SAFE)
@@ -75,21 +75,21 @@ def abandoned_paths(paths: Iterable[Path], flags: int) -> Iterator[Path]:
 
 
 def is_plain(path: Path | str) -> bool:
-    """Return whether a path is one word to a shell, of plain ASCII characters."""
+    """Return whether a path needs no quoting in a shell and is ASCII."""
     return shlex.quote(str(path)) == str(path)
 
 
 def plain_temporary_folder() -> Path:
-    """Return where temporary files go, if its name is safe, else /tmp."""
+    """Return the folder of temporary files if its name is plain, else /tmp."""
     folder = tempfile.gettempdir()
     return Path(folder if is_plain(folder) else "/tmp")
 
 
 @contextlib.contextmanager
 def plain_folder(folder: str) -> Iterator[str]:
-    """Yield a safe name of a folder: its own, or a link in a temporary folder.
+    """Yield a plain path to a folder: its own, or a link to it in a temporary folder.
 
-    An address outside this machine stays as it is.
+    A URL stays as it is.
     """
     if is_plain(folder) or not Path(folder).is_dir():
         yield folder

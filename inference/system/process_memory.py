@@ -1,8 +1,8 @@
-"""Memory of a process that computes: huge pages for weights, few kept kernels, less garbage.
+"""Memory settings of an engine process: huge pages, smaller kernel caches, less garbage collection.
 
-Decoding reads all weights for each token. In pages of 2 MB its products are 10 to 20% faster. For
-each shape of a product on CPU, oneDNN and torch keep a kernel of 0.5 MB or more, 1,024 each by
-default. torch, oneDNN and glibc read the variables when a process starts.
+Decoding reads all weights for each token; with 2 MB pages its matrix products are 10 to 20% faster.
+oneDNN and torch each cache up to 1,024 kernels by default, one for each shape of a product on a
+CPU, of 0.5 MB or more. torch, oneDNN and glibc read the variables when a process starts.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN
 
 
 def memory_variables() -> dict[str, str]:
-    """Return the variables for a new process; what this process has set stays."""
+    """Return the variables for a new process; variables that this process has set are kept."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if _TUNABLE not in tunables:  # 1: malloc, which FBGEMM's weights come from, asks for them
+    if _TUNABLE not in tunables:  # 1: malloc, which allocates FBGEMM's weights, uses huge pages
         tunables = ":".join(filter(None, (tunables, f"{_TUNABLE}=1")))
     defaults = {"THP_MEM_ALLOC_ENABLE": "1", **dict.fromkeys(_CACHES, _KEPT_KERNELS)}
-    kept = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return {**kept, "GLIBC_TUNABLES": tunables}
+    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return {**variables, "GLIBC_TUNABLES": tunables}
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules, and exempt them from collections of garbage as `keep_loaded` does.
+    """Import modules without garbage collection, and exempt them from it as `keep_loaded` does.
 
-    While torch is imported, collections take a tenth of the time and find next to nothing.
+    Collections take a tenth of the time of importing torch and find next to nothing.
     """
     gc.disable()
     for name in names:
@@ -39,18 +39,18 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def keep_loaded() -> None:
-    """Exempt all that is loaded from later collections of garbage.
+    """Exempt all current objects from garbage collection.
 
-    Searching it would stop all answers for 0.2 s each time.
+    Scanning them would block all answers for 0.2 s each time.
     """
     gc.collect()
     gc.freeze()
 
 
 def give_back_memory() -> None:
-    """Collect garbage, also among what `keep_loaded` exempted, and return it to the system.
+    """Collect garbage, also among the objects that `keep_loaded` exempted, and return it to the OS.
 
-    glibc would keep most of what weights have taken: 0.7 of 0.8 GB.
+    glibc would keep most of the memory of weights: 0.7 of 0.8 GB.
     """
     gc.unfreeze()
     gc.collect()

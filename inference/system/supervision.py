@@ -1,18 +1,17 @@
-"""The interface between a model in the server and the supervisor of the server."""
+"""The interface between a model in a server and the server's supervisor."""
 
 import contextlib
 import os
 import socket
 
-# Path of the socket of the server's supervisor, which ends a server when a process of one of its
-# models ends; empty without one.
+# Path of the socket on which models report why they end; empty without a supervisor.
 REPORTS_VARIABLE = "SLIPWAY_REPORTS"
-# The number of restarts after failures.
+# Number of restarts after failures.
 RESTARTS_VARIABLE = "SLIPWAY_RESTARTS"
-# A parameter of canary requests. A busy model that makes progress answers one at once with BUSY
-# instead of queueing it.
+# Parameter of canary requests. A busy model that makes progress answers BUSY at once instead of
+# queueing a canary.
 CANARY_PARAMETER, BUSY = "slipway_canary", "busy"
-# The beginning of the names of all such parameters; a server takes none from clients.
+# Prefix of this project's own request parameters, which clients may not send.
 OWN_PREFIX = "slipway_"
 _LONGEST = 32 * 1024  # bytes of a report
 

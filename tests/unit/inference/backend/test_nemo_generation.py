@@ -215,7 +215,7 @@ def test_nemos_query_clients_are_answered_as_the_example(
     (tuned,) = infer(deployed, [{"prompts": prompts, **wide, **task}])
     (same,) = infer(model, [request(["the end", "a"], task="squad", max_length=12, add_BOS=False)])
     assert sentences(tuned) == sentences(same)
-    with pytest.raises(RequestError, match="no_repeat_ngram_size is not computed here; send 0"):
+    with pytest.raises(RequestError, match="no_repeat_ngram_size is not supported; send 0"):
         infer(deployed, [{"prompts": prompts, "no_repeat_ngram_size": np.full((2, 1), 2.0)}])
 
 
@@ -227,7 +227,7 @@ def test_all_problems_are_named_at_once(model: NemoModel) -> None:
         f"max_length[0]=0 must be in [1, {POSITIONS - 1}]",
         "tasks[0]='boolq': the model has no such task; use text_generation or squad",
         "top_k[0]=-1 must be 0 to 4294967295",
-        "all_probs is not computed here; send false",
+        "all_probs is not supported; send false",
     ]
-    with pytest.raises(RequestError, match="virtual tokens are not scored"):
+    with pytest.raises(RequestError, match="virtual tokens have no scores"):
         infer(model, [request(["a"], task="squad", compute_logprob=True)])

@@ -90,7 +90,7 @@ def test_converted_folder_is_used_as_it_is(source: Path, tmp_path: Path) -> None
     ft_dir = convert(request).ft_dir
     assert prepared(ft_dir, tmp_path / "unused") == ft_dir
     assert not (tmp_path / "unused").exists()
-    with pytest.raises(ValueError, match="cut for 2 ranks") as caught:
+    with pytest.raises(ValueError, match="split for 2 ranks") as caught:
         prepared(ft_dir, tmp_path, tp_size=4, stored="fp32")
     assert "holds fp16 weights, not --weight-data-type=fp32" in str(caught.value)
 
