@@ -195,6 +195,7 @@ def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_and_a_frozen_rank
     assert not (service.folder / "endpoint.json").exists()
 
 
+@pytest.mark.long
 def test_an_encoder_over_two_nodes_gives_the_recorded_states_and_a_lost_node_ends_it(
     slurm_cluster: SlurmCluster, shared: Path, tmp_path: Path
 ) -> None:
