@@ -23,7 +23,7 @@ from inference.backend.metrics import ModelMetrics
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Outputs, Submitted
 from inference.engine.errors import EngineBusyError, EngineFailedError
 
-GIVE_UP, TAKEN = "give up", "taken"  # news from the client: it cancels, or has read an answer
+CANCEL, CONSUMED = "cancel", "consumed"  # news from the client: it cancels, or has read an answer
 _INLINE_BYTES = 16 << 10  # larger requests are parsed in a thread
 _LARGE_AT_ONCE = 4  # threads for them
 # gRPC code of an error, and the reason in the metrics.
@@ -36,11 +36,11 @@ _FAILURES: dict[type[Exception], tuple[str, str]] = {
 logger = logging.getLogger(__name__)
 
 
-class AskedModel(Protocol):
+class AnsweringModel(Protocol):
     """The part of `EngineModel` that this module uses."""
 
     metrics: ModelMetrics
-    running: set[AskedEngine]
+    running: set[EngineRequest]
 
     def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
         """Queue a request in the engine."""
@@ -62,24 +62,24 @@ class Answering:
     pause_s = 0.5
 
     def __init__(self) -> None:
-        self._running: dict[Any, AskedEngine] = {}
+        self._running: dict[Any, EngineRequest] = {}
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(_LARGE_AT_ONCE)
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
 
-    def ask(self, key: Any, model: AskedModel, request: InferRequest) -> None:
+    def ask(self, key: Any, model: AnsweringModel, request: InferRequest) -> None:
         """Start a request to a model; its answers are sent under `key`."""
-        asked = AskedEngine(model, request, partial(self.note, key), room=self.most_unread)
-        self._running[key] = asked
+        running = EngineRequest(model, request, partial(self.enqueue, key), credit=self.most_unread)
+        self._running[key] = running
         if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
-            self._readers.submit(asked.submit)
+            self._readers.submit(running.submit)
         else:
-            asked.submit()
+            running.submit()
 
-    def note(self, key: Any, news: Any) -> None:
+    def enqueue(self, key: Any, news: Any) -> None:
         """Queue a result of the engine or news from the client; called by any thread."""
-        self._calls.put(partial(self._take, key, news))
+        self._calls.put(partial(self._handle, key, news))
 
     def _work(self) -> None:
         """Handle the queue until closed; an internal error ends the process."""
@@ -94,25 +94,25 @@ class Answering:
             logger.exception("the answers of an engine cannot be made")
             os._exit(1)
 
-    def _take(self, key: Any, news: Any) -> None:
-        if (asked := self._running.get(key)) is None:  # it has ended
+    def _handle(self, key: Any, news: Any) -> None:
+        if (running := self._running.get(key)) is None:  # it has ended
             return
-        if news == GIVE_UP:
+        if news == CANCEL:
             self._end(key)
-        elif news == TAKEN:
-            asked.room += 1
+        elif news == CONSUMED:
+            running.credit += 1
         else:
-            asked.came.append(news)
-        while asked.came and asked.room:
-            self._respond(key, asked)
+            running.results.append(news)
+        while running.results and running.credit:
+            self._respond(key, running)
 
-    def _respond(self, key: Any, asked: AskedEngine) -> None:
+    def _respond(self, key: Any, running: EngineRequest) -> None:
         try:
-            outputs, final = asked.response(asked.came.popleft())
+            outputs, final = running.response(running.results.popleft())
             if outputs is None:
                 return
-            self._send(key, outputs, final=final, queued_s=asked.queued_s)
-            asked.room -= TOKENS not in outputs
+            self._send(key, outputs, final=final, queued_s=running.queued_s)
+            running.credit -= TOKENS not in outputs
         except Exception as error:
             final = True
             if not isinstance(error, ModelError):  # an internal error
@@ -123,9 +123,9 @@ class Answering:
             self._end(key)
 
     def _end(self, key: Any) -> None:
-        asked = self._running.pop(key)
-        asked.came.clear()
-        asked.end()
+        running = self._running.pop(key)
+        running.results.clear()
+        running.end()
 
     def _send(self, key: Any, outputs: Outputs, *, final: bool, queued_s: float) -> None:
         """Send a response to a request that has spent `queued_s` in the engine's queue."""
@@ -139,12 +139,12 @@ class Answering:
         """Send buffered answers, and do periodic work; called when the queue is empty."""
 
 
-class AskedEngine:
+class EngineRequest:
     """One request to an engine, which passes its results to `put`.
 
     Attributes:
-        came: results of the engine that are not answered yet.
-        room: responses that may be sent before the client reads one.
+        results: results of the engine that are not answered yet.
+        credit: responses that may be sent before the client reads one.
         queued_s: seconds in the engine's queue, set with the last response.
     """
 
@@ -152,20 +152,20 @@ class AskedEngine:
 
     def __init__(
         self,
-        model: AskedModel,
+        model: AnsweringModel,
         request: InferRequest,
         put: Callable[[Any], None],
         *,
-        room: float = math.inf,
+        credit: float = math.inf,
     ) -> None:
         """`put` is called from any thread: with each step, and with None at the end."""
-        self.came, self.room = deque[Any](), room
+        self.results, self.credit = deque[Any](), credit
         self._model, self._request, self._put = model, request, put
         self._began = time.perf_counter()
         self._future: Future[Any] = Future()  # the engine's, or one that holds a refusal
         self._outputs_of: Callable[[Any], Outputs | None] = lambda _: None
         self._outcome = "cancelled"
-        self._is_refused = self._is_given_up = False
+        self._is_refused = self._is_cancelled = False
         self._submitting = threading.Lock()  # the first step may come before `submit` returns
 
     def submit(self) -> None:
@@ -181,7 +181,7 @@ class AskedEngine:
                 self._future.set_exception(error.with_traceback(None))  # its frames hold `self`
         # The engine has put all steps before.
         self._future.add_done_callback(lambda _: self._put(None))
-        if self._is_given_up:  # while it was parsed
+        if self._is_cancelled:  # while it was parsed
             self._free()
 
     def response(self, step: Any) -> tuple[Outputs | None, bool]:
@@ -218,7 +218,7 @@ class AskedEngine:
 
     def end(self) -> None:
         """Cancel the request unless it has finished; called once."""
-        self._is_given_up = True
+        self._is_cancelled = True
         self._free()
         if self._outcome and not (self._request.is_canary and self._outcome == "cancelled"):
             self._model.metrics.ended(self._outcome)

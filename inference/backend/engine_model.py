@@ -17,7 +17,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.ft.validation import validate_directory
 from foundations.errors import CheckpointMismatchError
-from inference.backend.answering import AskedEngine
+from inference.backend.answering import EngineRequest
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
@@ -52,7 +52,7 @@ class EngineModel(TritonModel):
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase
     former: EngineModel | None = None  # its engine is reused if the models agree
-    running: set[AskedEngine]
+    running: set[EngineRequest]
 
     def load(self, arguments: ModelArguments, host: ModelHost) -> None:
         """Start the engine.
@@ -71,8 +71,8 @@ class EngineModel(TritonModel):
         for key in self.settings.without_effect:
             host.warn(f"parameter {key} has no effect in this engine")
         self._check_weights()
-        self._take_place(arguments.instance)
-        self.engine = self._taken_engine() or self._started_engine()
+        self._confine(arguments.instance)
+        self.engine = self._reused_engine() or self._new_engine()
         keep_loaded()
         self.metrics = ModelMetrics(
             self.name,
@@ -87,7 +87,7 @@ class EngineModel(TritonModel):
         if (reason := self.engine.healthy()) is not None:  # it failed before `when_failed` was set
             host.leave(reason)
 
-    def _take_place(self, instance: Instance) -> None:
+    def _confine(self, instance: Instance) -> None:
         """Confine this process to the instance's devices.
 
         Raises ValueError for several instances whose ranks span nodes.
@@ -121,7 +121,7 @@ class EngineModel(TritonModel):
                 "again."
             )
 
-    def _taken_engine(self) -> EngineBase | None:
+    def _reused_engine(self) -> EngineBase | None:
         """Load the weights into the former model's engine and return it.
 
         Stops that engine and returns None if settings or sizes differ. Raises EngineFailedError.
@@ -142,7 +142,7 @@ class EngineModel(TritonModel):
         former.engine.stop()
         return None
 
-    def _started_engine(self) -> EngineBase:
+    def _new_engine(self) -> EngineBase:
         placement, options = self.settings.placement, self.settings.engine
         folder, count = self.settings.checkpoint_path, placement.world_size
         # Not None if a launcher has started the ranks.

@@ -45,7 +45,7 @@ class InferRequest:
         wants_tokens: respond with the new tokens of each row instead of tensors; the last response
             has all tokens.
         parameters: request parameters for third-party models.
-        fits: whether names, types and shapes are known to match the model's signature.
+        matches: whether names, types and shapes are known to match the model's signature.
     """
 
     tensors: dict[str, Array]
@@ -56,7 +56,7 @@ class InferRequest:
     streams: bool | None = None
     wants_tokens: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    fits: bool = False
+    matches: bool = False
 
 
 class ModelHost(Protocol):

@@ -19,11 +19,11 @@ class TensorModel(TritonModel):
     """A model that answers synchronously; subclasses add `setup` and `run`.
 
     Attributes:
-        apart: does the same as `answer` in another process, for a request and its size in bytes;
+        run_in_worker: like `answer`, but in another process; takes a request and its size in bytes.
             None if there is no such process.
     """
 
-    apart: Callable[[InferRequest, int], Awaitable[dict[str, Array]]] | None = None
+    run_in_worker: Callable[[InferRequest, int], Awaitable[dict[str, Array]]] | None = None
 
     def load(self, arguments: ModelArguments, host: ModelHost | None = None) -> None:
         """Load the model, see `TritonModel`."""
@@ -57,12 +57,12 @@ class TensorModel(TritonModel):
         )
         return {name: value[None] for name, value in outputs.items()}
 
-    async def whole(self, request: InferRequest) -> Outputs:
+    async def answer_request(self, request: InferRequest) -> Outputs:
         """Return the outputs of one request. Raises ModelError."""
-        if self.apart is None or (size := _size_bytes(request.tensors)) <= _INLINE_BYTES:
+        if self.run_in_worker is None or (size := _size_bytes(request.tensors)) <= _INLINE_BYTES:
             return self._answered(request)
         try:
-            return await self.apart(request, size)
+            return await self.run_in_worker(request, size)
         except Exception as error:  # of any kind: it concerns this request alone
             raise model_error(error)[0] from None
 

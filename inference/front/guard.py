@@ -98,7 +98,7 @@ class Guard:
         """
         origin = headers.get("Origin")
         if origin is not None or headers.get("Sec-Fetch-Site", "none") != "none":
-            if origin is not None and self.lets_in(origin):
+            if origin is not None and self.admits(origin):
                 return
             reason = "requests from web pages are refused: this one names its origin"
             raise RejectedError(reason, HTTPStatus.FORBIDDEN)
@@ -108,7 +108,7 @@ class Guard:
             reason = f"this server listens on loopback alone, and the request is for {host[:100]!r}"
             raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
-    def lets_in(self, origin: str) -> bool:
+    def admits(self, origin: str) -> bool:
         """Return whether web pages of an origin are admitted."""
         return "*" in self._origins or origin in self._origins
 

@@ -114,7 +114,7 @@ class OwnerLink:
             return
         self.reload.set()
 
-    def tell(self, **news: object) -> None:
+    def send(self, **news: object) -> None:
         """Send news to the owner, if it still runs."""
         with contextlib.suppress(OSError):
             text = json.dumps(news, ensure_ascii=False)

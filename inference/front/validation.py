@@ -190,7 +190,7 @@ class SentTensor(_Record):
     data: Any = None
 
     @model_validator(mode="after")
-    def _fitting(self, info: ValidationInfo) -> SentTensor:
+    def _check_sizes(self, info: ValidationInfo) -> SentTensor:
         """Check sizes against the number of bytes that were sent."""
         count, about = math.prod(self.shape), f"input {self.name[:_MOST_SHOWN]!r}"
         shape = str(self.shape)[:100]
@@ -231,11 +231,11 @@ class SentRequest(_Record):
     inputs: list[SentTensor] = Field(max_length=MOST_ENTRIES, default_factory=list)
     outputs: list[_Output] = Field(max_length=MOST_ENTRIES, default_factory=list)
     # The model whose signature this request matches; not a field that clients send.
-    fitting: ClassVar[object] = None
+    matched_model: ClassVar[object] = None
 
-    def fits(self, model: object) -> None:
+    def set_matched(self, model: object) -> None:
         """Remember that the inputs match a model's signature, for repeats (see `read_head`)."""
-        self.__dict__["fitting"] = model
+        self.__dict__["matched_model"] = model
 
     def wants_bytes(self, output: str) -> bool:
         """Return whether the client wants an output as bytes."""

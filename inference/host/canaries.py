@@ -20,12 +20,12 @@ from inference.server.processes import descendants, process_state
 
 # The first timeout is this multiple of a model's slowest answer so far, for a machine that has
 # become slower. It only decides readiness; the next canary gets the full timeout.
-_SLOWER = 50.0
+_TIMEOUT_FACTOR = 50.0
 _LEAST_TIMEOUT_S = 5.0
 # A single error may be transient, such as a shortage of memory.
 _FAILURES = 2
 # Share of one core above which a process counts as computing; idle processes have polling threads.
-_COMPUTES = 0.05
+_BUSY_CORE_SHARE = 0.05
 # A text model's largest request keeps a core busy for some 20 s, and a step of a large model on a
 # CPU may take a minute. A model that computes for longer without finishing anything hangs.
 _LONGEST_S = 300.0
@@ -43,18 +43,18 @@ class _Target:
     silent_since: float | None = None
 
 
-class Computed(dict[tuple[int, int], float]):
+class CpuTimes(dict[tuple[int, int], float]):
     """CPU time of processes so far, in seconds, by (process id, start time)."""
 
-    def since(self, before: Computed) -> float:
+    def since(self, before: CpuTimes) -> float:
         """Return the CPU time in seconds that these processes have used since `before`."""
         return sum(max(cpu_s - before.get(key, 0.0), 0.0) for key, cpu_s in self.items())
 
 
-def computed_by(root: int) -> Computed:
+def cpu_times_of(root: int) -> CpuTimes:
     """Return the CPU time of a process and of all its descendants."""
     states = {pid: process_state(pid) for pid in (root, *descendants(root))}
-    return Computed({(n, state.started): state.cpu_s for n, state in states.items() if state})
+    return CpuTimes({(n, state.started): state.cpu_s for n, state in states.items() if state})
 
 
 class Canaries:
@@ -66,7 +66,7 @@ class Canaries:
         times: CanaryTimes,
         *,
         leave: Callable[[str], None],
-        computed: Callable[[], Computed] = lambda: computed_by(os.getpid()),
+        computed: Callable[[], CpuTimes] = lambda: cpu_times_of(os.getpid()),
     ) -> None:
         """Start the tasks; `computed` returns the CPU time of this server's processes so far."""
         self._hosted, self._times, self._leave = hosted, times, leave
@@ -94,16 +94,16 @@ class Canaries:
             await self._ask(target)
         self._leave(f"model {target.model.name} {target.faults[-1]}")
 
-    def _patience_s(self, target: _Target) -> float:
+    def _timeout_s(self, target: _Target) -> float:
         if target.slowest_s is None or target.silent_since is not None or target.faults:
             return self._times.timeout_s
-        return min(self._times.timeout_s, max(_LEAST_TIMEOUT_S, _SLOWER * target.slowest_s))
+        return min(self._times.timeout_s, max(_LEAST_TIMEOUT_S, _TIMEOUT_FACTOR * target.slowest_s))
 
     async def _ask(self, target: _Target) -> None:
-        began, finished = time.monotonic(), self._hosted.advanced()
-        patience_s = self._patience_s(target)
-        asked = asyncio.ensure_future(self._hosted.ask(target.model, is_canary=True))
-        since, before = 0.0, Computed()
+        began, finished = time.monotonic(), self._hosted.progress()
+        patience_s = self._timeout_s(target)
+        asked = asyncio.ensure_future(self._hosted.probe(target.model, is_canary=True))
+        since, before = 0.0, CpuTimes()
         try:
             await asyncio.wait((asked,), timeout=patience_s / 2)
             if not asked.done():  # reading all of /proc is too expensive for every canary
@@ -111,7 +111,7 @@ class Canaries:
             await asyncio.wait_for(asked, patience_s / 2)
         except TimeoutError:
             now = time.monotonic()
-            if self._hosted.advanced() != finished:
+            if self._hosted.progress() != finished:
                 target.faults, target.silent_since = [], None
                 return
             target.silent_since = target.silent_since or began
@@ -121,7 +121,7 @@ class Canaries:
                 target.faults += [words] * _FAILURES
                 return
             taken_s = (await asyncio.to_thread(self._computed)).since(before)
-            if taken_s < _COMPUTES * (now - since):
+            if taken_s < _BUSY_CORE_SHARE * (now - since):
                 target.faults.append(f"has not answered a canary for {now - began:.0f} s")
             return
         except Exception as error:  # of any kind: a client's request would get it too

@@ -20,7 +20,7 @@ _EXTENSIONS = (
     *("statistics", "generate"),
 )
 # Protobuf 5.26 renamed the option that prints default values.
-_EVERY_FIELD = next(
+_PRINT_DEFAULTS = next(
     name
     for name in ("always_print_fields_with_no_presence", "including_default_value_fields")
     if name in signature(json_format.MessageToDict).parameters
@@ -95,7 +95,7 @@ def config_message(model: HostedModel) -> Any:
 
 def config_json(model: HostedModel) -> Mapping[str, Any]:
     """Return the configuration of a model as JSON."""
-    options: dict[str, Any] = {"preserving_proto_field_name": True, _EVERY_FIELD: True}
+    options: dict[str, Any] = {"preserving_proto_field_name": True, _PRINT_DEFAULTS: True}
     found = json_format.MessageToDict(config_message(model), **options)
     for tensor in (*found["input"], *found["output"]):  # protobuf's JSON has int64 as strings
         tensor["dims"] = [int(size) for size in tensor["dims"]]

@@ -69,30 +69,30 @@ class ModelProcess(Answering):
 
     def leave(self, reason: str) -> None:
         """Report the engine's failure, after the answers to its requests."""
-        self._say(LOST, lambda: reason)
+        self._reply(LOST, lambda: reason)
 
     def serve(self, number: int, order: Any) -> NoReturn:
         """Execute a first order, then others until the server process closes the connection."""
         self._thread.start()
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._obey(number, order)
+                self._execute(number, order)
                 number, order = pickle.loads(self._connection.recv_bytes())
         if self._model is not None:
             self._model.close()
         os._exit(0)
 
-    def _obey(self, number: int, order: Any) -> None:
+    def _execute(self, number: int, order: Any) -> None:
         if isinstance(order, InferRequest):
             assert self._model is not None
             self.ask(number, self._model, order)
         elif isinstance(order, LoadOrder):
             problem = self._load(order)
-            self._say(number, lambda: problem)
+            self._reply(number, lambda: problem)
         elif order == READ_METRICS:
-            self._say(number, lambda: [] if self._metrics is None else [*self._metrics.read()])
+            self._reply(number, lambda: [] if self._metrics is None else [*self._metrics.read()])
         else:
-            self.note(number, order)
+            self.enqueue(number, order)
 
     def _load(self, order: LoadOrder) -> str:
         """Load a model; return the reason if it cannot be loaded, or else ""."""
@@ -106,7 +106,7 @@ class ModelProcess(Answering):
         self._model = model
         return ""
 
-    def _say(self, number: int, answer: Callable[[], Any]) -> None:
+    def _reply(self, number: int, answer: Callable[[], Any]) -> None:
         """Queue the answer to an order behind the earlier ones."""
         self._calls.put(lambda: self._batch.append((number, answer())))
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.backend.answering import GIVE_UP, TAKEN
+from inference.backend.answering import CANCEL, CONSUMED
 from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
 from inference.host.engine_process import LOST, READ_METRICS, LoadOrder
 from inference.host.engine_start import started_engine
-from inference.server.processes import how_ended
+from inference.server.processes import exit_reason
 
 _AT_ONCE = 16  # requests to wake before the event loop reads its sockets again
 _END_S = 10.0  # for the ranks to end
@@ -46,17 +46,17 @@ class EngineProcess:
         self._process = started_engine(str(folder.parent))
         self._link = self._process.link
         self._loop = asyncio.get_running_loop()
-        self._due: dict[int, list[Any]] = {}  # undelivered answers by the number of their order
+        self._undelivered: dict[int, list[Any]] = {}  # answers by the number of their order
         self._loop.add_reader(self._link.fileno(), self._read)
 
     async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
         """Load a model, see `LoadOrder`. Raises ValueError if it cannot be loaded."""
-        if problem := await self._asked(LoadOrder(kind, arguments)):
+        if problem := await self._answer_to(LoadOrder(kind, arguments)):
             raise ValueError(problem)
 
     async def metrics(self) -> list[ModelMetric]:
         """Return the metrics of the model. Raises ModelError."""
-        found: list[ModelMetric] = await self._asked(READ_METRICS)
+        found: list[ModelMetric] = await self._answer_to(READ_METRICS)
         return found
 
     async def infer(
@@ -90,12 +90,12 @@ class EngineProcess:
                             queued(waited_s)
                         yield outputs, final
                         if not (final or TOKENS in outputs):
-                            self._send(number, TAKEN)
+                            self._send(number, CONSUMED)
             finally:
                 if not final:
-                    self._send(number, GIVE_UP)
+                    self._send(number, CANCEL)
 
-    async def _asked(self, order: Any) -> Any:
+    async def _answer_to(self, order: Any) -> Any:
         with self._order(order) as (_, answers):
             answer, *_ = await answers.get()
         if isinstance(answer, ModelError):
@@ -132,30 +132,30 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GONE_S)  # it closes the link before its memory is freed
             status = self._process.returncode
-            reason = "has ended" if status is None else how_ended(status)
+            reason = "has ended" if status is None else exit_reason(status)
             batch.append((LOST, f"its process {reason}"))
-        is_idle = not self._due
+        is_idle = not self._undelivered
         for number, answer in batch:
             if number == LOST:
                 self._end(answer)
             else:
-                self._due.setdefault(number, []).append(answer)
+                self._undelivered.setdefault(number, []).append(answer)
         if is_idle:
             self._wake()
 
     def _wake(self) -> None:
         """Wake a few requests, and let the event loop read its sockets before the next few."""
-        for number in [*itertools.islice(self._due, _AT_ONCE)]:
-            came = self._due.pop(number)
+        for number in [*itertools.islice(self._undelivered, _AT_ONCE)]:
+            came = self._undelivered.pop(number)
             if (answers := self._waiting.get(number)) is not None:
                 answers.put_nowait(came)
-        if self._due:
+        if self._undelivered:
             self._loop.call_soon(self._wake)
 
     def _end(self, reason: str) -> None:
         text = f"{self._name} is out of service: {reason}"
         for number in self._waiting:
-            self._due.setdefault(number, []).append(ModelError(text, "UNAVAILABLE"))
+            self._undelivered.setdefault(number, []).append(ModelError(text, "UNAVAILABLE"))
         self._lose(text)
 
     async def close(self) -> None:

@@ -80,18 +80,18 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         metadata = dict(details.invocation_metadata or ())
         name = accepted_id(str(metadata.get(REQUEST_ID.lower(), "")))
         if not rules.passes_grpc(call):
-            return self._short(name, call, (grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED))
+            return self._short_call(name, call, (grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED))
         if rules.is_health(call):
-            return self._short(name, call)
+            return self._short_call(name, call)
         try:
             owner = self._context.guard.token_owner(metadata.get("authorization"))
         except RejectedError as error:
-            return self._short(name, call, (grpc.StatusCode.UNAUTHENTICATED, str(error)))
+            return self._short_call(name, call, (grpc.StatusCode.UNAUTHENTICATED, str(error)))
         if call == rules.STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, name, owner))
         return grpc.unary_unary_rpc_method_handler(partial(self._unary, name, call, owner))
 
-    def _short(
+    def _short_call(
         self, name: str, call: str, refused: tuple[grpc.StatusCode, str] | None = None
     ) -> grpc.RpcMethodHandler:
         """Return the handler of a refused call or of a health check, which needs no token.
@@ -112,14 +112,14 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         self, name: str, call: str, owner: str | None, request: bytes, context: Any
     ) -> bytes:
         with self._named(name, call, context):
-            return await self._whole(call, owner, request, context)
+            return await self._run_unary(call, owner, request, context)
 
-    async def _whole(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
+    async def _run_unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
         # Abort outside of the except block: inside, the error of abort would refer to the caught
         # one, whose traceback holds the request and forms a reference cycle.
         try:
             with self._context.use() as hosted:
-                return await self._answered(hosted, call, owner, request, context)
+                return await self._answer(hosted, call, owner, request, context)
         except RejectedError as error:
             refused = _status_of(error)
         del request
@@ -132,7 +132,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         refused: tuple[grpc.StatusCode, str] | None = None
         with self._named(name, rules.STREAM_CALL, context):
             try:
-                async with contextlib.aclosing(self._streamed(owner, requests, context)) as answers:
+                async with contextlib.aclosing(
+                    self._interleaved(owner, requests, context)
+                ) as answers:
                     async for reply in answers:
                         yield reply
             except RejectedError as error:
@@ -145,7 +147,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         address, _, port = peer.rpartition(":")
         return self._context.sessions.namespace(owner, address.strip("[]"), int(port), self._port)
 
-    async def _answered(
+    async def _answer(
         self, hosted: Hosted, call: str, owner: str | None, request: bytes, context: Any
     ) -> bytes:
         """Return the serialized answer to a call. Raises RejectedError."""
@@ -155,7 +157,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             if model.decoupled:
                 raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
             answer = infer_response(model, sent, await model.answer(asked))
-            sent.fits(model)
+            sent.set_matched(model)
             return bytes(answer.SerializeToString())
         data = await self._context.guard.message(request)
         name = call.removeprefix(rules.SERVICE)
@@ -178,7 +180,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         parts = [whole[position] for position in raw]
         return model, sent, with_bytes(model, sent, parts, sessions)
 
-    async def _streamed(
+    async def _interleaved(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answers to all requests of a stream as they arrive, interleaved.
@@ -200,7 +202,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                         await answers.put(reply)
             except Exception as error:
                 refused = error.with_traceback(None)
-            await _ended(before)
+            await _finished(before)
             if refused is not None:
                 await answers.put(refused)
             places.release()
@@ -215,7 +217,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     latest.add_done_callback(tasks.discard)
             except Exception as error:  # the connection has failed
                 await answers.put(error)
-            await _ended(latest)  # each task waits for the one before it
+            await _finished(latest)  # each task waits for the one before it
             await answers.put(None)
 
         reading = asyncio.create_task(read())
@@ -253,17 +255,17 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     answer.parameters[FINAL_PARAMETER].bool_param = final
                     reply = service_pb2.ModelStreamInferResponse(infer_response=answer)
                     if not model.decoupled:
-                        await _ended(before)
+                        await _finished(before)
                     yield reply.SerializeToString()
         except InferError as error:
             if model is None:
                 sent = SentRequest.model_construct(id=message_id(request))
             if model is None or not model.decoupled:
-                await _ended(before)
+                await _finished(before)
             yield _stream_error(error, model, sent)
 
 
-async def _ended(task: asyncio.Task[None] | None) -> None:
+async def _finished(task: asyncio.Task[None] | None) -> None:
     """Wait for the end of a task, however it ends."""
     if task is not None:
         await asyncio.wait([task])

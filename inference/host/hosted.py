@@ -67,14 +67,14 @@ class Hosted:
     async def _problem(self, model: HostedModel) -> str:
         """Return why a model does not answer, "" if it does."""
         try:
-            await self.ask(model)
+            await self.probe(model)
         except InferError as error:
             if model.is_known:
                 return f"model {model.name} did not answer a first small request: {error}"
             model.takes_canaries = False  # a third-party model may not accept such a request
         return ""
 
-    async def ask(self, model: HostedModel, *, is_canary: bool = False) -> None:
+    async def probe(self, model: HostedModel, *, is_canary: bool = False) -> None:
         """Send a model its small request, if it has one. Raises InferError.
 
         A model with sessions gets none: a canary would wait for a slot that sessions hold.
@@ -91,11 +91,11 @@ class Hosted:
         model = self.models.get(name)
         return model is not None and version in ("", *model.versions)
 
-    def every_model(self) -> list[HostedModel]:
+    def all_versions(self) -> list[HostedModel]:
         """Return every version of every model."""
         return [each for model in self.models.values() for each in model.versions.values()]
 
-    def advanced(self) -> int:
+    def progress(self) -> int:
         """Return a progress counter: finished responses plus steps of the engines."""
         models = self.repository.models
         steps = sum(each.steps for each in engines_of(models))

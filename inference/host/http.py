@@ -73,16 +73,16 @@ class KServeHttp:
         """Answer one request."""
         try:
             parts = rules.parts_of_path(request.method, request.path)
-            owner = self._admitted(request, is_open=parts is not None)
+            owner = self._admit(request, is_open=parts is not None)
             assert parts is not None, "others are refused"
             if request.path == rules.READY_PATH and not self._context.is_ready():
                 reason = "the server is starting, or a model does not answer its owner"
                 raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             if request.method != "POST":
-                return _got(self._context.current, request.path, *parts)
+                return _get(self._context.current, request.path, *parts)
             with self._context.use() as hosted:
                 body = await self._guard.body(request)
-                return await self._posted(hosted, request, body, owner, *parts)
+                return await self._post(hosted, request, body, owner, *parts)
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
@@ -90,9 +90,9 @@ class KServeHttp:
         """Answer one request to the metrics port."""
         try:
             is_open = request.method in ("GET", "HEAD") and request.path == _METRICS_PATH
-            self._admitted(request, is_open=is_open)
+            self._admit(request, is_open=is_open)
             with self._context.use() as hosted:
-                statistics = [each.statistics for each in hosted.every_model()]
+                statistics = [each.statistics for each in hosted.all_versions()]
                 lines = [*triton_metrics(statistics), *await hosted.repository.metrics(), ""]
             if (names := request.query.get("names")) is not None:
                 if names != "vllm":
@@ -102,7 +102,7 @@ class KServeHttp:
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
-    def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
+    def _admit(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
         """Check a request without its body; return the owner of its token. Raises RejectedError."""
         self._guard.check_page(request.headers)
         owner = None
@@ -119,7 +119,7 @@ class KServeHttp:
         (address, port, *_), (_, own_port, *_) = ends
         return self._context.sessions.namespace(owner, address, port, own_port)
 
-    async def _posted(
+    async def _post(
         self,
         hosted: Hosted,
         request: web.BaseRequest,
@@ -136,11 +136,11 @@ class KServeHttp:
             return _json(index_json(hosted.models))
         found = found_model(hosted.models, model, version)
         if action == "infer":
-            return await self._inferred(found, request, body, owner)
+            return await self._infer(found, request, body, owner)
         streams = action == "generate_stream"
-        return await self._generated(found, request, body, owner, streams=streams)
+        return await self._generate(found, request, body, owner, streams=streams)
 
-    async def _inferred(
+    async def _infer(
         self, model: HostedModel, request: web.BaseRequest, body: bytes, owner: str | None
     ) -> web.StreamResponse:
         length = _json_length(request, body)
@@ -152,8 +152,8 @@ class KServeHttp:
         parts = parts_of(sent, memoryview(body)[length:])
         asked = with_bytes(model, sent, parts, lambda: self._sessions(request, owner))
         outputs = await model.answer(asked)
-        sent.fits(model)
-        answer, raw = await _written(outputs, partial(json_answer, model, sent, outputs))
+        sent.set_matched(model)
+        answer, raw = await _encoded(outputs, partial(json_answer, model, sent, outputs))
         response = web.Response(
             body=b"".join((answer, *raw)), content_type=_BINARY if raw else _JSON
         )
@@ -163,7 +163,7 @@ class KServeHttp:
             response.enable_compression()  # if the client accepts it
         return response
 
-    async def _generated(
+    async def _generate(
         self,
         model: HostedModel,
         request: web.BaseRequest,
@@ -182,13 +182,13 @@ class KServeHttp:
             if model.decoupled:
                 raise InferError(_ONE_RESPONSE)
             outputs = await model.answer(asked)
-            answer = await _written(outputs, partial(encoded, outputs))
+            answer = await _encoded(outputs, partial(encoded, outputs))
             return web.Response(body=answer, content_type=_JSON)
         async with contextlib.aclosing(_frames(model, asked)) as frames:
-            return await _streamed(request, frames, encoded)
+            return await _stream(request, frames, encoded)
 
 
-def _got(hosted: Hosted, path: str, model: str, version: str, action: str) -> web.StreamResponse:
+def _get(hosted: Hosted, path: str, model: str, version: str, action: str) -> web.StreamResponse:
     """Answer a GET request. Raises RejectedError."""
     if path in (rules.LIVE_PATH, rules.READY_PATH):
         return web.Response(content_type="text/plain")
@@ -222,7 +222,7 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
                 yield outputs
 
 
-async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:
+async def _encoded(outputs: Outputs, write: Callable[[], _T]) -> _T:
     """Run an encoder of outputs, in a thread if they have many elements."""
     for value in outputs.values():
         if math.prod(value.shape) > _MOST_INLINE // len(outputs):
@@ -230,7 +230,7 @@ async def _written(outputs: Outputs, write: Callable[[], _T]) -> _T:
     return write()
 
 
-async def _streamed(
+async def _stream(
     request: web.BaseRequest,
     frames: AsyncGenerator[Outputs, None],
     encoded: Callable[[Outputs], bytes],

@@ -79,9 +79,9 @@ def with_bytes(
     Raises InferError.
     """
     tensors: dict[str, Array] = {}
-    parts, fits = iter(raw), sent.fitting is model
+    parts, matches = iter(raw), sent.matched_model is model
     for tensor in sent.inputs:
-        if not fits:
+        if not matches:
             _check_type(model, sent, tensor, tensors)
         if tensor.data is not None:
             tensors[tensor.name] = tensor.data
@@ -95,7 +95,7 @@ def with_bytes(
         raise InferError(f"unexpected additional input data for model '{model.name}'")
     turn, wanted = _turn(sent.parameters, sessions), tuple(output.name for output in sent.outputs)
     others = sent.parameters.others() if model.takes_parameters else {}
-    return InferRequest(tensors, wanted, turn, sent.id, parameters=others, fits=fits)
+    return InferRequest(tensors, wanted, turn, sent.id, parameters=others, matches=matches)
 
 
 def _check_type(

@@ -168,7 +168,7 @@ class HostedModel:
 
         Raises InferError with Triton's wording.
         """
-        if not request.fits:
+        if not request.matches:
             self._check(request)
         return self._reshaped(request) if self._reshapes else request
 
@@ -285,7 +285,7 @@ class HostedInstances(HostedModel):
         instance = self._instance(request)
         try:
             if isinstance(instance, TensorModel):
-                yield self._wanted(request, await instance.whole(request)), True
+                yield self._wanted(request, await instance.answer_request(request)), True
                 return
             answer = instance.infer(request, queued=queued)
             async with contextlib.aclosing(answer) as responses:

@@ -31,7 +31,7 @@ from inference.host.grpc_calls import KServeGrpc
 from inference.host.hosted import Hosted
 from inference.host.http import KServeHttp
 from inference.host.openai import open_endpoint
-from inference.host.repository import Repository, UnservedError, try_texts
+from inference.host.repository import Repository, UnservedError, check_text_models
 from inference.host.triton import TritonRepository
 
 _POLL_S = 0.02
@@ -124,13 +124,13 @@ class _Host:
         await self._listen(http.answer, "http", logs=logs)
         await self._listen(http.answer_metrics, "metrics")
         await server.start()
-        following = asyncio.ensure_future(self._follow())
+        following = asyncio.ensure_future(self._load_and_follow())
         stopping = asyncio.ensure_future(link.stopped.wait())
         await asyncio.wait([following, stopping], return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await following
-        await link.finish(self._answered())
+        await link.finish(self._wait_until_idle())
         ends = [runner.cleanup() for runner in self._runners]
         close_s = _END_S if settings.triton is None else _TRITON_END_S
         for end, limit_s in (
@@ -140,7 +140,7 @@ class _Host:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(end, limit_s)
 
-    async def _follow(self) -> None:
+    async def _load_and_follow(self) -> None:
         """Load the repository, open OpenAI's port if configured, then execute orders."""
         hosted, settings = self._context.current, self._settings
         try:
@@ -152,9 +152,9 @@ class _Host:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
-        self._link.tell(models=[*hosted.models])
+        self._link.send(models=[*hosted.models])
         await self._watch(hosted)
-        self._keep(_watch_loop())
+        self._spawn(_watch_loop())
         while True:
             await self._link.reload.wait()
             self._link.reload.clear()
@@ -162,7 +162,7 @@ class _Host:
             assert order is not None
             await (self._exchange_weights if order.exchanges else self._reload)(order.repository)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in a task and hold a reference to it, which the event loop does not."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -175,7 +175,7 @@ class _Host:
         self._canaries = Canaries(hosted, self._settings.canaries, leave=self._leave)
 
     async def _load(self, hosted: Hosted) -> None:
-        await hosted.load(lambda line: self._link.tell(says=line))
+        await hosted.load(lambda line: self._link.send(says=line))
         if self._settings.openai is None:
             return
         hosted.endpoint = await open_endpoint(self._context, hosted, self._settings.openai)
@@ -191,7 +191,7 @@ class _Host:
                 raise ValueError(_NOT_EXCHANGED)
             new = Hosted(self._repository(source))
         except ValueError as error:
-            self._link.tell(kept=str(error))
+            self._link.send(kept=str(error))
             return
         if self._canaries is not None:
             await self._canaries.close()
@@ -203,24 +203,24 @@ class _Host:
             self._leave(f"the weights of {source} could not be loaded: {error}")
             return
         await self._watch(new)
-        self._link.tell(models=[*new.models])
+        self._link.send(models=[*new.models])
 
     async def _reload(self, source: str) -> None:
         """Serve a repository as it is now; running requests finish with the former models.
 
         A separate process reads its files first, in case they are bad.
         """
-        if (new := await self._reloaded(source)) is None:
+        if (new := await self._load_new(source)) is None:
             return
-        self._keep(self._exchange(new))
+        self._spawn(self._exchange(new))
         await asyncio.sleep(0)  # lets the task start: new requests go to the new models
         await self._watch(new)
-        self._link.tell(models=[*new.models])
+        self._link.send(models=[*new.models])
 
     async def _exchange(self, new: Hosted) -> None:
         await (await self._context.exchange(new)).close()
 
-    async def _reloaded(self, source: str) -> Hosted | None:
+    async def _load_new(self, source: str) -> Hosted | None:
         """Load a repository; return None if that fails, after the owner has the reason."""
         new: Hosted | None = None
         trial = Workers(1, work_s=_TRY_S)
@@ -228,11 +228,11 @@ class _Host:
             if self._keeps_sessions():
                 raise ValueError("its sessions would be lost; restart the stage")
             if self._settings.triton is None:
-                await trial.run(try_texts, Path(source), size_bytes=0)
+                await trial.run(check_text_models, Path(source), size_bytes=0)
             new = Hosted(self._repository(source))
             await self._load(new)
         except Exception as error:  # of any kind: the current repository stays
-            self._link.tell(kept=str(error) or _ENDED)
+            self._link.send(kept=str(error) or _ENDED)
             if new is not None:
                 await new.close()
             return None
@@ -259,13 +259,13 @@ class _Host:
     def _note_use(self) -> None:
         if (now := time.monotonic()) - self._noted_s > _USED_S:
             self._noted_s = now
-            self._link.tell(used=time.time())
+            self._link.send(used=time.time())
         if self._link.stopped.is_set() and not self._context.current.open_sessions():
             raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE, closes=True)
         if not self._context.current.models:
             raise RejectedError(_STARTING, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def _answered(self) -> None:
+    async def _wait_until_idle(self) -> None:
         """Wait until no request is running and no session is open."""
         hosted = self._context.current
         while self._context.users() or hosted.open_sessions():
@@ -288,18 +288,18 @@ class _Host:
         """End the process soon after a failure; answers that are ready are sent first."""
         self._is_leaving = True
         sys.stderr.write(f"error: {reason}\n")
-        self._link.tell(lost=reason)
+        self._link.send(lost=reason)
         sys.stderr.flush()
-        self._keep(self._end())
+        self._spawn(self._end())
 
     async def _end(self) -> NoReturn:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._answered(), _SEND_S)
+            await asyncio.wait_for(self._wait_until_idle(), _SEND_S)
         await asyncio.sleep(_POLL_S)  # the last answer is sent after its `use` block ends
         os._exit(1)
 
     def _fail(self, error: Exception) -> int:
         sys.stderr.write(f"error: {error}\n")
         reasons = error.problems if isinstance(error, UnservedError) else (f"{error}",)
-        self._link.tell(failures=reasons)
+        self._link.send(failures=reasons)
         return 1

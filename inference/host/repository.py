@@ -41,7 +41,7 @@ from inference.host.models import (
 )
 
 _MODULES = "inference.backend."
-_ELSEWHERE = "serve this repository with deploy.server=tritonserver"
+_USE_TRITON = "serve this repository with deploy.server=tritonserver"
 # This project's models, as the scripts in repositories import them.
 _SCRIPTS = {
     ("python_backend", "GenerationModel"),
@@ -127,17 +127,17 @@ class Repository:
             else:  # an exception of any kind
                 problems.append(f"model {name}: {_readable(found)}")
         if not problems:
-            problems += [self._ensemble_problem(name) for name in self._in_order()]
+            problems += [self._ensemble_problem(name) for name in self._ensembles_in_order()]
         if problems := list(filter(None, problems)):
             await self.close()
             raise UnservedError(problems)
         self.models = dict(sorted(self.models.items()))
 
-    def texts_place(self, name: str) -> TextsPlace:
+    def text_model_source(self, name: str) -> TextModelSource:
         """Return the description from which other processes load a text model."""
         config, version = self.configs[name]
         folder = self.folder / name
-        return TextsPlace(folder, version, config.SerializeToString(), self._loaded_ns)
+        return TextModelSource(folder, version, config.SerializeToString(), self._loaded_ns)
 
     async def metrics(self) -> list[str]:
         """Return the lines of the engines' metrics. Raises RejectedError."""
@@ -172,7 +172,7 @@ class Repository:
             return f"model {name}: {error}"
         return ""
 
-    def _in_order(self) -> Iterator[str]:
+    def _ensembles_in_order(self) -> Iterator[str]:
         """Yield the names of the ensembles, each after the ensembles that it contains."""
         parts = {
             name: [step.model_name for step in config.ensemble_scheduling.step]
@@ -189,9 +189,9 @@ class Repository:
         folder = self.folder / name
         say(f"loading {name}")
         arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-        model = _kind(folder, config)
+        model = _new_model(folder, config)
         if isinstance(model, TensorModel):
-            model.apart = partial(self._apart, self.texts_place(name))
+            model.run_in_worker = partial(self._run_in_worker, self.text_model_source(name))
             await asyncio.to_thread(model.load, ModelArguments(arguments, folder, version=version))
             say(f"loaded {name}")
             return HostedInstances(config, version, [model])
@@ -202,18 +202,20 @@ class Repository:
             key = f"{name}_{number}"
             engine = self.former._engines.pop(key, None) if self.former is not None else None
             engine = self._engines[key] = engine or EngineProcess(folder, self._leave)
-            place = Instance(number, count)
-            own = ModelArguments(arguments, folder, version=version, instance=place)
-            await engine.load(type(model), own)
+            instance = Instance(number, count)
+            instance_arguments = ModelArguments(
+                arguments, folder, version=version, instance=instance
+            )
+            await engine.load(type(model), instance_arguments)
             instances.append(engine)
         say(f"loaded {name}")
         return HostedInstances(config, version, instances)
 
-    async def _apart(
-        self, place: TextsPlace, request: InferRequest, size_bytes: int
+    async def _run_in_worker(
+        self, source: TextModelSource, request: InferRequest, size_bytes: int
     ) -> dict[str, Array]:
         """Answer a request to a text model in a worker process. Raises ValueError."""
-        work = answer_texts, place, request.tensors, request.turn
+        work = answer_texts, source, request.tensors, request.turn
         try:
             return await self._workers.run(*work, size_bytes=size_bytes)
         except RejectedError as error:
@@ -221,7 +223,7 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class TextsPlace:
+class TextModelSource:
     """A text model of a repository, for worker processes that load it on first use.
 
     `config` is its serialized ModelConfig. `loaded_ns` distinguishes a reloaded repository.
@@ -233,27 +235,29 @@ class TextsPlace:
     loaded_ns: int
 
 
-def answer_texts(place: TextsPlace, tensors: Tensors, turn: SessionTurn | None) -> dict[str, Array]:
+def answer_texts(
+    place: TextModelSource, tensors: Tensors, turn: SessionTurn | None
+) -> dict[str, Array]:
     """Return the outputs of a text model; runs in a worker process. Raises ValueError."""
-    return _texts_at(place).answer(tensors, turn)
+    return _loaded_text_model(place).answer(tensors, turn)
 
 
 @functools.lru_cache(maxsize=8)  # enough for a repository and its successor
-def _texts_at(place: TextsPlace) -> TensorModel:
-    config = model_config_pb2.ModelConfig.FromString(place.config)
-    kind = _kind(place.folder, config)
-    assert isinstance(kind, TensorModel)
+def _loaded_text_model(source: TextModelSource) -> TensorModel:
+    config = model_config_pb2.ModelConfig.FromString(source.config)
+    model = _new_model(source.folder, config)
+    assert isinstance(model, TensorModel)
     arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    kind.load(ModelArguments(arguments, place.folder, version=place.version))
-    return kind
+    model.load(ModelArguments(arguments, source.folder, version=source.version))
+    return model
 
 
-def try_texts(folder: Path) -> None:
+def check_text_models(folder: Path) -> None:
     """Read a repository and load its text models. Raises ValueError if one cannot be served."""
     found = Repository(folder, leave=lambda _: None, workers=Workers(1))
     for name, (config, _) in found.configs.items():
-        if not _is_ensemble(config) and isinstance(_kind(folder / name, config), TensorModel):
-            _texts_at(found.texts_place(name))
+        if not _is_ensemble(config) and isinstance(_new_model(folder / name, config), TensorModel):
+            _loaded_text_model(found.text_model_source(name))
 
 
 def _read_config(path: Path) -> Any:
@@ -266,7 +270,7 @@ def _read_config(path: Path) -> Any:
     if unknown:
         raise ValueError(
             f"config.pbtxt sets {', '.join(unknown)}, which this server does not follow; remove "
-            f"that, or {_ELSEWHERE}"
+            f"that, or {_USE_TRITON}"
         )
     if config.backend == _NVIDIA:
         completed = json_format.MessageToDict(config, preserving_proto_field_name=True)
@@ -275,7 +279,7 @@ def _read_config(path: Path) -> Any:
         complete_hidden_states(completed)
         config = json_format.ParseDict(completed, config.__class__())
     if not _is_ensemble(config):
-        _kind(folder, config)  # refuses scripts that are not this project's
+        _new_model(folder, config)  # refuses scripts that are not this project's
     return config
 
 
@@ -294,7 +298,7 @@ def _version(folder: Path, config: Any) -> str:
         raise ValueError(
             f"its version_policy asks for the versions {', '.join(map(str, chosen)) or 'none'} of "
             f"{', '.join(map(str, found))}; this server serves one of each model: name that, or "
-            f"{_ELSEWHERE}"
+            f"{_USE_TRITON}"
         )
     return str(chosen[0])
 
@@ -304,16 +308,16 @@ def _is_ensemble(config: Any) -> bool:
 
 
 def _is_engine(folder: Path, config: Any) -> bool:
-    return isinstance(_kind(folder, config), EngineModel)
+    return isinstance(_new_model(folder, config), EngineModel)
 
 
-def _kind(folder: Path, config: Any) -> EngineModel | TensorModel:
+def _new_model(folder: Path, config: Any) -> EngineModel | TensorModel:
     """Return a new model of the kind in a folder. Raises ValueError for a third party's."""
     if config.backend == _NVIDIA:
         return fastertransformer_model(parameters_of(config))
     if config.backend != "python":
         raise ValueError(
-            f"backend {config.backend or config.platform!r} is not one of this server; {_ELSEWHERE}"
+            f"backend {config.backend or config.platform!r} is not supported; {_USE_TRITON}"
         )
     name = config.default_model_filename or "model.py"
     for script in sorted(folder.glob(f"*/{name}")):
@@ -322,7 +326,7 @@ def _kind(folder: Path, config: Any) -> EngineModel | TensorModel:
             assert isinstance(model, (EngineModel, TensorModel))
             return model
     raise ValueError(
-        f"{name} is a program of its own, which this server does not run; {_ELSEWHERE}"
+        f"{name} is a program of its own, which this server does not run; {_USE_TRITON}"
     )
 
 

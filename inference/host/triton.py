@@ -235,7 +235,7 @@ class TritonRepository:
         if self._watching is not None:
             self._watching.cancel()
         if self._process is not None:
-            # A model with externally launched ranks must itself tell them of its orderly end.
+            # A model with externally launched ranks must itself report its orderly end to them.
             if self._options.is_nvidias or RENDEZVOUS_VARIABLE in os.environ:
                 self._process.terminate()
                 await self._ended(_ENDS_S)

@@ -47,7 +47,7 @@ class OpenAIServer(ServedProcess):
         values = {HOST_FIELD: self.host, PORT_FIELD: port, MODEL_FIELD: folder}
         for field, value in values.items():
             command = [word.replace(field, value) for word in command]
-        self._process = self._started(supervisor.PROGRAM, ["", f"{_GRACE_S:g}", *command])
+        self._process = self._start_process(supervisor.PROGRAM, ["", f"{_GRACE_S:g}", *command])
 
     def _starting(self, progress: Callable[[str], None]) -> Iterator[Sequence[str]]:
         progress(f"waiting for {self.name}")

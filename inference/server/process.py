@@ -127,7 +127,7 @@ class ServedProcess:
         if process is None:
             return
         below = descendants(process.pid)
-        self._tell_clients()
+        self._await_last_answers()
         if self.poll() is None and drain_s > 0:
             process.terminate()
             self.ended_within(drain_s)
@@ -141,7 +141,7 @@ class ServedProcess:
         kill(below)
         process.link.close()
 
-    def _tell_clients(self) -> None:
+    def _await_last_answers(self) -> None:
         """Give a server that has lost a process a moment to answer its pending requests."""
 
     def __enter__(self: _Server) -> _Server:
@@ -150,7 +150,7 @@ class ServedProcess:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.stop(drain_s=30.0 if error is None else 0)
 
-    def _started(
+    def _start_process(
         self,
         program: Sequence[str],
         words: Sequence[str],

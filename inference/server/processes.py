@@ -99,7 +99,7 @@ class _Process:
         if state is None or not is_same:
             return "has ended", True
         if state.letter in "ZX":
-            return how_ended(os.waitstatus_to_exitcode(state.exit_code)), True
+            return exit_reason(os.waitstatus_to_exitcode(state.exit_code)), True
         if state.letter != "T":
             self.stopped_since = None
             return None, False
@@ -146,7 +146,7 @@ class ServerWatch:
                 self._known[pid] = _Process(pid, state.started, self._names(pid))
 
 
-def how_ended(status: int) -> str:
+def exit_reason(status: int) -> str:
     """Return how a process has ended; `status` is -n after signal n."""
     if status >= 0:
         return f"has ended with status {status}"

@@ -73,7 +73,7 @@ class ModelServer(ServedProcess):
         return f"{scheme}://{self.address('openai')}/v1"
 
     def _launch(self) -> None:
-        process = self._process = self._taken_standby() or self._prepared(self.log_path)
+        process = self._process = self._usable_standby() or self._start_idle(self.log_path)
         self._link, self._watch = HostLink(process.link), ServerWatch(process.pid)
         triton = TritonOptions(self.log_path.absolute(), tuple(self.prefix), self.is_nvidias)
         settings = HostSettings(
@@ -92,11 +92,11 @@ class ModelServer(ServedProcess):
 
         It imports what the server and its engine need, then waits for its settings.
         """
-        return self._prepared(self._next_log, env)
+        return self._start_idle(self._next_log, env)
 
-    def _prepared(self, log_path: Path, env: Mapping[str, str] | None = None) -> LinkedProcess:
+    def _start_idle(self, log_path: Path, env: Mapping[str, str] | None = None) -> LinkedProcess:
         words = [str(self.model_repository), *([] if self.has_triton else [WITH_ENGINE])]
-        return self._started(
+        return self._start_process(
             _PROGRAM, words, log_path=log_path, env={**memory_variables(), **(env or {})}
         )
 
@@ -104,7 +104,7 @@ class ModelServer(ServedProcess):
     def _next_log(self) -> Path:
         return self.log_path.with_suffix(NEXT_LOG)
 
-    def _taken_standby(self) -> LinkedProcess | None:
+    def _usable_standby(self) -> LinkedProcess | None:
         if self.standby is None:
             return None
         states = map(process_state, (self.standby.pid, *descendants(self.standby.pid)))
@@ -168,7 +168,7 @@ class ModelServer(ServedProcess):
         finally:
             self.models = link.models or self.models
 
-    def _tell_clients(self) -> None:
+    def _await_last_answers(self) -> None:
         lost = None if self._watch is None else self._watch.lost
         if lost is not None and self.pid not in lost:
             kill(lost)

@@ -123,7 +123,7 @@ class OpenAIEndpoint:
 
     def _page_headers(self, request: web.BaseRequest) -> dict[str, str]:
         origin = request.headers.get("Origin")
-        if origin is None or not self._guard.lets_in(origin):
+        if origin is None or not self._guard.admits(origin):
             return {}
         return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
 

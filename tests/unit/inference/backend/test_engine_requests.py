@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.backend.answering import GIVE_UP, Answering, AskedEngine
+from inference.backend.answering import CANCEL, Answering, EngineRequest
 from inference.backend.engine_model import EngineModel
 from inference.backend.requests import InferRequest, ModelError, Outputs
 from inference.backend.triton_model import TritonHost, TritonSender
@@ -120,7 +120,7 @@ def test_each_request_that_fails_has_its_answer(
 
 def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> None:
     model, put = Model(), list[Any]()
-    asked = AskedEngine(model, LARGE, put.append)
+    asked = EngineRequest(model, LARGE, put.append)
     with ThreadPoolExecutor() as pool:
         pool.submit(asked.submit)
         assert model.begins.wait(10)
@@ -137,7 +137,7 @@ def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> N
 
 def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody() -> None:
     model = Model(error=ValueError("too long"))
-    asked = AskedEngine(model, LARGE, list[Any]().append)
+    asked = EngineRequest(model, LARGE, list[Any]().append)
     asked.end()
     asked.submit()
     assert (model.noted, model.running) == (["cancelled"], set())
@@ -148,7 +148,7 @@ def test_a_request_whose_client_leaves_is_given_up(answering: Host, request_: In
     model = Model()
     answering.ask("a", model, request_)
     assert model.begins.wait(10)
-    answering.note("a", GIVE_UP)
+    answering.enqueue("a", CANCEL)
     assert answering.end_of("a") == []
     model.goes_on.set()
     until(model.future.cancelled, "the end")

@@ -258,7 +258,7 @@ def test_a_request_that_fails_has_an_answer_of_its_own(
 
     async def ask(value: int) -> Any:
         request = InferRequest({"x": np.array(value)})
-        return await Failing().whole(request)
+        return await Failing().answer_request(request)
 
     with pytest.raises(ModelError) as caught:
         asyncio.run(ask(value))
@@ -276,9 +276,9 @@ def test_a_large_request_that_fails_in_its_process_has_an_answer_too(
         raise error
 
     model = TensorModel()
-    model.apart = fails
+    model.run_in_worker = fails
     with pytest.raises(ModelError, match=str(error)) as caught:
-        asyncio.run(model.whole(InferRequest({"x": np.zeros(1 << 20)})))
+        asyncio.run(model.answer_request(InferRequest({"x": np.zeros(1 << 20)})))
     assert caught.value.code == code
 
 

@@ -16,7 +16,7 @@ import pytest
 from inference.front.link import CanaryTimes
 from inference.front.rules import InferError
 from inference.host import canaries
-from inference.host.canaries import Canaries, Computed, computed_by
+from inference.host.canaries import Canaries, CpuTimes, cpu_times_of
 from inference.server.processes import process_state
 from tests.waiting import until
 
@@ -39,17 +39,17 @@ class Served:
             self,  # type: ignore[arg-type]
             TIMES,
             leave=self.lost.append,
-            computed=lambda: Computed({(1, 1): self.share * time.monotonic()}),
+            computed=lambda: CpuTimes({(1, 1): self.share * time.monotonic()}),
         )
 
-    async def ask(self, model: Any, *, is_canary: bool) -> None:
+    async def probe(self, model: Any, *, is_canary: bool) -> None:
         assert (model.name, is_canary) == ("m", True)
         self.asked += 1
         if self.error is not None:
             raise self.error
         await self.answers.wait()
 
-    def advanced(self) -> int:
+    def progress(self) -> int:
         return self.finished
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -60,7 +60,7 @@ class Served:
 def watched(check: Callable[[Served], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a model that has answered its first canaries."""
     monkeypatch.setattr(canaries, "_LEAST_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(canaries, "_SLOWER", 0.0)  # the least, however slow this machine is
+    monkeypatch.setattr(canaries, "_TIMEOUT_FACTOR", 0.0)  # the least, however slow this machine is
     monkeypatch.setattr(canaries, "_LONGEST_READY_S", LONGEST_READY_S)
     monkeypatch.setattr(canaries, "_LONGEST_S", LONGEST_S)
 
@@ -149,14 +149,14 @@ def test_the_wait_grows_with_the_slowest_answer() -> None:
     async def check() -> None:
         watch = Served().watch
         (target,) = watch._targets
-        assert watch._patience_s(target) == TIMES.timeout_s  # it has not answered yet
+        assert watch._timeout_s(target) == TIMES.timeout_s  # it has not answered yet
         target.slowest_s = 0.01
         watch._times = CanaryTimes(timeout_s=20.0)
-        assert watch._patience_s(target) == 5.0
+        assert watch._timeout_s(target) == 5.0
         target.slowest_s = 0.2
-        assert watch._patience_s(target) == pytest.approx(10.0)
+        assert watch._timeout_s(target) == pytest.approx(10.0)
         target.silent_since = 1.0
-        assert watch._patience_s(target) == 20.0
+        assert watch._timeout_s(target) == 20.0
         await watch.close()
 
     asyncio.run(check())
@@ -166,7 +166,7 @@ def test_a_process_that_ends_takes_no_time_away() -> None:
     busy = "import time; any(time.process_time() > 0.5 for _ in iter(int, 1)); input()"
     process = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE)
     until(lambda: (state := process_state(process.pid)) is not None and state.cpu_s > 0.3)
-    before = computed_by(os.getpid())
-    assert before.since(Computed()) > 0.3
+    before = cpu_times_of(os.getpid())
+    assert before.since(CpuTimes()) > 0.3
     process.communicate(b"\n")
-    assert computed_by(os.getpid()).since(before) >= 0
+    assert cpu_times_of(os.getpid()).since(before) >= 0

@@ -42,7 +42,7 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
     async def run() -> None:
         host, events = host_that_loads(monkeypatch, load)
         host._link.reload = asyncio.Event()
-        following = asyncio.create_task(host._follow())
+        following = asyncio.create_task(host._load_and_follow())
         for count in (1, 2, 3):
             while events.count({"models": []}) < count:
                 await asyncio.sleep(0)
@@ -77,7 +77,7 @@ def host_that_loads(
     connection: Any = None
     host = _Host(settings, connection)
     events: list[dict[str, Any]] = []
-    link = SimpleNamespace(tell=lambda **news: events.append(news))
+    link = SimpleNamespace(send=lambda **news: events.append(news))
     monkeypatch.setattr(host, "_link", link, raising=False)
     monkeypatch.setattr(host, "_context", BusyContext(), raising=False)
     monkeypatch.setattr(host, "_load", load)
@@ -109,7 +109,7 @@ def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPa
     host, events = host_that_loads(monkeypatch, load)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
-        asyncio.run(host._follow())
+        asyncio.run(host._load_and_follow())
     assert [[*event] for event in events] == [["failures"]]
 
 
