@@ -1,21 +1,21 @@
-# make setup        only set up .venv, with PYTHON (python3), or where that is too old or new with a
-#                   Python that uv finds or fetches; `make clean` removes it
+# make setup        set up .venv with PYTHON (python3), or with a Python that uv finds or downloads if
+#                   that version is not supported; `make clean` removes it
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
-# make triton       the tritonserver of NVIDIA's PyTriton, into .triton, with Python 3.11 or 3.12
-# make test         set up, add the tools of developers, run every test this machine can run,
-#                   WORKERS (3) files at a time
-# make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
-# make lint         ruff, mypy --strict, codespell, words and links; `make format` mends what ruff can
-# make docs         the documentation as a site, into site/; fails on a warning or a broken link
-# make release      a release, into dist/: wheel and sdist that can be made again to the byte, checked,
-#                   with the list of their contents (SBOM) and notes from CHANGELOG.md; uploads nothing
-# make soak         the tests of endurance, each 100 times as long, and long ones; takes hours
-# make clones       a clean clone, set-up and demo with each supported Python of this machine
-# make constraints  the pins made anew, then `make wheels`
-# make wheels       fail unless each pin has a wheel for every Python, on x86-64 and aarch64
+# make triton       install the tritonserver of NVIDIA's PyTriton into .triton (Python 3.11 or 3.12)
+# make test         set up, add the developer tools, run every test this machine can run, WORKERS (3)
+#                   files at a time
+# make coverage     run unit and golden tests; fail if line coverage is below that of pyproject.toml
+# make lint         ruff, mypy --strict, codespell, words and links; `make format` fixes what ruff can
+# make docs         build the documentation site in site/; fail on a warning or a broken link
+# make release      build a release in dist/: reproducible, checked wheel and sdist, an SBOM, and notes
+#                   from CHANGELOG.md; upload nothing
+# make soak         run the endurance tests, each 100 times as long, and long tests; takes hours
+# make clones       test a clean clone, set-up and demo with each supported Python of this machine
+# make constraints  update the pins, then `make wheels`
+# make wheels       check that each pin has a wheel for every Python, on x86-64 and aarch64
 #
-# TORCH_BACKEND=cpu, auto or cu130 (uv's --torch-backend) takes torch from PyTorch's own index. auto,
-# the default, is the small build where there is no GPU; empty takes the package index's build.
+# TORCH_BACKEND=cpu, auto or cu130 (uv's --torch-backend) takes torch from PyTorch's own index. The
+# default, auto, is the small build if there is no GPU; empty takes the package index's build.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
@@ -26,13 +26,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
 PUBLISH := $(VENV)/.publish
-# Tests and demos start hundreds of Pythons: modules are compiled once, whatever the environment says.
+# Tests and demos start hundreds of Python processes, so bytecode must be cached.
 export PYTHONDONTWRITEBYTECODE :=
-# The environment of the tritonserver in NVIDIA's PyTriton, which needs an older numpy and Python.
+# Environment of the tritonserver in NVIDIA's PyTriton, which needs an older numpy and Python.
 TRITON := .triton
-# The larger files that pip downloads, with their sizes.
+# Show only the larger downloads of pip, with their sizes.
 SIZES  := | sed -unE 's/^ *Downloading (.*[0-9.]+ [MG]B.*)/  \1/p'
-# The pins of a file, and torch, into an environment.
+# PINNED installs the pins of a file into an environment, TORCH installs torch.
 PINNED = $(1)/bin/python -m pip install --progress-bar off --no-deps --use-pep517 --require-hashes \
   --requirement requirements/$(2).txt $(SIZES)
 TORCH = { test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --python $(1)/bin/python \
@@ -62,30 +62,30 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml hatch_build.py $(wildcard inference/parallel/native/*.[ch]) \
   requirements/constraints.txt requirements/torch.txt | $(BIN)/python
-	@echo "step 1 of 3: the packages that serve a model, into $(VENV)"
+	@echo "step 1 of 3: installing the packages that serve a model into $(VENV)"
 	@$(call PINNED,$(VENV),constraints)
-	@echo "step 2 of 3: torch (0.2 GB for the CPU, 2.5 GB with CUDA)"
+	@echo "step 2 of 3: installing torch (0.2 GB for the CPU, 2.5 GB with CUDA)"
 	@$(call TORCH,$(VENV))
-	@echo "step 3 of 3: this project"
+	@echo "step 3 of 3: installing this project"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(TOOLS): $(STAMP) requirements/developer.txt
-	@echo "the tools of developers, into $(VENV)"
+	@echo "installing the developer tools into $(VENV)"
 	@$(call PINNED,$(VENV),developer)
 	@touch $@
 
 $(PUBLISH): $(STAMP) requirements/publish.txt
-	@echo "the tools that publish, into $(VENV)"
+	@echo "installing the release tools into $(VENV)"
 	@$(call PINNED,$(VENV),publish)
 	@touch $@
 
 triton: $(TRITON)/.installed
 	@test -e $<
 
-# uv finds a Python that fits, or fetches one. Where it cannot, `make test` goes on without.
+# uv finds or downloads a suitable Python. If it cannot, `make test` runs without tritonserver.
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
-	@echo "the tritonserver of NVIDIA's PyTriton, into $(TRITON)"
+	@echo "installing the tritonserver of NVIDIA's PyTriton into $(TRITON)"
 	@$(BIN)/uv venv --quiet --clear --seed --python '>=3.11,<3.13' $(TRITON) || exit 0; \
 	$(call PINNED,$(TRITON),triton) && $(call TORCH,$(TRITON)) && touch $@
 
@@ -94,8 +94,8 @@ demo: $(STAMP)
 
 test: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
-	# Threads of OpenMP that wait for work spin, on the other worker's core. Files that take minutes
-	# come first, so that no worker is left alone with one at the end.
+	# Idle OpenMP threads spin on the other workers' cores, hence OMP_NUM_THREADS=1. Slow folders come
+	# first, so that no worker is left alone with a slow file at the end.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder tests/integration tests/reliability tests/parity tests/golden tests/unit
 
@@ -106,9 +106,9 @@ coverage: $(TOOLS) $(TRITON)/.installed
 docs: $(PUBLISH)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The time of the commit is that of every file, so that others make the same bytes.
+# All files get the time of the commit, so that the build is reproducible.
 VERSION = $(shell sed -nE 's/^__version__ = "(.*)"/\1/p' foundations/__init__.py)
-# The wheel is for every processor; .github/workflows/wheels.yml makes those with compiled products.
+# This wheel is for every processor; .github/workflows/wheels.yml builds those with compiled kernels.
 BUILD = SLIPWAY_BUILD_KERNEL=no SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir
 release: $(PUBLISH)
 	@test -z "$$(git status --porcelain)" || { echo "commit or stash first"; exit 1; }
@@ -142,8 +142,8 @@ format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Remake the pins for every Python, x86-64 and aarch64; a pin is kept as long as it fits. What torch
-# brings for CUDA is left to torch, which pins it. developer.txt has what constraints.txt has not.
+# Update the pins for every Python, x86-64 and aarch64; a pin is kept as long as it fits. CUDA packages
+# are left out, since torch pins them. developer.txt has only packages that are not in constraints.txt.
 PINS = $(VENV)/pins.txt
 PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
   --no-header --no-annotate --generate-hashes --constraint requirements/torch.txt pyproject.toml
@@ -163,8 +163,8 @@ constraints: $(STAMP)
 	$(WITHOUT_CUDA) requirements/{constraints,developer,publish,triton}.txt
 	@$(MAKE) --no-print-directory wheels
 
-# Ask the package index for a wheel of every pin; the two packages of --no-binary have none, but are
-# plain Python. --no-config leaves out pyproject.toml's own constraints.
+# Ask the package index for a wheel of every pin. The two packages of --no-binary have none, but are
+# pure Python. --no-config ignores pyproject.toml's own constraints.
 wheels: $(STAMP)
 	@for python in 3.11 3.12 3.13 3.14; do for processor in x86_64 aarch64; do \
 	  echo "looking for wheels: Python $$python, $$processor"; \
