@@ -86,12 +86,12 @@ def biases(params: SamplingParams, answer: Sequence[int]) -> tuple[Array, Array]
     """
     if not params.is_biased:
         return NO_IDS, NO_BIAS
-    given = dict(params.logit_bias)
-    tokens = [*given, *(answer if params.frequency_penalty else ())]
+    explicit = dict(params.logit_bias)
+    tokens = [*explicit, *(answer if params.frequency_penalty else ())]
     ids, places = np.unique(np.array(tokens, np.int64), return_inverse=True)
     bias = np.zeros(len(ids), np.float32)
-    bias[places[: len(given)]] = list(given.values())
-    np.subtract.at(bias, places[len(given) :], np.float32(params.frequency_penalty))
+    bias[places[: len(explicit)]] = list(explicit.values())
+    np.subtract.at(bias, places[len(explicit) :], np.float32(params.frequency_penalty))
     return ids, bias
 
 

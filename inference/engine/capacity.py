@@ -84,7 +84,7 @@ class Capacity:
         need = sum(self._blocks_of(request, row) for row in rows) * self.block_tokens
         if self.blocks and need > self.tokens:
             problems.append(
-                f"{about} room for {need} cached tokens, the cache holds {self.tokens}; lower "
+                f"{about} {need} cached tokens, the cache holds {self.tokens}; lower "
                 "beam_width or lengths, or raise kv_cache_bytes"
             )
         return problems
@@ -96,7 +96,7 @@ class Capacity:
         problems = []
         limit = f"exceeds the {self.max_len} tokens that a sequence holds; raise max_seq_len"
         if self.max_len == self.model_len:
-            limit = f"exceeds max_pos_seq_len ({self.max_len}), which the model was made for"
+            limit = f"exceeds max_pos_seq_len ({self.max_len}), the longest sequence of the model"
         for b, row in enumerate(request.rows):
             if request.encoder_decoder:
                 sizes = {"input_ids": len(row.input_ids), "max_output_len": row.output_len}
@@ -235,8 +235,8 @@ def _cuda_budget(
             f"each GPU must hold {_gib(weights)} of weights, {_gib(logits)} of logits and marks of "
             f"penalties (max_lanes x vocabulary) and {_gib(max(budget, least_bytes))} of keys and "
             f"values, and {_gib(free)} are free; lower max_seq_len, max_lanes or kv_cache_bytes, "
-            "set int8_mode=1, raise tensor_para_size or pipeline_para_size, or end what else uses "
-            "the GPU"
+            "set int8_mode=1, raise tensor_para_size or pipeline_para_size, or stop other programs "
+            "on the GPU"
         )
     return budget
 

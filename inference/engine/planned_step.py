@@ -103,7 +103,10 @@ def lay_out(
         with_logits=any(needed) or not choices,
         # A chunk may contain none of the rows that its request sent.
         has_virtual=bool(sent)
-        or any(sequence.has_table for sequence in (*begun, *(chunk.sequence for chunk in prompts))),
+        or any(
+            sequence.uses_prompt_table
+            for sequence in (*begun, *(chunk.sequence for chunk in prompts))
+        ),
         embedding_rows=len(sent),
         pool=any(chunk.sequence.prompt_outputs.wants_pooled for chunk in prompts),
         encoder_rows=tuple(

@@ -66,7 +66,7 @@ class Scheduler(StepScheduler):
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._encoder = EncoderProgress(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=cache.free)
-        self._begun_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._generated_tokens = 0
 
     def load(self) -> EngineLoad:
         """Return the current load; may be called from any thread."""
@@ -76,7 +76,7 @@ class Scheduler(StepScheduler):
             slots=cache.slots,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
-            prompt_tokens=self._begun_tokens,
+            prompt_tokens=self._prompt_tokens,
             shared_tokens=self._cache.shared_tokens,
             generated_tokens=self._generated_tokens,
         )
@@ -101,7 +101,7 @@ class Scheduler(StepScheduler):
         )
         for sequence in list(request.waiting):
             sequence.answer = self._sampler.begin(sequence.request)
-            if sequence.slots:  # kept by its session
+            if sequence.slots:  # its session has kept them
                 if self._cache.forks(sequence):
                     self._cache.blocks.extend(sequence.slots[0], sequence.prompt_len)
                 self._activate(sequence)
@@ -366,7 +366,7 @@ class Scheduler(StepScheduler):
         table, owner = sequence.table, sequence.owner
         table.shift = self._cache.shift(sequence)
         if sequence.status is SequenceStatus.WAITING:
-            self._begun_tokens += len(sequence.request.input_ids)
+            self._prompt_tokens += len(sequence.request.input_ids)
         sequence.begin()
         owner.times.began = owner.times.began or perf_counter()
         owner.waiting.remove(sequence)
@@ -407,7 +407,7 @@ class Scheduler(StepScheduler):
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.end_turn(request)
-                _note_end(request.times, request.request.rows, rows)
+                _record_end(request.times, request.request.rows, rows)
                 request.succeed(GenerationResult(request.request, rows, request.times))
             elif request.on_step is not None and request in progressed:
                 self._report(request)
@@ -422,7 +422,7 @@ class Scheduler(StepScheduler):
             self.drop(request)
 
 
-def _note_end(
+def _record_end(
     times: RequestTimes, asked: Sequence[SequenceRequest], rows: Sequence[SequenceResult]
 ) -> None:
     times.prompt_tokens = sum(len(row.input_ids) for row in asked)

@@ -198,7 +198,7 @@ class RunningSequence:
     index: int
     request: SequenceRequest
     prompt: list[int]
-    has_table: bool = False  # `prompt` has ids of a loaded table of virtual tokens
+    uses_prompt_table: bool = False  # `prompt` has ids of a loaded table of virtual tokens
     embeddings: Array | None = None  # (rows, hidden) fp32
     encoder_ids: list[int] | None = None  # encoder-decoder only; `prompt` is then the start id
     prefix_task: int | None = None
@@ -360,7 +360,7 @@ def make_sequence(
         else:
             assert prompt.kind == P_TUNING, f"prompt of type {prompt.kind}"
             sequence.prompt = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
-        sequence.has_table = any(i >= vocab_size for i in sequence.prompt)
+        sequence.uses_prompt_table = any(i >= vocab_size for i in sequence.prompt)
         sequence.embeddings = prompt.embedding
     if owner.request.encoder_decoder:
         sequence.encoder_ids = sequence.prompt

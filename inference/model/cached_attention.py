@@ -77,7 +77,7 @@ class GroupedAttention:
         """Divide segments into groups; they are in the order of their tokens, by ascending slot."""
         self._cache, self._rules, self._dtype = cache, rules, dtype
         unsupported = (rules.alibi_slopes, rules.distance_bias, rules.softcap)
-        in_place = cache.shape.is_whole and not cache.shape.fp8
+        in_place = cache.shape.is_contiguous and not cache.shape.fp8
         self._takes_spans = unsupported == (None, None, None) and in_place and has_library()
         self.groups: list[AttentionGroup] = []
         first_row = 0

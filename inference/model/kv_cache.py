@@ -78,7 +78,7 @@ class CacheShape:
         return -(-self.max_len // self.block_tokens)
 
     @property
-    def is_whole(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether a slot's tokens lie in one block."""
         return self.slot_blocks == 1
 
@@ -122,7 +122,7 @@ class KVCache:
         ]
         slots = shape.slots * shape.parts + 1
         self._table = np.full((slots, shape.slot_blocks), shape.blocks, np.int32)
-        if shape.is_whole:
+        if shape.is_contiguous:
             self._table[:, 0] = np.arange(slots)
         self.tables = torch.from_numpy(self._table.copy()).to(device)  # (slots, slot_blocks)
 
@@ -146,7 +146,7 @@ class KVCache:
     def token_rows(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the rows of tokens' keys and values, for `write`: (N * 2 * H,)."""
         size = self.shape.block_tokens
-        blocks = slots if self.shape.is_whole else self.tables[slots, positions // size].long()
+        blocks = slots if self.shape.is_contiguous else self.tables[slots, positions // size].long()
         heads = self.shape.kv_head_num
         parts = torch.arange(2 * heads, device=slots.device)  # key heads, then value heads
         rows = (blocks * (2 * heads)).unsqueeze(1) + parts  # (N, 2H)
@@ -192,7 +192,7 @@ class KVCache:
         for source, target, start, stop in moves:
             if source < WIPE:
                 part = self._prefixes[WIPE - 1 - source][:, :, :, start:stop].to(self._computed)
-                part = part if self.shape.is_whole else part.permute(3, 0, 1, 2, 4)
+                part = part if self.shape.is_contiguous else part.permute(3, 0, 1, 2, 4)
                 self._store([(target, start, stop)], [self._encoded(part)])
         shifted = [move[1:] for move in moves if move[0] == move[1]]
         values = self._load(shifted)
@@ -231,7 +231,7 @@ class KVCache:
         They are (L, 2, H, n, D) for each span if a slot is one block, else (n, L, 2, H, D) for all
         spans together.
         """
-        if self.shape.is_whole:
+        if self.shape.is_contiguous:
             return [
                 [store[:, slot, :, :, start:stop].clone() for store in self._stores]
                 for slot, start, stop in spans
@@ -245,7 +245,7 @@ class KVCache:
     def _store(self, spans: Sequence[Span], values: Sequence[Sequence[Tensor]] | None) -> None:
         """Store values in the format of `_load`, or zeros for None."""
         for number, store in enumerate(self._stores):
-            if self.shape.is_whole:
+            if self.shape.is_contiguous:
                 for nth, (slot, start, stop) in enumerate(spans):
                     target = store[:, slot, :, :, start:stop]
                     target.zero_() if values is None else target.copy_(values[nth][number])
@@ -294,7 +294,7 @@ def _reader(
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Return `KVCache.reader` for one of its stores."""
     slots = slice(slot, slot + slot_count)
-    if cache.shape.is_whole:
+    if cache.shape.is_contiguous:
         # For all layers at once: creating a view per layer would cost more than a small product.
         keys, values = store[:, slots, :, :, :length].unbind(2)  # (L, slots, H, S, D)
         return list(zip(keys.unbind(0), values.unbind(0), strict=True)).__getitem__

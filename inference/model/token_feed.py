@@ -112,17 +112,17 @@ class TokenFeed:
     def _gathered(self, logits: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary (n, V)."""
         if self._gather is not None:
-            every = self._gather(logits)  # (T, n, V / T or more)
-            slices = every[:, :, : -(-self._vocab_size // len(every))]
+            parts = self._gather(logits)  # (T, n, V / T or more)
+            slices = parts[:, :, : -(-self._vocab_size // len(parts))]
             logits = slices.transpose(0, 1).flatten(1)
         return logits[:, : self._vocab_size]
 
     def _best_of_ranks(self, chosen: Tensor, slots: Tensor) -> Tensor:
         """Return the best of all ranks' choices, and store it for the next step."""
         assert self._gather is not None
-        every = self._gather(chosen)  # (T, n, 2)
-        rank = every[:, :, 0].contiguous().view(torch.float32).max(0).indices
-        chosen = every[rank, torch.arange(len(chosen), device=chosen.device)]
+        choices = self._gather(chosen)  # (T, n, 2)
+        rank = choices[:, :, 0].contiguous().view(torch.float32).max(0).indices
+        chosen = choices[rank, torch.arange(len(chosen), device=chosen.device)]
         self._newest[slots.long()] = chosen[:, 1].long()
         return chosen
 

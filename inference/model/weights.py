@@ -150,13 +150,13 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
     if isinstance(architecture, DecoderArchitecture):
         defaults = {field.name: field.default for field in fields(architecture)}
         special = ("adapter_inter_size", "has_input_norms", "has_output_norms", "residual_scale")
-        given = [name for name in special if getattr(architecture, name) != defaults[name]]
-        if given and (
+        used = [name for name in special if getattr(architecture, name) != defaults[name]]
+        if used and (
             not architecture.norm_before
             or architecture.residual_from_norm
             or architecture.residual != "sequential"
         ):
-            problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
+            problems.append(f"{', '.join(used)}: supported with layernorm_type=pre_layernorm only")
         if not (architecture.has_input_norms or architecture.has_output_norms):
             problems.append(
                 "has_input_norms or has_output_norms must be set: a layer without is not supported"

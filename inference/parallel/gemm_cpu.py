@@ -109,7 +109,7 @@ _TILED_ROWS = 120
 
 
 @cache
-def _rows_to_add() -> list[int]:
+def _padding_rows() -> list[int]:
     """Return, for 1 to 120 rows, how many padding rows make FBGEMM sum all rows in the same order.
 
     Without AVX-512 its tiles of one and two rows use another order: a row's result would depend on
@@ -139,7 +139,7 @@ class HalfGemm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in fp32."""
         rows = len(x)
-        more = _rows_to_add()[(rows - 1) % _TILED_ROWS]
+        more = _padding_rows()[(rows - 1) % _TILED_ROWS]
         x = functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
         y: Tensor = self._product(x, self._packed)
         return self._epilogue.finish(y[:rows], residual)

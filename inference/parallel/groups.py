@@ -147,7 +147,7 @@ class RankGroups:
         self._nccl.clear()
         if self._peer_memory is not None:
             self._peer_memory.unmap()
-            self.meet()
+            self.barrier()
             self._peer_memory.free()
             self._peers = self._peer_memory = None
 
@@ -221,23 +221,23 @@ class RankGroups:
         """Send a message from rank 0 to every rank."""
         whole = bytearray(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
         rest = whole[_PACKET:]
-        self.share(torch.frombuffer(whole[:_PACKET].ljust(_PACKET), dtype=torch.uint8))
+        self.broadcast(torch.frombuffer(whole[:_PACKET].ljust(_PACKET), dtype=torch.uint8))
         if rest:
-            self.share(torch.frombuffer(rest, dtype=torch.uint8))
+            self.broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
     def receive_message(self) -> bytes:
         """Return the next message of rank 0."""
-        whole = self.share(torch.empty(_PACKET, dtype=torch.uint8)).numpy().tobytes()
+        whole = self.broadcast(torch.empty(_PACKET, dtype=torch.uint8)).numpy().tobytes()
         end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
         if end > _PACKET:
-            whole += self.share(torch.empty(end - _PACKET, dtype=torch.uint8)).numpy().tobytes()
+            whole += self.broadcast(torch.empty(end - _PACKET, dtype=torch.uint8)).numpy().tobytes()
         return whole[_LENGTH_BYTES:end]
 
-    def share(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's CPU tensor into the other ranks' tensors of the same shape."""
         self._control.broadcast([x]).wait()
         return x
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank has called this."""
         self._control.barrier().wait()

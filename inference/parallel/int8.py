@@ -56,10 +56,10 @@ def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
     becomes the largest number of the type.
     """
     columns = weight.t().float()  # (O, I)
-    is_whole = dtype == torch.int8
-    scale = columns.abs().amax(dim=1) / (128 if is_whole else torch.finfo(dtype).max)
+    is_int8 = dtype == torch.int8
+    scale = columns.abs().amax(dim=1) / (128 if is_int8 else torch.finfo(dtype).max)
     columns = columns / torch.where(scale > 0, scale, 1).unsqueeze(1)
-    if is_whole:
+    if is_int8:
         columns = columns.round_().clamp_(-128, 127)
     return columns.to(dtype).contiguous(), scale
 

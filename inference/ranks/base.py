@@ -3,6 +3,7 @@
 # Shapes: n tokens whose logits are wanted, V vocabulary, N tokens of a step, E hidden
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class RankBase(ABC):
     def ping(self) -> None:
         """Wait until every rank has answered."""
         if self._groups is not None:
-            self._groups.meet()
+            self._groups.barrier()
 
     def close(self) -> None:
         """Close the connection to the other ranks, all of which must do the same."""
@@ -176,7 +177,7 @@ class RankBase(ABC):
                 if embeddings is None:
                     embeddings = torch.empty(plan.embedding_rows, self.architecture.hidden)
                 if self._groups is not None:
-                    embeddings = self._groups.share(embeddings)
+                    embeddings = self._groups.broadcast(embeddings)
                 embeddings = embeddings.to(self.device)
             return self._run(plan, embeddings)
 
@@ -210,11 +211,13 @@ class RankBase(ABC):
             return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
         return self.groups.all_reduce(x, bias=bias, residual=residual)
 
-    def _first_rank_copy(self, output: Tensor | None, like: Tensor) -> Tensor | None:
-        """Return the last stage's output on rank 0; `like` has its shape and type."""
+    def _send_to_first_rank(
+        self, output: Tensor | None, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        """Return the last stage's output, of a known shape and type, on rank 0."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
         source = self.layout.last_stage_ranks[:1]
         part = output if self.layout.rank in source else None
-        found = self.groups.gather(part, like.shape, ranks=source, dtype=like.dtype)
+        found = self.groups.gather(part, shape, ranks=source, dtype=dtype)
         return found[0] if found else None

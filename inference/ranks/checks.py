@@ -31,8 +31,8 @@ def check_ranks(
         ValueError: With every problem found.
     """
     device, problems = _device(placement.device, needed_devices or placement.world_size)
-    wrong = _wrong(architecture, placement, device)
-    problems = [text for text, is_wrong in wrong.items() if is_wrong] + problems
+    checked = _checked(architecture, placement, device)
+    problems = [text for text, applies in checked.items() if applies] + problems
     if placement.tp_size >= 1 and placement.pp_size >= 1:
         layout = ParallelLayout(0, placement.tp_size, placement.pp_size)
         depths = {architecture.num_layer}
@@ -46,7 +46,7 @@ def check_ranks(
     return replace(placement, device=device)
 
 
-def _wrong(architecture: Architecture, placement: Placement, device: str) -> dict[str, bool]:
+def _checked(architecture: Architecture, placement: Placement, device: str) -> dict[str, bool]:
     """Return the possible problems of a placement, and whether each applies."""
     p, on_gpu = placement, device == "cuda"
     is_bert = isinstance(architecture, EncoderArchitecture)
@@ -56,7 +56,7 @@ def _wrong(architecture: Architecture, placement: Placement, device: str) -> dic
     lacks_fp8 = False
     if on_gpu and (fp8_cache or (p.fp8 and in_16_bits)):
         lacks_fp8 = torch.cuda.get_device_capability() < (8, 9)
-    old = "needs a GPU of compute capability 8.9 or more (Ada, Hopper); use"
+    too_old = "needs a GPU of compute capability 8.9 or more (Ada, Hopper); use"
     types, cache_types = ", ".join(WEIGHT_DATA_TYPES), ", ".join(KV_CACHE_DTYPES)
     return {
         f"data_type={p.data_type!r} must be one of {types}": p.data_type not in WEIGHT_DATA_TYPES,
@@ -81,8 +81,8 @@ def _wrong(architecture: Architecture, placement: Placement, device: str) -> dic
             p.batch_invariant and not in_16_bits
         ),
         f"kv_cache_dtype={p.kv_cache_dtype}: BERT has no cache; use auto": fp8_cache and is_bert,
-        f"fp8=1 {old} int8_mode=1": lacks_fp8 and p.fp8 and in_16_bits,
-        f"kv_cache_dtype={p.kv_cache_dtype} {old} auto": lacks_fp8 and fp8_cache,
+        f"fp8=1 {too_old} int8_mode=1": lacks_fp8 and p.fp8 and in_16_bits,
+        f"kv_cache_dtype={p.kv_cache_dtype} {too_old} auto": lacks_fp8 and fp8_cache,
     }
 
 

@@ -87,6 +87,4 @@ class DecoderRank(GeneratorRank):
             counts = [segment.tokens for segment in plan.segments]
             parts = torch.split(torch.cat(list(hidden)).float(), counts)
             sums = torch.stack([part.sum(0) for part in parts])
-        shape = (len(plan.segments), self.architecture.hidden)
-        like = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self._first_rank_copy(sums, like)
+        return self._send_to_first_rank(sums, (len(plan.segments), self.architecture.hidden))

@@ -56,9 +56,9 @@ def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dty
     For fp32 computation, 16-bit matrices are kept if a product can widen them as it reads them: the
     results are the same, and half the bytes are read.
     """
-    kept = stored if data_type == "fp32" else data_type
-    if device.type == "cpu" and kept == "fp16" and has_fp16_weights():
+    wanted = stored if data_type == "fp32" else data_type
+    if device.type == "cpu" and wanted == "fp16" and has_fp16_weights():
         return torch.float16
-    if device.type == "cpu" and kept == "bf16" and has_native(torch.bfloat16, 1):
+    if device.type == "cpu" and wanted == "bf16" and has_native(torch.bfloat16, 1):
         return torch.bfloat16
     return None

@@ -64,7 +64,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
         done = self._encode(layers)
         if done is None:
             return
-        output = self._spread(done.x, done.tokens)
+        output = self._broadcast_output(done.x, done.tokens)
         targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in done.rows]
         self.model.cache_encoded(output, done.step, targets, self.cache)
         for row, target, task in zip(done.rows, targets, done.tasks, strict=True):
@@ -72,7 +72,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
             for slot in row.slots:
                 self._encoded[slot] = encoded
 
-    def _spread(self, output: Tensor | None, tokens: Tokens) -> Tensor:
+    def _broadcast_output(self, output: Tensor | None, tokens: Tokens) -> Tensor:
         """Send the last stage's encoder output (N, E) to every stage, and return it."""
         layout = self.layout
         if layout.pp_size == 1:

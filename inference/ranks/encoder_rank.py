@@ -89,7 +89,8 @@ class EncoderRank(RankBase):
         self._begin(plan, embeddings)
         done = self._encode(self.architecture.num_layer)
         assert done is not None, "an encoder's step ends its pass"
-        hidden = self._first_rank_copy(done.x, self.model.empty_hidden(len(done.tokens.ids)))
+        shape = (len(done.tokens.ids), self.architecture.hidden)
+        hidden = self._send_to_first_rank(done.x, shape, self.model.dtype)
         attentions = done.step.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
@@ -130,37 +131,37 @@ class EncoderRank(RankBase):
 
     def _encode(self, layers: int) -> _EncoderPass | None:
         """Run `layers` more layers of the pass; return the pass once it is finished."""
-        now, total = self._pass, self.architecture.num_layer
-        assert now is not None, "no pass was begun"
-        start = now.done
-        now.done = min(start + layers, total)
-        if now.done - start == total:
-            step, is_virtual = now.step, now.tokens.has_virtual
+        current, total = self._pass, self.architecture.num_layer
+        assert current is not None, "no pass was begun"
+        start = current.done
+        current.done = min(start + layers, total)
+        if current.done - start == total:
+            step, is_virtual = current.step, current.tokens.has_virtual
             plain = step.tasks is None and not is_virtual and step.attentions is None
             if self._encoder_graphs is not None and plain:  # None where no graph serves the rows
-                now.x = self._encoder_graphs.run(now.tokens.ids, step.rows)
-        if now.x is None or start:
-            self._advance(now, start)
-        if now.done < total:
+                current.x = self._encoder_graphs.run(current.tokens.ids, step.rows)
+        if current.x is None or start:
+            self._advance(current, start)
+        if current.done < total:
             return None
         self._pass = None
-        return now
+        return current
 
-    def _advance(self, now: _EncoderPass, start: int) -> None:
-        """Run this stage's layers from `start` to `now.done`, and send on the stage's output."""
-        mine, layout, stop = self.model.encoder_layers, self.layout, now.done
+    def _advance(self, current: _EncoderPass, start: int) -> None:
+        """Run this stage's layers from `start` to `current.done`, and send on its output."""
+        mine, layout, stop = self.model.encoder_layers, self.layout, current.done
         if start == 0 and layout.is_first_stage:
-            now.x = self.model.embed(now.tokens)
+            current.x = self.model.embed(current.tokens)
         elif start < mine.start <= stop:
-            buffer = self.model.empty_hidden(len(now.tokens.ids))
-            now.x = self.groups.receive(buffer, layout.previous_rank)
+            buffer = self.model.empty_hidden(len(current.tokens.ids))
+            current.x = self.groups.receive(buffer, layout.previous_rank)
         if layers := range(max(start, mine.start), min(stop, mine.stop)):
-            assert now.x is not None
-            now.x = self.model.run_encoder(now.x, now.step, layers)
+            assert current.x is not None
+            current.x = self.model.run_encoder(current.x, current.step, layers)
         if start < mine.stop <= stop:
-            assert now.x is not None
+            assert current.x is not None
             if layout.is_last_stage:
-                now.x = self.model.finish_encoder(now.x)
+                current.x = self.model.finish_encoder(current.x)
             else:
-                self.groups.send(now.x, layout.next_rank).wait()
-                now.x = None
+                self.groups.send(current.x, layout.next_rank).wait()
+                current.x = None

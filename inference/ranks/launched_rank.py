@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inference.ranks.rendezvous import Rendezvous
 
 
-def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] | None:
+def launched_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] | None:
     """Return this process's place in the launch, and the rendezvous's host, port and key file.
 
     None if no launcher has started the ranks.
@@ -55,10 +55,10 @@ def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
     """Return rank 0's rendezvous with the other ranks of a launcher, None without a launcher.
 
     Raises:
-        ValueError: As for `started_place`.
+        ValueError: As for `launched_place`.
         RendezvousError: The address is unavailable.
     """
-    found = started_place(world_size)
+    found = launched_place(world_size)
     if found is None:
         return None
     from inference.ranks.rendezvous import Rendezvous
@@ -69,7 +69,7 @@ def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
 def main() -> int:
     """Run this process's rank until rank 0 ends; return 1 if it failed."""
     from inference.ranks.settings import RANK_TIMEOUT_S
-    from inference.ranks.worker import serve_started_rank
+    from inference.ranks.worker import serve_launched_rank
 
     place = read_launch_environment(os.environ)
     logging.basicConfig(
@@ -77,11 +77,11 @@ def main() -> int:
     )
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-    found = started_place(place.world_size)
+    found = launched_place(place.world_size)
     if found is None:
         sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set; set it to host:port of rank 0\n")
         return 2
-    return serve_started_rank(*found, timeout_s=RANK_TIMEOUT_S)
+    return serve_launched_rank(*found, timeout_s=RANK_TIMEOUT_S)
 
 
 if __name__ == "__main__":

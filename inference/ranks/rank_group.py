@@ -13,7 +13,7 @@ from inference.ranks.node_ranks import NodeRanks
 from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.rendezvous import Rendezvous, device_problems
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import failure_of, give_go, has_reached, make_rank
+from inference.ranks.startup import failure_of, has_reached, make_rank, release_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class RankGroup:
             problems |= devices
         if problems:
             raise RankError(_describe(problems))
-        give_go(self._others.store, milestone)
+        release_ranks(self._others.store, milestone)
 
     def _wait_until(
         self, others: Rendezvous | NodeRanks, milestone: int, done: str

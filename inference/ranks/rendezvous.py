@@ -136,8 +136,8 @@ class Rendezvous:
         if count != last:
             self._heartbeats[rank] = (count, now)
         elif now - since > self._silence_s:
-            who = self.store.get(f"who/{rank}").decode()
-            return f"has sent no heartbeat for {now - since:.1f} s ({who})"
+            process = self.store.get(f"who/{rank}").decode()
+            return f"has sent no heartbeat for {now - since:.1f} s ({process})"
         return None
 
     def _unreached(self, rank: int) -> str | None:

@@ -34,7 +34,7 @@ def make_rank(settings: RankSettings) -> RankBase:
     return EncoderRank(settings) if settings.encoder_only else EncoderDecoderRank(settings)
 
 
-def reach(store: Store, rank: int, milestone: int) -> None:
+def reach_milestone(store: Store, rank: int, milestone: int) -> None:
     """Report a milestone, and wait until every rank has reached it.
 
     All ranks count the same milestones: loaded and prepared, at the start and in each exchange of
@@ -62,6 +62,6 @@ def failure_of(store: Store, rank: int) -> str | None:
     return str(json.loads(store.get(f"failed/{rank}")))
 
 
-def give_go(store: Store, milestone: int) -> None:
+def release_ranks(store: Store, milestone: int) -> None:
     """Let the ranks continue after a milestone that all have reached."""
     store.set(f"go/{milestone}", "")

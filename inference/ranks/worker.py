@@ -21,7 +21,7 @@ from inference.ranks.node_ranks import join_node_store
 from inference.ranks.plan import Command, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import make_rank, reach, report_failure
+from inference.ranks.startup import make_rank, reach_milestone, report_failure
 from inference.system.launch_environment import LaunchEnvironment
 from inference.system.parent_process import end_with_parent
 from inference.system.process_memory import keep_loaded
@@ -55,7 +55,7 @@ def main() -> int:
     )
 
 
-def serve_started_rank(
+def serve_launched_rank(
     place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
 ) -> int:
     """Run the rank that a launcher started in this process; return 1 if it failed.
@@ -74,13 +74,17 @@ def _serve(settings: RankSettings, store: Store) -> int:
     """Run a rank until rank 0 stops it; return 1 if it failed."""
     torch.set_num_threads(settings.threads)
     milestones = itertools.count()
+
+    def reach_next() -> None:
+        reach_milestone(store, settings.rank, next(milestones))
+
     try:
         rank = make_rank(settings)
         store.set(f"device/{settings.rank}", device_name(rank.device))
-        reach(store, settings.rank, next(milestones))
+        reach_next()
         groups = rank.connect(store, settings)
         rank.prepare()
-        reach(store, settings.rank, next(milestones))
+        reach_next()
         keep_loaded()
         logger.info("ready")
         while (message := unpack_message(groups.receive_message())) != Command("stop"):
@@ -88,9 +92,9 @@ def _serve(settings: RankSettings, store: Store) -> int:
                 rank.run(message)
             elif message.name == "exchange":
                 rank.exchange(replace(settings, ft_dir=message.ft_dir))
-                reach(store, settings.rank, next(milestones))
+                reach_next()
                 rank.prepare()
-                reach(store, settings.rank, next(milestones))
+                reach_next()
                 keep_loaded()
             else:
                 rank.ping()

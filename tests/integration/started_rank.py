@@ -49,9 +49,9 @@ class StartedRank:
 
 
 def _serve(place: LaunchEnvironment, port: int, key_file: Path, log: Path) -> None:
-    from inference.ranks.worker import serve_started_rank
+    from inference.ranks.worker import serve_launched_rank
 
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     logging.basicConfig(level=logging.INFO, force=True)
-    sys.exit(serve_started_rank(place, "127.0.0.1", port, key_file=key_file, timeout_s=5))
+    sys.exit(serve_launched_rank(place, "127.0.0.1", port, key_file=key_file, timeout_s=5))

@@ -39,12 +39,12 @@ RANK_1 = """
 import logging, sys
 from pathlib import Path
 from inference.system.launch_environment import LaunchEnvironment
-from inference.ranks.worker import serve_started_rank
+from inference.ranks.worker import serve_launched_rank
 host, port, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 key_file = Path(sys.argv[4])
 logging.basicConfig(level=logging.INFO)
 place = LaunchEnvironment(1, 2, 0, 1, "test", "a")
-sys.exit(serve_started_rank(place, host, port, key_file=key_file, timeout_s=timeout_s))
+sys.exit(serve_launched_rank(place, host, port, key_file=key_file, timeout_s=timeout_s))
 """
 
 

@@ -189,7 +189,7 @@ def test_beams_need_the_blocks_of_their_prompt_once(ft_dir: Path) -> None:
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         # Two blocks of the prompt, and two of each beam's answer.
         assert engine.generate(request_of(engine, [[1] * 8], 9, beam_width=3)).rows
-        message = r"beam_width=4: rows need room for 40 cached tokens, .* holds 32; "
+        message = r"beam_width=4: rows need 40 cached tokens, .* holds 32; "
         with pytest.raises(RequestError, match=message):
             engine.submit(request_of(engine, [[1] * 8], 9, beam_width=4))
         assert engine.load().blocks_used == 0

@@ -278,7 +278,7 @@ def test_sessions_that_exceed_the_blocks_are_refused(ft_dir: Path) -> None:
     token_bytes = 2 * 2 * 4 * 6 * 4  # keys and values, layers, heads, head size, fp32
     options = EngineOptions(kv_block_tokens=8, kv_cache_bytes=(10 + 1) * 8 * token_bytes)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
-        with pytest.raises(RequestError, match="need room for 144 cached tokens, the cache holds"):
+        with pytest.raises(RequestError, match="need 144 cached tokens, the cache holds"):
             engine.generate(begin(engine, [[3], [4]]), turn=START)
         engine.generate(begin(engine, [[3]]), turn=START)
         message = "sessions hold 1 of the 10 sequences, and 72 of the 80 tokens, that the cache"

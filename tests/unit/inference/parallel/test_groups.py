@@ -123,7 +123,7 @@ def test_waits_can_be_aborted() -> None:
 
 
 def test_no_file_is_left_in_memory() -> None:
-    on_ranks(lambda groups: groups.meet(), tp_size=2, pp_size=2, memory=True)
+    on_ranks(lambda groups: groups.barrier(), tp_size=2, pp_size=2, memory=True)
     assert list(Path("/dev/shm").glob(f"slipway-{os.getpid()}-*")) == []
 
 
@@ -159,7 +159,7 @@ def test_counting_words_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_create", nearly_worn)
 
     def work(groups: RankGroups) -> list[float]:
-        groups.meet()
+        groups.barrier()
         return [groups.all_reduce(torch.ones(1)).item() for _ in range(9)]
 
     assert on_ranks(work, tp_size=2, memory=True) == [[2.0] * 9] * 2
