@@ -17,7 +17,7 @@ class EngineOptions:
         max_lanes: Most running sequences; a beam search counts one per beam.
         kv_cache_bytes: Per rank; None takes a share of the free memory.
         sharing_engines: Engines that share the free memory of the same devices, including this one.
-        kv_block_tokens: On a CPU attention reads blocks of whole sequences fastest.
+        kv_block_tokens: 0 gives each sequence one block, which attention on a CPU reads fastest.
         share_prefixes: Whether prompts share the blocks of common prefixes, in a paged cache.
         session_idle_s: How long an interactive session may pause before its memory is freed.
     """

@@ -304,11 +304,10 @@ class Scheduler(StepScheduler):
     def _first_waiting(self) -> RunningRequest | None:
         """Return the request whose sequence gets the next slot."""
         waiting = (request for request in self.requests if request.waiting)
-        idle = next((request for request in waiting if not request.active), None)
-        if idle is not None:
-            return idle
-        waiting = (request for request in self.requests if request.waiting)
-        return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
+        idle = (request for request in self.requests if request.waiting and not request.active)
+        return next(idle, None) or min(
+            waiting, key=lambda r: (len(r.active), r.arrival), default=None
+        )
 
     def _extend_or_preempt(self, running: list[RunningSequence], *, under_way: bool) -> bool:
         """Give decoding sequences blocks for their next tokens, preempting the newest if necessary.

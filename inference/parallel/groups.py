@@ -44,13 +44,13 @@ class PendingSend:
         self.work.wait()
 
 
-def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGroup:
+def _nccl(store: Store, group_rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     # Builds of torch without CUDA do not have this class.
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast(ProcessGroup, ProcessGroupNCCL(store, place, size, options))
+    return cast(ProcessGroup, ProcessGroupNCCL(store, group_rank, size, options))
 
 
 class RankGroups:
@@ -101,33 +101,33 @@ class RankGroups:
         self, name: str, ranks: list[int], store: Store, device: torch.device
     ) -> ProcessGroup:
         store = PrefixStore(name, store)
-        place = ranks.index(self.layout.rank)
+        group_rank = ranks.index(self.layout.rank)
         if device.type == "cuda":
-            self._nccl.append(_nccl(store, place, len(ranks), self._timeout))
+            self._nccl.append(_nccl(store, group_rank, len(ranks), self._timeout))
             return self._nccl[-1]
         if self._may_share_memory:
             timeout_s = self._timeout.total_seconds()
-            if shared := open_group(store, place, len(ranks), timeout_s=timeout_s):
+            if shared := open_group(store, group_rank, len(ranks), timeout_s=timeout_s):
                 self._shared.append(shared)
                 return cast(ProcessGroup, shared)
         address = listening_address(self._default_address)
         if name == "control":
             timeout_s = self._timeout.total_seconds()
-            check_reachable(store, address, place, len(ranks), timeout_s=timeout_s)
+            check_reachable(store, address, group_rank, len(ranks), timeout_s=timeout_s)
         # The options that torch.distributed itself sets.
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        return cast(ProcessGroup, ProcessGroupGloo(store, place, len(ranks), options))
+        return cast(ProcessGroup, ProcessGroupGloo(store, group_rank, len(ranks), options))
 
     def _open_peers(self, store: Store) -> None:
         from inference.parallel.peer_cuda import PeerSums, memory_bytes
 
-        place, size = self.layout.tp_rank, self.layout.tp_size
+        group_rank, size = self.layout.tp_rank, self.layout.tp_size
         size_bytes = memory_bytes(size)
-        memory = open_peer_memory(store, place, size, self._device, size_bytes=size_bytes)
+        memory = open_peer_memory(store, group_rank, size, self._device, size_bytes=size_bytes)
         if memory is not None:
-            self._peers = PeerSums(place, memory.addresses(place), self._device)
+            self._peers = PeerSums(group_rank, memory.addresses(group_rank), self._device)
             self._peer_memory = memory
 
     def abort(self) -> None:

@@ -61,9 +61,9 @@ class PeerMemory:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), named, flags)
         self._mapped[rank] = address
 
-    def addresses(self, place: int) -> list[int]:
-        """Return the addresses of all memories in rank order; `place` is this rank."""
-        memories = self._mapped | {place: self._own}
+    def addresses(self, group_rank: int) -> list[int]:
+        """Return the addresses of all memories in rank order; `group_rank` is this rank."""
+        memories = self._mapped | {group_rank: self._own}
         return [memories[rank].value for rank in sorted(memories)]
 
     def unmap(self) -> None:
@@ -82,12 +82,12 @@ class PeerMemory:
 
 
 def open_peer_memory(
-    store: Store, place: int, size: int, device: torch.device, *, size_bytes: int
+    store: Store, group_rank: int, size: int, device: torch.device, *, size_bytes: int
 ) -> PeerMemory | None:
     """Return this rank's memory with all others mapped, or None if one cannot be mapped.
 
-    Every rank of the group must call this, with its `place` in the group and a store that only this
-    group uses; all get the same result.
+    Every rank of the group must call this, with its `group_rank` and a store that only this group
+    uses; all get the same result.
     """
     torch.cuda.synchronize(device)  # creates the context for calls to the driver
     memory: PeerMemory | None = None
@@ -100,7 +100,7 @@ def open_peer_memory(
         }
     except OSError as error:
         offered = {"problem": str(error)}
-    store.set(f"memory/{place}", json.dumps(offered))
+    store.set(f"memory/{group_rank}", json.dumps(offered))
     offers = [json.loads(store.get(f"memory/{rank}")) for rank in range(size)]
     problem = ""
     try:
@@ -111,11 +111,11 @@ def open_peer_memory(
         for rank, other in enumerate(offers):
             if other["host"] != offered["host"]:
                 raise OSError(f"rank {rank} runs on another host")
-            if rank != place:
+            if rank != group_rank:
                 memory.map(rank, other["handle"], device.index, other["device"])
     except OSError as error:
         problem = str(error)
-    store.set(f"mapped/{place}", problem)
+    store.set(f"mapped/{group_rank}", problem)
     problems = {store.get(f"mapped/{rank}").decode() for rank in range(size)} - {""}
     if not problems:
         return memory

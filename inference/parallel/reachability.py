@@ -40,10 +40,12 @@ def listening_address(default: str) -> str:
     return socket.inet_ntoa(_INTERFACE.unpack(answer)[1])
 
 
-def check_reachable(store: Store, address: str, place: int, size: int, *, timeout_s: float) -> None:
+def check_reachable(
+    store: Store, address: str, group_rank: int, size: int, *, timeout_s: float
+) -> None:
     """Check that each of `size` ranks can connect to a free port of every other rank.
 
-    All ranks must call this, with their `place` and `address` and a store that nothing else uses.
+    All ranks must call this, with `group_rank` and `address` and a store that nothing else uses.
 
     Raises:
         RuntimeError: With host, address and port of each failed connection.
@@ -52,12 +54,12 @@ def check_reachable(store: Store, address: str, place: int, size: int, *, timeou
     # The kernel completes connections up to the backlog, without an accept.
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
         own = [socket.gethostname(), *listener.getsockname()[:2]]
-        store.set(f"at/{place}", json.dumps(own))
-        others = [rank for rank in range(size) if rank != place]
+        store.set(f"at/{group_rank}", json.dumps(own))
+        others = [rank for rank in range(size) if rank != group_rank]
         with ThreadPoolExecutor(len(others)) as pool:
             places = [json.loads(store.get(f"at/{rank}")) for rank in others]
             problems = pool.map(lambda there: _problem(there, timeout_s), places)
-            store.set(f"tried/{place}", json.dumps(list(problems)))
+            store.set(f"tried/{group_rank}", json.dumps(list(problems)))
         tried = [f"tried/{rank}" for rank in range(size)]
         store.wait(tried, timedelta(seconds=2 * timeout_s))
         found = [each for name in tried for each in json.loads(store.get(name)) if each]

@@ -55,30 +55,30 @@ class _Finished(Work):
 
 
 def open_group(
-    store: Store, place: int, size: int, *, timeout_s: float
+    store: Store, group_rank: int, size: int, *, timeout_s: float
 ) -> SharedMemoryGroup | None:
     """Return this rank's end of a group, or None if the ranks do not share memory.
 
-    Every rank of the group must call this, with its `place` in the group and a store that only this
-    group uses; all get the same result.
+    Every rank of the group must call this, with its `group_rank` and a store that only this group
+    uses; all get the same result.
 
     Raises:
         RuntimeError: A rank did not join within the store's timeout.
     """
-    segment = _create(size) if place == 0 else None
+    segment = _create(size) if group_rank == 0 else None
     try:
-        if place == 0:
+        if group_rank == 0:
             store.set("segment", str(segment or ""))
         path = store.get("segment").decode()
         memory = _attach(Path(path), size) if path else None
-        store.set(f"attached/{place}", "yes" if memory is not None else "no")
+        store.set(f"attached/{group_rank}", "yes" if memory is not None else "no")
         answers = [store.get(f"attached/{rank}") for rank in range(size)]
     finally:  # even if a rank does not join
         if segment is not None:
             segment.unlink()
     if memory is None or b"no" in answers:
         return None
-    return SharedMemoryGroup(memory, place, size, timeout_s=timeout_s)
+    return SharedMemoryGroup(memory, group_rank, size, timeout_s=timeout_s)
 
 
 def _create(size: int) -> Path | None:
@@ -130,9 +130,9 @@ class _Layout:
 class SharedMemoryGroup:
     """One rank's end of a group. Waits end with a RuntimeError after `timeout_s`."""
 
-    def __init__(self, memory: mmap.mmap, place: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, memory: mmap.mmap, group_rank: int, size: int, *, timeout_s: float) -> None:
         self._layout = _Layout(size)
-        self._place, self._size = place, size
+        self._group_rank, self._size = group_rank, size
         self._timeout_s = timeout_s
         self._memory = memory
         count = self._layout.sums // 4
@@ -150,7 +150,7 @@ class SharedMemoryGroup:
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
         """Sum a tensor over the ranks, in place; every rank gets the same bits."""
-        arrived, me = self._layout.arrived, self._place
+        arrived, me = self._layout.arrived, self._group_rank
         for part in _chunks(tensors[0], _CHUNK):
             number = self._get(arrived + me) + 1
             starts = [
@@ -173,7 +173,7 @@ class SharedMemoryGroup:
 
     def broadcast(self, tensors: list[Tensor]) -> Work:
         """Broadcast the tensor of rank 0."""
-        if self._place:
+        if self._group_rank:
             return self.recv(tensors, 0, 0)
         for rank in range(1, self._size):
             self.send(tensors, rank, 0)
@@ -181,7 +181,7 @@ class SharedMemoryGroup:
 
     def send(self, tensors: list[Tensor], rank: int, _tag: int) -> Work:
         """Send a tensor; return when its last part is copied."""
-        pair = self._place * self._size + rank
+        pair = self._group_rank * self._size + rank
         for part in _chunks(tensors[0], _MESSAGE):
             number = self._get(self._layout.sent + pair) + 1
             # The chunk before the last used the same buffer.
@@ -192,7 +192,7 @@ class SharedMemoryGroup:
 
     def recv(self, tensors: list[Tensor], rank: int, _tag: int) -> Work:
         """Receive a tensor from `rank`."""
-        pair = rank * self._size + self._place
+        pair = rank * self._size + self._group_rank
         for part in _chunks(tensors[0], _MESSAGE):
             number = self._get(self._layout.read + pair) + 1
             self._await(self._layout.sent + pair, number, rank)
@@ -224,14 +224,14 @@ class SharedMemoryGroup:
 
     def _await(self, word: int, number: int, rank: int) -> None:
         """Wait until a word of `rank` has reached `number`; both may wrap around."""
-        place, words = word * (_WORD_BYTES // 4), self._words
+        index, words = word * (_WORD_BYTES // 4), self._words
         for _ in range(self._spins + 1):
-            if ((words[place] - number) & _MASK) < 2**31:
+            if ((words[index] - number) & _MASK) < 2**31:
                 return
         deadline = monotonic() + self._timeout_s
         pause = _Timespec(0, int(_SLICE_S * 1e9))
         address = ctypes.c_void_p(self._address + word * _WORD_BYTES)
-        while (((seen := words[place]) - number) & _MASK) >= 2**31:
+        while (((seen := words[index]) - number) & _MASK) >= 2**31:
             if self._aborted:
                 raise RuntimeError("the ranks were ended")
             if monotonic() > deadline:
