@@ -159,7 +159,7 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
             problems.append(f"{', '.join(used)}: supported with layernorm_type=pre_layernorm only")
         if not (architecture.has_input_norms or architecture.has_output_norms):
             problems.append(
-                "has_input_norms or has_output_norms must be set: a layer without is not supported"
+                "has_input_norms or has_output_norms must be set: a layer needs one of these norms"
             )
     if problems:
         raise ValueError("\n".join(problems))

@@ -34,7 +34,7 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True)
 class PendingSend:
-    """A tensor that is being sent, which must not be freed before."""
+    """A tensor that is being sent, kept alive until then."""
 
     work: Work
     x: Tensor

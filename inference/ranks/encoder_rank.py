@@ -89,8 +89,8 @@ class EncoderRank(RankBase):
         self._begin(plan, embeddings)
         done = self._encode(self.architecture.num_layer)
         assert done is not None, "an encoder's step ends its pass"
-        shape = (len(done.tokens.ids), self.architecture.hidden)
-        hidden = self._send_to_first_rank(done.x, shape, self.model.dtype)
+        sizes = (len(done.tokens.ids), self.architecture.hidden)
+        hidden = self._send_to_first_rank(done.x, sizes, self.model.dtype)
         attentions = done.step.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
