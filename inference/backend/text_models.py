@@ -17,12 +17,12 @@ from export_scripts.triton.parameters import FLAG, TOKEN_ID, TOKEN_IDS
 from inference.backend.arguments import ModelArguments
 from inference.backend.requests import Array, Tensors
 from inference.backend.tensor_model import TensorModel
-from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
+from inference.backend.tokenizer import MAX_TEXT_BYTES, Tokenizer, load_tokenizer
 
-_MOST_WORDS_BYTES = 64 << 10
-_MOST_SHOWN = 80  # characters of a wrong record in an error
+_MAX_WORDS_BYTES = 64 << 10
+_MAX_SHOWN = 80  # characters of a wrong record in an error
 _FULL_ROWS = 4  # rows of maximum size in a request
-_MOST_TOKENS = 8 << 20  # in all rows of a request, with padding
+_MAX_TOKENS = 8 << 20  # in all rows of a request, with padding
 
 
 class _Encoder(TensorModel):
@@ -47,9 +47,9 @@ class _Encoder(TensorModel):
             empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
             raise ValueError(f"{empty}: an empty text must be sent in a separate request")
         longest = max(map(len, rows), default=0)
-        if len(rows) * longest > _MOST_TOKENS:
+        if len(rows) * longest > _MAX_TOKENS:
             raise ValueError(
-                f"{name}: {len(rows)} rows of up to {longest} tokens; {_MOST_TOKENS} at most in "
+                f"{name}: {len(rows)} rows of up to {longest} tokens; {_MAX_TOKENS} at most in "
                 "all, padded to the longest; send fewer rows"
             )
         return pad_rows(rows, pad_id=self._end_id)
@@ -73,7 +73,7 @@ class Preprocessing(_Encoder):
         for kind in ("BAD_WORDS", "STOP_WORDS"):
             source, records = f"{kind}_DICT", [""] * rows
             if source in tensors:
-                records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
+                records = row_texts(source, tensors[source], most_bytes=_MAX_WORDS_BYTES)
             if len(records) != rows:
                 problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
                 continue
@@ -125,8 +125,8 @@ class Postprocessing(TensorModel):
         tokens = tensors["TOKENS_BATCH"]
         if tokens.ndim != 3:
             raise ValueError(f"TOKENS_BATCH: expected shape [B,K,L], got {list(tokens.shape)}")
-        if tokens.size > _MOST_TOKENS:
-            raise ValueError(f"TOKENS_BATCH: {tokens.size} tokens; {_MOST_TOKENS} at most")
+        if tokens.size > _MAX_TOKENS:
+            raise ValueError(f"TOKENS_BATCH: {tokens.size} tokens; {_MAX_TOKENS} at most")
         starts = self._starts(tensors, tokens.shape[:2])
         counts = self._counts(tensors, starts, tokens.shape)
         finished = None
@@ -207,7 +207,7 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
     return load_tokenizer(folder, kind=arguments.read("tokenizer_type", default="") or None)
 
 
-def row_texts(name: str, tensor: Array, *, most_bytes: int = MOST_TEXT_BYTES) -> list[str]:
+def row_texts(name: str, tensor: Array, *, most_bytes: int = MAX_TEXT_BYTES) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
     Raises ValueError for another shape, a value that is not UTF-8 or larger than `most_bytes`, or
@@ -243,7 +243,7 @@ def split_words(text: str) -> list[str]:
         return next(csv.reader([text]))
     except csv.Error as error:
         reason = "quote a word that has a line break" if "\n" in text or "\r" in text else error
-        shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + " ..."
+        shown = text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."
         raise ValueError(f"{shown!r} is not one CSV record: {reason}") from error
 
 

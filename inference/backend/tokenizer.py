@@ -22,11 +22,11 @@ from export_scripts.ft.tokenizer_files import (
 REPLACEMENT = "\ufffd"
 # A text model answers requests one at a time. A text of this size takes a few seconds and is longer
 # than any model's context.
-MOST_TEXT_BYTES = 1 << 20
+MAX_TEXT_BYTES = 1 << 20
 # WordPiece looks up every prefix of a word from every position in it: its time grows with the
 # square of the word length or faster. 64 KiB of the longest words take a second.
-_MOST_WORDPIECE_BYTES = 1 << 16
-_LONGEST_WORD = 200  # characters; real tokenizers have 100
+_MAX_WORDPIECE_BYTES = 1 << 16
+_MAX_WORD_CHARACTERS = 200  # characters; real tokenizers have 100
 # The space that SentencePiece and similar models put before a text.
 _BLANK = "\u2581"
 # A text to encode before a word, to get the word's tokens inside a text.
@@ -77,7 +77,7 @@ class Tokenizer:
     """
 
     vocab_size: int
-    most_text_bytes = MOST_TEXT_BYTES
+    most_text_bytes = MAX_TEXT_BYTES
     special_ids: frozenset[int]
     prefix_ids: tuple[int, ...]
     _bytes: Mapping[int, int] = MappingProxyType(
@@ -166,11 +166,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self._decode_known = partial(backend.decode, skip_special_tokens=False)
         longest_word = getattr(backend.model, "max_input_chars_per_word", None)
         if longest_word is not None:
-            self.most_text_bytes = _MOST_WORDPIECE_BYTES
-            if longest_word > _LONGEST_WORD:
+            self.most_text_bytes = _MAX_WORDPIECE_BYTES
+            if longest_word > _MAX_WORD_CHARACTERS:
                 raise ValueError(
                     f"max_input_chars_per_word={longest_word}: a single word could take hours; set "
-                    f"it to {_LONGEST_WORD} or less"
+                    f"it to {_MAX_WORD_CHARACTERS} or less"
                 )
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1

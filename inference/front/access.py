@@ -20,9 +20,9 @@ from foundations.files.replace import read_file
 from foundations.values import PORT, option
 from inference.system.ports import DEFAULT_PORTS
 
-MOST_REQUEST_MB = 1024
+MAX_REQUEST_MB = 1024
 # 24 hexadecimal digits are 96 bits, too many to guess.
-_LEAST_TOKEN_CHARACTERS = 24
+_MIN_TOKEN_CHARACTERS = 24
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-f:]+\](:[0-9]+)?")
 
 
@@ -34,7 +34,7 @@ class Access:
     """
 
     max_request_mb: int = option(
-        "largest request, uncompressed, in MiB", 128, within=(1, MOST_REQUEST_MB)
+        "largest request, uncompressed, in MiB", 128, within=(1, MAX_REQUEST_MB)
     )
     tls_cert: Path | None = option("certificate chain of the server, PEM", None, is_path=True)
     tls_key: Path | None = option("its key, PEM, of mode 600", None, is_path=True)
@@ -62,8 +62,8 @@ class Access:
         if self.otlp_collector is not None and not _is_origin(self.otlp_collector):
             name = prefix + f"otlp{joiner}collector"
             found.append(f"{name}={self.otlp_collector} is not an address; write http://host:port.")
-        if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
-            found.append(f"{size}={self.max_request_mb} must be 1 to {MOST_REQUEST_MB}.")
+        if not 1 <= self.max_request_mb <= MAX_REQUEST_MB:
+            found.append(f"{size}={self.max_request_mb} must be 1 to {MAX_REQUEST_MB}.")
         if (self.tls_cert is None) != (self.tls_key is None):
             found.append(
                 f"{cert}={self.tls_cert or 'null'} and {key}={self.tls_key or 'null'}: TLS needs "
@@ -131,9 +131,9 @@ def _read_tokens(path: Path) -> tuple[str, ...]:
     if not tokens:
         raise ValueError("holds no token; write one on each line.")
     for number, token in enumerate(tokens, 1):
-        if len(token) < _LEAST_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+        if len(token) < _MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
             raise ValueError(
-                f"has a token (number {number}) that is shorter than {_LEAST_TOKEN_CHARACTERS} "
+                f"has a token (number {number}) that is shorter than {_MIN_TOKEN_CHARACTERS} "
                 "characters or holds spaces; `openssl rand -hex 32` makes a good one."
             )
     return tokens

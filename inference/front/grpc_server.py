@@ -8,28 +8,28 @@ from inference.front.http_server import most_connections
 from inference.system.ports import host_and_port
 
 # Applies before the token is read. gRPC 1.67 by default refuses at random between 8 and 16 KiB.
-MOST_METADATA_BYTES = 8 << 10
+MAX_METADATA_BYTES = 8 << 10
 SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # fail if another process has the port
     ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
     ("grpc.server_handshake_timeout_ms", 10_000),  # for the first bytes of a connection
-    ("grpc.max_metadata_size", MOST_METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     # gRPC 1.67 by default decompresses a whole message, however large, before it checks its size.
     ("grpc.per_message_decompression", 0),
 ]
 
 # A request has up to 8 MiB outside of tensors, and percent-encoding turns a byte into three.
-_MOST_METADATA_BYTES = 64 << 20
+_MAX_METADATA_BYTES = 64 << 20
 # Reconnect soon to a server that does not listen yet: gRPC's default backoff begins at a second and
 # grows.
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # An error quotes names from the request.
-    ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     *((f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "max")),

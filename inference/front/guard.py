@@ -19,7 +19,7 @@ from inference.front.access import Access
 IDLE_S = 600.0
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 # A decompressed body may have this many bytes for each compressed one, and 1 MiB more.
-MOST_EXPANSION = 256
+MAX_EXPANSION = 256
 _FREE_EXPANSION_BYTES = 1 << 20
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 # First byte of each compression; no gRPC message that a handler takes begins with it.
@@ -179,7 +179,7 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
     Raises RejectedError if it is not valid, or expands beyond `limit` or beyond what its compressed
     size allows.
     """
-    most = min(limit, _FREE_EXPANSION_BYTES + MOST_EXPANSION * len(body))
+    most = min(limit, _FREE_EXPANSION_BYTES + MAX_EXPANSION * len(body))
     for bits in (_WINDOW_BITS[coding], *((-15,) if coding == "deflate" else ())):
         inflater = zlib.decompressobj(bits)
         try:
@@ -194,7 +194,7 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
         raise RejectedError(_NOT_DECODED)
     if most == limit:
         raise too_large(limit)
-    reason = f"the body expands to over 1 MiB and {MOST_EXPANSION} times its size; send it plain"
+    reason = f"the body expands to over 1 MiB and {MAX_EXPANSION} times its size; send it plain"
     raise RejectedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 

@@ -15,7 +15,7 @@ from aiohttp.http import HttpProcessingError
 
 from inference.front.access import Access
 from inference.front.guard import IDLE_S
-from inference.front.link import LONGEST_REQUEST_S
+from inference.front.link import MAX_REQUEST_S
 from inference.front.request_log import REQUEST_ID, request_id, with_ids
 from inference.front.tracing import traced
 
@@ -42,7 +42,7 @@ async def http_server(
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     handler = traced(with_ids(handler, logs=logs), access.otlp_collector)
     server = BoundServer(handler, limit=most_connections())
-    runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
+    runner = web.ServerRunner(server, shutdown_timeout=MAX_REQUEST_S)
     await runner.setup()
     await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner

@@ -7,11 +7,11 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from inference.front.guard import RejectedError
-from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
-from inference.front.validation import MOST_ENTRIES, MOST_TEXTS, SentRequest, checked_form
+from inference.front.strict_json import MAX_JSON_BYTES, MAX_JSON_MB
+from inference.front.validation import MAX_ENTRIES, MAX_TEXTS, SentRequest, checked_form
 from inference.front.wire_format import wire_fields
 
-_MOST_FIELDS = 4 * MOST_ENTRIES + 16
+_MAX_FIELDS = 4 * MAX_ENTRIES + 16
 _ID, _RAW_INPUT_CONTENTS = 3, 7  # of service_pb2.ModelInferRequest
 
 
@@ -32,15 +32,15 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
     kept, raw = bytearray(), list[slice]()
     try:
         for count, (number, place, content) in enumerate(wire_fields(data), start=1):
-            if count > _MOST_FIELDS:
-                raise RejectedError(f"the request has more than {_MOST_FIELDS} fields")
+            if count > _MAX_FIELDS:
+                raise RejectedError(f"the request has more than {_MAX_FIELDS} fields")
             if number == _RAW_INPUT_CONTENTS and content is not None:
                 raw.append(content)
             else:
                 kept += data[place]
-            if len(kept) > MOST_JSON_BYTES:
+            if len(kept) > MAX_JSON_BYTES:
                 raise RejectedError(
-                    f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
+                    f"a request may have {MAX_JSON_MB} MiB outside of raw_input_contents; send "
                     "large tensors there"
                 )
     except ValueError:
@@ -92,7 +92,7 @@ def _contents(tensor: Any) -> list[Any] | None:
         names = " and ".join(field.name for field, _ in fields)
         raise RejectedError(f"input '{tensor.name[:40]}' has {names}; send one of them")
     for _, values in fields:
-        return list(values[: MOST_TEXTS + 1]) if tensor.datatype == "BYTES" else list(values)
+        return list(values[: MAX_TEXTS + 1]) if tensor.datatype == "BYTES" else list(values)
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from inference.front.access import Access, OpenAIOptions
 
-LONGEST_REQUEST_S = 86400.0  # aiohttp needs a limit; this is in effect none
+MAX_REQUEST_S = 86400.0  # aiohttp needs a limit; this is in effect none
 WITH_ENGINE = "engine"  # argument of the server's command: start an engine's process at once
 _GRACE_S = 1.0
 

@@ -7,9 +7,9 @@ import jiter
 
 from inference.front.guard import RejectedError
 
-MOST_JSON_MB = 8
-MOST_JSON_BYTES = MOST_JSON_MB << 20
-_MOST_LEVELS = 32
+MAX_JSON_MB = 8
+MAX_JSON_BYTES = MAX_JSON_MB << 20
+_MAX_LEVELS = 32
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -17,9 +17,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
     Raises RejectedError for duplicate keys, and beyond the limits of size and nesting.
     """
-    if len(data) > MOST_JSON_BYTES:
+    if len(data) > MAX_JSON_BYTES:
         raise RejectedError(
-            f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
+            f"the JSON of a request may have {MAX_JSON_MB} MiB; send large tensors as binary data"
         )
     try:
         # Parsers disagree on which of two equal keys counts.
@@ -32,7 +32,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         reason = str(error)[:200]
         raise RejectedError(
-            f"the body is not JSON of at most {_MOST_LEVELS} levels: {reason}"
+            f"the body is not JSON of at most {_MAX_LEVELS} levels: {reason}"
         ) from None
     return value
 
@@ -40,7 +40,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 def _check(request: dict[str, Any]) -> None:
     """Check levels, numbers and keys; some parsers end a key at a null character."""
     containers: list[Any] = [request]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         inner: list[Any] = []
         for container in containers:
             if isinstance(container, dict) and "\0" in "".join(container):

@@ -31,14 +31,14 @@ from inference.front.guard import RejectedError
 from inference.front.strict_json import parse_json
 from inference.system.supervision import OWN_PREFIX
 
-MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
-_MOST_DIMENSIONS = 16
+MAX_ENTRIES = 256  # inputs, outputs or parameters of a request
+_MAX_DIMENSIONS = 16
 # Texts in one tensor: an empty text takes four bytes here and some hundred in a model.
-MOST_TEXTS = 1 << 16
-MOST_SEQUENCE_ID_BYTES = 128  # of a text; ids may also be numbers
-_MOST_DIGITS = 20
-_MOST_SHOWN = 40  # characters of a value in an error
-_MOST_REASONS = 4
+MAX_TEXTS = 1 << 16
+MAX_SEQUENCE_ID_BYTES = 128  # of a text; ids may also be numbers
+_MAX_DIGITS = 20
+_MAX_SHOWN = 40  # characters of a value in an error
+_MAX_REASONS = 4
 _FORWARDED = frozenset({"priority", "timeout"})  # protocol parameters that models also get
 _UINT64, _INT64 = (1 << 64) - 1, (1 << 63) - 1
 # numpy's type for each of KServe's.
@@ -78,17 +78,17 @@ def _one_line(text: str) -> str:
 
 def _datatype(name: str) -> str:
     if name not in DATATYPES:
-        raise ValueError(f"invalid datatype {name[:_MOST_SHOWN]}; known are {', '.join(DATATYPES)}")
+        raise ValueError(f"invalid datatype {name[:_MAX_SHOWN]}; known are {', '.join(DATATYPES)}")
     return name
 
 
 def _sequence_id(value: Any) -> Any:
     is_number = type(value) is int and 0 <= value <= _UINT64
     is_text = isinstance(value, str) and "\0" not in value
-    if is_number or (is_text and len(value.encode()) <= MOST_SEQUENCE_ID_BYTES):
+    if is_number or (is_text and len(value.encode()) <= MAX_SEQUENCE_ID_BYTES):
         return value
     raise ValueError(
-        f"should be a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or a "
+        f"should be a text of up to {MAX_SEQUENCE_ID_BYTES} bytes without a null character, or a "
         f"whole number from 0 to {_UINT64}, and is {_shown(value)}"
     )
 
@@ -119,10 +119,10 @@ class _Parameters(_Record):
             return {} if given is None else given
         if given.keys() <= cls.__pydantic_fields__.keys():
             return given
-        if len(given) > MOST_ENTRIES:
-            raise ValueError(f"{len(given)} parameters, {MOST_ENTRIES} at most")
+        if len(given) > MAX_ENTRIES:
+            raise ValueError(f"{len(given)} parameters, {MAX_ENTRIES} at most")
         for name, value in given.items():
-            shown = name[:_MOST_SHOWN]
+            shown = name[:_MAX_SHOWN]
             if "\0" in name:
                 raise ValueError("the name of a parameter has a null character")
             if name.startswith(OWN_PREFIX):
@@ -184,7 +184,7 @@ class SentTensor(_Record):
     name: _Text
     datatype: Annotated[str, AfterValidator(_datatype)]
     shape: Annotated[
-        list[Annotated[int, Field(ge=0, le=_INT64)]], Field(max_length=_MOST_DIMENSIONS)
+        list[Annotated[int, Field(ge=0, le=_INT64)]], Field(max_length=_MAX_DIMENSIONS)
     ]
     parameters: _InputParameters = Field(default_factory=lambda: _PLAIN_INPUT)
     data: Any = None
@@ -192,15 +192,15 @@ class SentTensor(_Record):
     @model_validator(mode="after")
     def _check_sizes(self, info: ValidationInfo) -> SentTensor:
         """Check sizes against the number of bytes that were sent."""
-        count, about = math.prod(self.shape), f"input {self.name[:_MOST_SHOWN]!r}"
+        count, about = math.prod(self.shape), f"input {self.name[:_MAX_SHOWN]!r}"
         shape = str(self.shape)[:100]
         if self.shape[:1] == [0]:
             raise ValueError(f"{about} has the shape {shape}; sizes are positive")
         # An empty tensor's other sizes count too: a reader may multiply or loop by them.
         if math.prod(size or 1 for size in self.shape) > (info.context or 0):
             raise ValueError(f"{about} has the shape {shape}, and fewer elements were sent")
-        if self.datatype == "BYTES" and count > MOST_TEXTS:
-            raise ValueError(f"{about} has {count} texts, {MOST_TEXTS} at most")
+        if self.datatype == "BYTES" and count > MAX_TEXTS:
+            raise ValueError(f"{about} has {count} texts, {MAX_TEXTS} at most")
         if self.data is not None:
             if self.parameters.binary_data_size is not None:
                 raise ValueError(f"{about} has data and binary_data_size; send one of them")
@@ -228,8 +228,8 @@ class SentRequest(_Record):
     id: _Text = ""
     parameters: RequestParameters = Field(default_factory=lambda: _PLAIN)
     # default_factory is cheaper than pydantic's copy of a default.
-    inputs: list[SentTensor] = Field(max_length=MOST_ENTRIES, default_factory=list)
-    outputs: list[_Output] = Field(max_length=MOST_ENTRIES, default_factory=list)
+    inputs: list[SentTensor] = Field(max_length=MAX_ENTRIES, default_factory=list)
+    outputs: list[_Output] = Field(max_length=MAX_ENTRIES, default_factory=list)
     # The model whose signature this request matches; not a field that clients send.
     matched_model: ClassVar[object] = None
 
@@ -266,9 +266,9 @@ def checked_form(kind: type[_Record_], fields: Mapping[str, Any], size_bytes: in
         return kind.model_validate(fields, context=size_bytes)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    reasons = [_words(each) for each in found[:_MOST_REASONS]]
-    if len(found) > _MOST_REASONS:
-        reasons.append(f"{len(found) - _MOST_REASONS} more")
+    reasons = [_words(each) for each in found[:_MAX_REASONS]]
+    if len(found) > _MAX_REASONS:
+        reasons.append(f"{len(found) - _MAX_REASONS} more")
     raise RejectedError("; ".join(reasons))
 
 
@@ -287,7 +287,7 @@ def _words(error: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)[:_MOST_SHOWN]
+    return json.dumps(value, default=str)[:_MAX_SHOWN]
 
 
 def array_of_values(values: Sequence[Any], datatype: str, about: str) -> np.ndarray[Any, Any]:
@@ -323,7 +323,7 @@ def read_infer(data: bytes, size_bytes: int) -> SentRequest:
 
 
 # The JSON before binary tensors holds no values: it is small, and clients repeat it.
-MOST_HEAD_BYTES = 4 << 10
+MAX_HEAD_BYTES = 4 << 10
 read_head = functools.lru_cache(maxsize=256)(read_infer)
 
 
@@ -334,14 +334,14 @@ def read_generate(data: bytes, inputs: Mapping[str, tuple[str, Sequence[int]]]) 
     of variable size (-1). Every other key is a parameter.
     """
     given = parse_json(data)
-    if len(given) > MOST_ENTRIES:
-        raise RejectedError(f"the request has {len(given)} inputs, {MOST_ENTRIES} at most")
+    if len(given) > MAX_ENTRIES:
+        raise RejectedError(f"the request has {len(given)} inputs, {MAX_ENTRIES} at most")
     about = {"id": given.pop("id")} if "id" in given else {}
     inner = given.pop("parameters", None) or {}
     if not isinstance(inner, dict):
         raise RejectedError("parameters should be an object of JSON")
     if twice := sorted(given.keys() & inner.keys()):
-        raise RejectedError(f"{twice[0][:_MOST_SHOWN]} is given twice, once in parameters")
+        raise RejectedError(f"{twice[0][:_MAX_SHOWN]} is given twice, once in parameters")
     values = {**given, **inner}
     rows = [_row(name, values.pop(name), *inputs[name]) for name in inputs if name in values]
     return checked_form(SentRequest, {**about, "parameters": values, "inputs": rows}, len(data))
@@ -352,7 +352,7 @@ def _row(name: str, value: Any, datatype: str, shape: Sequence[int]) -> dict[str
     row = value if isinstance(value, list) else [value]
     if any(isinstance(each, list) for each in row):
         raise RejectedError(
-            f"input {name[:_MOST_SHOWN]!r} is a list of lists; generate takes one row as a flat "
+            f"input {name[:_MAX_SHOWN]!r} is a list of lists; generate takes one row as a flat "
             "list, infer several"
         )
     sizes = [max(size, 1) for size in shape]
@@ -376,10 +376,10 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
     if header is None:
         return size_bytes
     # No size has more than 20 digits; int() itself refuses thousands.
-    is_number = header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS
+    is_number = header.isascii() and header.isdigit() and len(header) <= _MAX_DIGITS
     if not is_number or int(header) > size_bytes:
         raise RejectedError(
-            f"Inference-Header-Content-Length: {header[:_MOST_SHOWN]} is not a length within a "
+            f"Inference-Header-Content-Length: {header[:_MAX_SHOWN]} is not a length within a "
             f"body of {size_bytes} bytes"
         )
     return int(header)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 _VARINT, _BYTES = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
-_MOST_VARINT_BYTES = 10
+_MAX_VARINT_BYTES = 10
 
 
 def wire_fields(data: bytes) -> Iterator[tuple[int, slice, slice | None]]:
@@ -36,7 +36,7 @@ def wire_fields(data: bytes) -> Iterator[tuple[int, slice, slice | None]]:
 def _varint(data: bytes, position: int) -> tuple[int, int]:
     """Return a varint and the position after it."""
     value = 0
-    for index, byte in enumerate(data[position : position + _MOST_VARINT_BYTES]):
+    for index, byte in enumerate(data[position : position + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value & ((1 << 64) - 1), position + index + 1

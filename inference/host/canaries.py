@@ -21,16 +21,16 @@ from inference.server.processes import descendants, process_state
 # The first timeout is this multiple of a model's slowest answer so far, for a machine that has
 # become slower. It only decides readiness; the next canary gets the full timeout.
 _TIMEOUT_FACTOR = 50.0
-_LEAST_TIMEOUT_S = 5.0
+_MIN_TIMEOUT_S = 5.0
 # A single error may be transient, such as a shortage of memory.
 _FAILURES = 2
 # Share of one core above which a process counts as computing; idle processes have polling threads.
 _BUSY_CORE_SHARE = 0.05
 # A text model's largest request keeps a core busy for some 20 s, and a step of a large model on a
 # CPU may take a minute. A model that computes for longer without finishing anything hangs.
-_LONGEST_S = 300.0
+_MAX_SILENT_S = 300.0
 # A model that computes but has not answered for this long is not ready.
-_LONGEST_READY_S = 30.0
+_MAX_READY_SILENT_S = 30.0
 # Errors that count as answers: the model is busy, or the canary exceeds the model's limits.
 _ANSWERS = ("UNAVAILABLE", "INVALID_ARGUMENT")
 
@@ -82,7 +82,7 @@ class Canaries:
 
     def is_ready(self) -> bool:
         """Return whether every model answers, or has only been busy for a short time."""
-        latest = time.monotonic() - _LONGEST_READY_S
+        latest = time.monotonic() - _MAX_READY_SILENT_S
         return not any(
             each.faults or (each.silent_since is not None and each.silent_since < latest)
             for each in self._targets
@@ -97,7 +97,7 @@ class Canaries:
     def _timeout_s(self, target: _Target) -> float:
         if target.slowest_s is None or target.silent_since is not None or target.faults:
             return self._times.timeout_s
-        return min(self._times.timeout_s, max(_LEAST_TIMEOUT_S, _TIMEOUT_FACTOR * target.slowest_s))
+        return min(self._times.timeout_s, max(_MIN_TIMEOUT_S, _TIMEOUT_FACTOR * target.slowest_s))
 
     async def _ask(self, target: _Target) -> None:
         began, finished = time.monotonic(), self._hosted.progress()
@@ -116,7 +116,7 @@ class Canaries:
                 return
             target.silent_since = target.silent_since or began
             silent_s = now - target.silent_since
-            if silent_s > _LONGEST_S:
+            if silent_s > _MAX_SILENT_S:
                 words = f"has not finished anything for {silent_s:.0f} s"
                 target.faults += [words] * _FAILURES
                 return

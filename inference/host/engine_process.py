@@ -30,7 +30,7 @@ LOST = 0  # number of the unsolicited answer that says why the engine has failed
 READ_METRICS = "read metrics"
 # Responses of a request that may wait for its client; the model pauses then. In tensors, each is as
 # large as the whole answer so far.
-MOST_UNREAD = 64
+MAX_UNREAD = 64
 # Import everything that loading a model and a forked rank need.
 _MODULES = ("inference.engine.engine", "inference.ranks.worker")
 
@@ -49,7 +49,7 @@ class ModelProcess(Answering):
     The main thread only takes orders, so that the server process never blocks on sending one.
     """
 
-    most_unread = MOST_UNREAD
+    most_unread = MAX_UNREAD
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from inference.front.request_log import REQUEST_ID, accepted_id, named_call
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.tracing import Tracer
-from inference.front.validation import MOST_HEAD_BYTES, SentRequest
+from inference.front.validation import MAX_HEAD_BYTES, SentRequest
 from inference.host.describe import (
     config_message,
     found_model,
@@ -47,11 +47,11 @@ from inference.host.models import HostedModel
 
 _NO_STREAMS = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 # Concurrent requests of one stream; the next one is read once one of them has its answer.
-_MOST_AT_ONCE = 256
-_MOST_UNREAD = 64  # answers of one stream that its client has not read; models wait beyond that
+_MAX_CONCURRENT = 256
+_MAX_UNREAD = 64  # answers of one stream that its client has not read; models wait beyond that
 _READY_ANSWER = b"\x08\x01"  # of ServerLive, ServerReady, and Health/Check: true, SERVING
 # Clients refuse more than 8 KiB of metadata, where percent-encoding turns a byte into three.
-_MOST_REASON_BYTES = 2 << 10
+_MAX_REASON_BYTES = 2 << 10
 _CODES = {
     HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -171,7 +171,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
         try:
-            read = read_message_head if raw and len(data) < MOST_HEAD_BYTES else read_message
+            read = read_message_head if raw and len(data) < MAX_HEAD_BYTES else read_message
             sent = await self._context.workers.check(read, data, len(request), size_bytes=len(data))
         except RejectedError as error:  # an InferError does not end the stream of other requests
             raise InferError(str(error)) from None
@@ -190,8 +190,8 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         does not read blocks its models, so that few answers wait in memory.
         """
         sessions = partial(self._namespace, owner, context)
-        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MOST_UNREAD)
-        places = asyncio.Semaphore(_MOST_AT_ONCE)
+        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MAX_UNREAD)
+        places = asyncio.Semaphore(_MAX_CONCURRENT)
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(request: bytes, before: asyncio.Task[None] | None) -> None:
@@ -278,8 +278,8 @@ def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:
     else:
         code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
     reason = str(error).encode()
-    if len(reason) > _MOST_REASON_BYTES:
-        reason = reason[:_MOST_REASON_BYTES] + b" ..."
+    if len(reason) > _MAX_REASON_BYTES:
+        reason = reason[:_MAX_REASON_BYTES] + b" ..."
     return code, reason.decode(errors="ignore")
 
 

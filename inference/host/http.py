@@ -21,7 +21,7 @@ from inference.front.http_server import event_stream
 from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import (
-    MOST_HEAD_BYTES,
+    MAX_HEAD_BYTES,
     check_index,
     length_of_json,
     read_generate,
@@ -57,8 +57,8 @@ _ONE_RESPONSE = (
     "generates various number of responses"
 )
 _NO_STREAMS = "HTTP end point doesn't support models with decoupled transaction policy"
-_LEAST_COMPRESSED_BYTES = 1 << 10  # smaller JSON answers are not compressed
-_MOST_INLINE = 1 << 12  # elements of outputs that the event loop encodes in a few milliseconds
+_MIN_COMPRESSED_BYTES = 1 << 10  # smaller JSON answers are not compressed
+_MAX_INLINE_ELEMENTS = 1 << 12  # elements that take a few milliseconds to encode
 _T = TypeVar("_T")
 
 
@@ -145,7 +145,7 @@ class KServeHttp:
     ) -> web.StreamResponse:
         length = _json_length(request, body)
         data = body[:length]
-        read = read_head if length < min(len(body), MOST_HEAD_BYTES) else read_infer
+        read = read_head if length < min(len(body), MAX_HEAD_BYTES) else read_infer
         sent = await self._context.workers.check(read, data, len(body), size_bytes=length)
         if model.decoupled:
             raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
@@ -159,7 +159,7 @@ class KServeHttp:
         )
         if raw:
             response.headers[_JSON_LENGTH] = str(len(answer))
-        if raw or len(answer) > _LEAST_COMPRESSED_BYTES:
+        if raw or len(answer) > _MIN_COMPRESSED_BYTES:
             response.enable_compression()  # if the client accepts it
         return response
 
@@ -225,7 +225,7 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
 async def _encoded(outputs: Outputs, write: Callable[[], _T]) -> _T:
     """Run an encoder of outputs, in a thread if they have many elements."""
     for value in outputs.values():
-        if math.prod(value.shape) > _MOST_INLINE // len(outputs):
+        if math.prod(value.shape) > _MAX_INLINE_ELEMENTS // len(outputs):
             return await asyncio.to_thread(write)
     return write()
 

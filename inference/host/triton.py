@@ -41,9 +41,9 @@ _CALL_S = 2.0
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _ENDS_S = 10.0  # for NVIDIA's backend to leave MPI, and for a model to end its ranks
 _KILLED_S = 5.0
-_LONGEST_REPORT = 64 * 1024
+_MAX_REPORT_BYTES = 64 * 1024
 # A socket's path has at most 108 bytes, of which `/slipway-sockets-12345678/grpc:8001` is a part.
-_LONGEST_FOLDER = 68
+_MAX_FOLDER_BYTES = 68
 
 
 class TritonRepository:
@@ -146,7 +146,7 @@ class TritonRepository:
         loop = asyncio.get_running_loop()
 
         def receive() -> None:
-            self._reports.append(receiver.recv(_LONGEST_REPORT).decode(errors="replace"))
+            self._reports.append(receiver.recv(_MAX_REPORT_BYTES).decode(errors="replace"))
 
         loop.add_reader(receiver, receive)
         self._held.callback(loop.remove_reader, receiver)
@@ -254,7 +254,7 @@ class TritonRepository:
 def _sockets_folder() -> Iterator[Path]:
     """Yield a new folder for sockets, of mode 700, on a local disk."""
     place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    too_long = len(os.fsencode(place)) > _LONGEST_FOLDER
+    too_long = len(os.fsencode(place)) > _MAX_FOLDER_BYTES
     if too_long or not is_plain(place) or not os.access(place, os.W_OK):
         place = "/tmp"
     folder = PrivateFolder("sockets", place=Path(place))

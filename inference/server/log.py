@@ -12,7 +12,7 @@ from pathlib import Path
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _FORWARD_S = 0.25
-_MOST = 300  # characters of a line to show
+_MAX_LINE = 300  # characters of a line to show
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
 # The Python backend appends the exception's place in the model file.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
@@ -57,7 +57,9 @@ def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
         return []
     lines = [line.rstrip() for line in text.splitlines()]
     shown = [line for line in lines if line and not _NOISE.match(line)]
-    return [line if len(line) <= _MOST else line[:_MOST] + " ..." for line in shown[-count:]]
+    return [
+        line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + " ..." for line in shown[-count:]
+    ]
 
 
 def put_aside(log_path: Path) -> Path:
@@ -78,7 +80,7 @@ def short_reason(text: str) -> str:
 def fatal_lines(text: str) -> list[str]:
     """Return the lines of a log with fatal errors of NVIDIA's backend, each with its remedy."""
     return [
-        f"{line.strip()[:_MOST]} ({remedy})" if remedy else line.strip()[:_MOST]
+        f"{line.strip()[:_MAX_LINE]} ({remedy})" if remedy else line.strip()[:_MAX_LINE]
         for line in text.splitlines()
         for pattern, remedy in _FATAL.items()
         if re.search(pattern, line)

@@ -13,7 +13,7 @@ RESTARTS_VARIABLE = "SLIPWAY_RESTARTS"
 CANARY_PARAMETER, BUSY = "slipway_canary", "busy"
 # Prefix of this project's own request parameters, which clients may not send.
 OWN_PREFIX = "slipway_"
-_LONGEST = 32 * 1024  # bytes of a report
+_MAX_REPORT_BYTES = 32 * 1024  # bytes of a report
 
 
 def report_end(reason: str) -> bool:
@@ -22,5 +22,5 @@ def report_end(reason: str) -> bool:
     if not path:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):
-        sender.sendto(reason.encode(errors="replace")[:_LONGEST], path)
+        sender.sendto(reason.encode(errors="replace")[:_MAX_REPORT_BYTES], path)
     return True

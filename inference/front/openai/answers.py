@@ -13,8 +13,8 @@ import numpy as np
 from inference.backend.tokenizer import REPLACEMENT
 from inference.front.openai.codec import WINDOW, Codec
 
-_MOST_WINDOWS = 3  # length of the context that is decoded again with new tokens, in WINDOWs
-_MOST_PENDING = 16  # tokens to hold back while a character is incomplete
+_MAX_WINDOWS = 3  # length of the context that is decoded again with new tokens, in WINDOWs
+_MAX_PENDING = 16  # tokens to hold back while a character is incomplete
 Array = np.ndarray[Any, np.dtype[Any]]
 TokenLogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
@@ -165,12 +165,12 @@ class Answer:
         """
         if not (pending := self._ids[self._decoded :]):
             return ""
-        if self._start is None or len(self._window) > _MOST_WINDOWS * WINDOW:
+        if self._start is None or len(self._window) > _MAX_WINDOWS * WINDOW:
             self._window = self._window[-WINDOW:]
             self._start = self.codec.tokenizer.decode(self._window)
         shown = self._shown(pending)
         whole, text = self.codec.extended(self._window, self._start, shown)
-        if more and text.endswith(REPLACEMENT) and len(pending) < _MOST_PENDING:
+        if more and text.endswith(REPLACEMENT) and len(pending) < _MAX_PENDING:
             return ""
         self._decoded = len(self._ids)
         self._window += shown

@@ -20,8 +20,8 @@ from inference.front.openai.answers import (
 from inference.front.openai.codec import Codec
 from inference.front.openai.prepare import ModelFacts, PreparedRequest, Prompt, generation_jobs
 
-_MOST_JOBS = 64  # concurrent jobs of one request
-_MOST_SHORT = 1 << 12  # tokens that the event loop encodes in a few milliseconds
+_MAX_JOBS = 64  # concurrent jobs of one request
+_MAX_SHORT_TOKENS = 1 << 12  # tokens that the event loop encodes in a few milliseconds
 
 
 class TokenModel(Protocol):
@@ -84,7 +84,7 @@ class CompletionRun:
     @property
     def is_short(self) -> bool:
         """Whether the event loop can encode the answers without delay."""
-        return not self._is_scored and self.usage["total_tokens"] < _MOST_SHORT
+        return not self._is_scored and self.usage["total_tokens"] < _MAX_SHORT_TOKENS
 
     @property
     def ends(self) -> list[str | None]:
@@ -181,7 +181,7 @@ class CompletionRun:
             except Exception as error:
                 queue.put_nowait(error)
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(_MOST_JOBS)]
+        tasks = [asyncio.ensure_future(work()) for _ in range(_MAX_JOBS)]
         try:
             working = len(tasks)
             while working:

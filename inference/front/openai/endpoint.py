@@ -35,7 +35,7 @@ from inference.front.openai.requests import (
     StreamOptions,
 )
 from inference.front.request_log import ABOUT, request_id
-from inference.front.strict_json import MOST_JSON_BYTES
+from inference.front.strict_json import MAX_JSON_BYTES
 from inference.front.tracing import describe_span
 from inference.front.workers import Workers
 
@@ -234,7 +234,7 @@ class OpenAIEndpoint:
         self, request: web.BaseRequest, work: Callable[..., Any], *args: Any, is_quick: bool = True
     ) -> Any:
         """Apply `work` to the body in a worker process; if `is_quick`, to small bodies directly."""
-        data = await self._guard.body(request, limit=MOST_JSON_BYTES)
+        data = await self._guard.body(request, limit=MAX_JSON_BYTES)
         is_quick = is_quick and not any(word in data for word in _SLOW_WORDS)
         run = self._workers.check if is_quick else self._workers.run
         return await run(work, self._texts, *args, data, size_bytes=len(data))

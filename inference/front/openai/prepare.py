@@ -21,7 +21,7 @@ from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array
 from inference.front.openai.codec import Codec, CodecFiles
 from inference.front.openai.requests import (
-    MOST_SCORES,
+    MAX_SCORES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -223,9 +223,9 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
             scores += sampling.n * output_len * (sampling.top_n + 1)
         if sampling.prompt_top_n is not None:
             scores += prompt_len * (sampling.prompt_top_n + 1)
-    if scores > MOST_SCORES:
+    if scores > MAX_SCORES:
         raise RejectedError(
-            f"the request asks for {scores} log probabilities, {MOST_SCORES} at most; send fewer "
+            f"the request asks for {scores} log probabilities, {MAX_SCORES} at most; send fewer "
             "prompts, or lower n, max_tokens or logprobs",
             param="logprobs",
         )

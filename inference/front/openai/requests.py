@@ -26,21 +26,21 @@ from inference.decoding.grammars import compiled
 from inference.front.guard import RejectedError
 
 # OpenAI's own limits.
-MOST_PROMPTS = 2048
-MOST_CHOICES = 128
-MOST_STOP_IDS = 64
-MOST_LOG_PROBS = 20
+MAX_PROMPTS = 2048
+MAX_CHOICES = 128
+MAX_STOP_IDS = 64
+MAX_LOG_PROBS = 20
 # Each one costs time in every step; OpenAI's own limits are lower or unknown.
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 256
-MOST_BIASES = 1024
-MOST_TEXT_BYTES = 1 << 20  # one prompt; the same limit as in the text models
-MOST_TOKENS = 1 << 18  # of a /detokenize request
-MOST_TOOLS = 128
-MOST_FIELDS = 256  # an error names each wrong field
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_TEXT_BYTES = 1 << 20  # one prompt; the same limit as in the text models
+MAX_TOKENS = 1 << 18  # of a /detokenize request
+MAX_TOOLS = 128
+MAX_FIELDS = 256  # an error names each wrong field
 # Limits for a whole request: prompts x n, and scores over all positions.
-MOST_SEQUENCES = 2048
-MOST_SCORES = 1 << 19
+MAX_SEQUENCES = 2048
+MAX_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 # Variables of chat templates that only the server sets.
 TEMPLATE_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "tools",
@@ -49,12 +49,12 @@ BAN = -100.0  # a token with this bias is never chosen
 _T = TypeVar("_T", bound="RequestRecord")
 
 
-_Stop = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
+_Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 _Stops = Annotated[
-    _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)],
+    _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)],
     Field(
-        description=f"a string or a list of strings, at most {MOST_STOPS} of "
-        f"{MOST_STOP_CHARACTERS} characters each"
+        description=f"a string or a list of strings, at most {MAX_STOPS} of "
+        f"{MAX_STOP_CHARACTERS} characters each"
     ),
     AfterValidator(
         lambda value: [stop for stop in ([value] if isinstance(value, str) else value) if stop]
@@ -72,16 +72,16 @@ _Biases = Annotated[
         Annotated[float, Field(ge=BAN, le=-BAN)],
     ],
     Field(
-        max_length=MOST_BIASES,
-        description=f"an object with at most {MOST_BIASES} token ids, each with a number from "
+        max_length=MAX_BIASES,
+        description=f"an object with at most {MAX_BIASES} token ids, each with a number from "
         f"{BAN:g} to {-BAN:g}",
     ),
 ]
 
 
 def _check_length(text: str) -> str:
-    if len(text.encode()) > MOST_TEXT_BYTES:
-        raise ValueError(f"a text may have {MOST_TEXT_BYTES >> 20} MiB")
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        raise ValueError(f"a text may have {MAX_TEXT_BYTES >> 20} MiB")
     return text
 
 
@@ -93,17 +93,17 @@ def _one_by_one(value: Any) -> Any:
 _TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 _StopIds = Annotated[
     list[Annotated[_TokenId, BeforeValidator(_whole_number)]],
-    Field(max_length=MOST_STOP_IDS),
+    Field(max_length=MAX_STOP_IDS),
 ]
 _Text = Annotated[str, AfterValidator(_check_length)]
 _Ids = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
-_FEW = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
+_FEW = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 _Prompts = Annotated[
     _Text | _Ids | Annotated[list[_Text], _FEW] | Annotated[list[_Ids], _FEW],
     AfterValidator(_one_by_one),
     Field(
         description="a string, a list of strings, token ids, or a list of lists of these, 1 to "
-        f"{MOST_PROMPTS} of them"
+        f"{MAX_PROMPTS} of them"
     ),
 ]
 
@@ -269,7 +269,7 @@ class Tool(_Open):
 class Sampling(RequestRecord):
     """Options that completions and chats share."""
 
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: float = Field(1.0, ge=0.0, le=2.0)
     top_p: float = Field(1.0, ge=0.0, le=1.0)
     seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
@@ -289,7 +289,7 @@ class Sampling(RequestRecord):
     ignore_eos: bool = False
     stop_token_ids: _StopIds = []
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOG_PROBS)
     return_token_ids: bool = False
     # A key of `grammars.STRUCTURES` with its value; empty for free text.
     structured_outputs: Annotated[dict[str, Any], BeforeValidator(_one_structure)] = {}
@@ -341,7 +341,7 @@ class CompletionRequest(Sampling):
     prompt: _Prompts
     max_tokens: int | None = Field(16, ge=0, le=_INT32)
     add_special_tokens: bool = True
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOG_PROBS)
 
     @property
     def top_n(self) -> int | None:
@@ -353,10 +353,10 @@ class CompletionRequest(Sampling):
         found = super().problems()
         if self.max_tokens == 0 and not self.echo:
             found["max_tokens"] = "must be at least 1; 0 needs echo=true"
-        if len(self.prompt) * self.n > MOST_SEQUENCES:
+        if len(self.prompt) * self.n > MAX_SEQUENCES:
             found["n"] = (
                 f"{len(self.prompt)} prompts with {self.n} answers each are more than "
-                f"the {MOST_SEQUENCES} sequences of a request; send fewer"
+                f"the {MAX_SEQUENCES} sequences of a request; send fewer"
             )
         return found
 
@@ -372,7 +372,7 @@ class ChatRequest(Sampling):
         "server takes nothing else",
     )
     # Passed to the template; the answer is the model's text, without parsed tool calls.
-    tools: list[Tool] = Field([], max_length=MOST_TOOLS)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto"] = "auto"  # a tool call cannot be forced
     parallel_tool_calls: bool = True
     # Each template defines its own values.
@@ -382,7 +382,7 @@ class ChatRequest(Sampling):
     add_special_tokens: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_names)] = {}
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOG_PROBS)
 
     @property
     def top_n(self) -> int | None:
@@ -423,7 +423,7 @@ class TokenizeRequest(RequestRecord):
 class DetokenizeRequest(RequestRecord):
     """A request of /detokenize."""
 
-    tokens: list[_TokenId] = Field(max_length=MOST_TOKENS, fail_fast=True)
+    tokens: list[_TokenId] = Field(max_length=MAX_TOKENS, fail_fast=True)
     model: str = ""
 
 
@@ -434,8 +434,8 @@ def read_request(
 
     Raises RejectedError, which names every problem.
     """
-    if len(body) > MOST_FIELDS:
-        raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
+    if len(body) > MAX_FIELDS:
+        raise RejectedError(f"the request has {len(body)} fields, {MAX_FIELDS} at most")
     fixed = kind.fixed()
     stated = {name: value for name, value in body.items() if value is not None}
     values = {name: value for name, value in stated.items() if name not in fixed}

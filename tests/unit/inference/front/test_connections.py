@@ -10,7 +10,7 @@ from aiohttp import web
 
 from inference.front.http_server import BoundServer, most_connections
 
-MOST = 4
+MAX_CONNECTIONS = 4
 HALF = b"GET /half HTTP/1.1\r\nHost: 127"
 ASKED = b"GET /%s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
@@ -25,7 +25,7 @@ def test_half_requests_displace_each_other_and_no_client() -> None:
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(
-            BoundServer(answer, limit=MOST), "127.0.0.1", 0
+            BoundServer(answer, limit=MAX_CONNECTIONS), "127.0.0.1", 0
         )
         port = server.sockets[0].getsockname()[1]
 
@@ -44,7 +44,7 @@ def test_half_requests_displace_each_other_and_no_client() -> None:
         slow, _ = await connected(ASKED % b"slow")
         kept, again = await connected(ASKED % b"kept")
         assert await status(kept) == b"200"
-        strangers = [await connected(HALF) for _ in range(3 * MOST)]
+        strangers = [await connected(HALF) for _ in range(3 * MAX_CONNECTIONS)]
         new, _ = await connected(ASKED % b"new")
         assert await status(new) == b"200"
         again.write(ASKED % b"again")
@@ -52,7 +52,7 @@ def test_half_requests_displace_each_other_and_no_client() -> None:
         go_on.set()
         assert await status(slow) == b"200"
         lost = [stranger for stranger, _ in strangers if stranger.at_eof()]
-        assert len(lost) >= 2 * MOST
+        assert len(lost) >= 2 * MAX_CONNECTIONS
         server.close()
 
     asyncio.run(main())

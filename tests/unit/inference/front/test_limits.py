@@ -22,7 +22,7 @@ from inference.front import (
     validation,
     workers,
 )
-from inference.front.grpc_server import MOST_METADATA_BYTES, SERVER_OPTIONS
+from inference.front.grpc_server import MAX_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.guard import IDLE_S, RejectedError, decompressed
 from inference.front.openai import requests
 from inference.front.openai.prepare import ModelFacts, prepare_generation
@@ -73,7 +73,7 @@ def expanded(excess: int) -> None:
         size_bytes = most + excess
         press = zlib.compressobj(9, wbits=31)
         body = press.compress(bytes(size_bytes)) + press.flush()
-        most = (1 << 20) + guard.MOST_EXPANSION * len(body)
+        most = (1 << 20) + guard.MAX_EXPANSION * len(body)
     assert len(decompressed(body, "gzip", 1 << 27)) == size_bytes
 
 
@@ -82,7 +82,7 @@ def completion(**fields: Any) -> None:
 
 
 def scores(excess: int) -> None:
-    prompts = requests.MOST_SCORES // 2 // 128
+    prompts = requests.MAX_SCORES // 2 // 128
     places = {"prompt": ["a"] * prompts, "max_tokens": 128, "logprobs": 1}
     if excess:
         places["logprobs"] = 2
@@ -96,51 +96,51 @@ def biases(count: int) -> dict[str, int]:
 # The limit, as the table has it; what is tried; whether the argument of that is the limit.
 ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
     "compressed body": (0, expanded),
-    "JSON of `infer`": (strict_json.MOST_JSON_MB << 20, infer_json),
+    "JSON of `infer`": (strict_json.MAX_JSON_MB << 20, infer_json),
     "levels of JSON": (32, levels),
     "inputs": (256, lambda n: infer({"inputs": [tensor([0 + 1], data=["a"])] * n})),
     "outputs": (256, lambda n: infer({"inputs": [], "outputs": [{"name": "y"}] * n})),
     "parameters": (256, lambda n: infer({"parameters": {str(k): 1 for k in range(n)}})),
     "dimensions": (16, lambda n: infer({"inputs": [tensor([1] * n, data=["a"])]})),
     "texts of a tensor": (
-        validation.MOST_TEXTS,
+        validation.MAX_TEXTS,
         lambda n: infer({"inputs": [tensor([n], data=["a"] * n)]}),
     ),
     "`sequence_id`": (
-        validation.MOST_SEQUENCE_ID_BYTES,
+        validation.MAX_SEQUENCE_ID_BYTES,
         lambda n: infer({"inputs": [], "parameters": {"sequence_id": "a" * n}}),
     ),
     "fields of a message": (1040, message),
-    "message without raw tensors": (strict_json.MOST_JSON_MB << 20, outside_raw),
+    "message without raw tensors": (strict_json.MAX_JSON_MB << 20, outside_raw),
     "fields": (
-        requests.MOST_FIELDS,
+        requests.MAX_FIELDS,
         lambda n: completion(**dict.fromkeys(map(str, range(n - 2)))),
     ),
-    "prompts": (requests.MOST_PROMPTS, lambda n: completion(prompt=["a"] * n)),
-    "`n`": (requests.MOST_CHOICES, lambda n: completion(n=n)),
+    "prompts": (requests.MAX_PROMPTS, lambda n: completion(prompt=["a"] * n)),
+    "`n`": (requests.MAX_CHOICES, lambda n: completion(n=n)),
     "prompts x `n`": (
-        requests.MOST_SEQUENCES,
+        requests.MAX_SEQUENCES,
         lambda n: completion(prompt=["a"] * (n // 64 + n % 64), n=64),
     ),
-    "text": (requests.MOST_TEXT_BYTES, lambda n: completion(prompt="a" * n)),
+    "text": (requests.MAX_TEXT_BYTES, lambda n: completion(prompt="a" * n)),
     "text of a message": (
-        requests.MOST_TEXT_BYTES,
+        requests.MAX_TEXT_BYTES,
         lambda n: read_request(ChatRequest, {"messages": [{"role": "u", "content": "a" * n}]}),
     ),
-    "`stop`": (requests.MOST_STOPS, lambda n: completion(stop=["a"] * n)),
+    "`stop`": (requests.MAX_STOPS, lambda n: completion(stop=["a"] * n)),
     "`stop_token_ids`": (
-        requests.MOST_STOP_IDS,
+        requests.MAX_STOP_IDS,
         lambda n: completion(stop_token_ids=[1] * n),
     ),
     "characters of a `stop`": (
-        requests.MOST_STOP_CHARACTERS,
+        requests.MAX_STOP_CHARACTERS,
         lambda n: completion(stop="a" * n),
     ),
-    "`logit_bias`": (requests.MOST_BIASES, lambda n: completion(logit_bias=biases(n))),
-    "`logprobs`": (requests.MOST_LOG_PROBS, lambda n: completion(logprobs=n)),
+    "`logit_bias`": (requests.MAX_BIASES, lambda n: completion(logit_bias=biases(n))),
+    "`logprobs`": (requests.MAX_LOG_PROBS, lambda n: completion(logprobs=n)),
     "log probabilities": (0, scores),
     "tokens of /detokenize": (
-        requests.MOST_TOKENS,
+        requests.MAX_TOKENS,
         lambda n: read_request(requests.DetokenizeRequest, {"tokens": [1] * n}),
     ),
 }
@@ -164,8 +164,8 @@ def test_the_table_has_each_of_them() -> None:
     time = f"{workers.WORK_S:g} s and {workers.WORK_S_PER_MIB:g} s for each MiB"
     assert time in limits["reading a request"]
     assert f"{workers.MEMORY_BYTES >> 30} GiB" in limits["reading a request"]
-    assert f"{requests.MOST_SCORES:d}" in limits["log probabilities"]
-    assert f"{guard.MOST_EXPANSION} times" in limits["compressed body"]
+    assert f"{requests.MAX_SCORES:d}" in limits["log probabilities"]
+    assert f"{guard.MAX_EXPANSION} times" in limits["compressed body"]
 
 
 def test_token_ids_come_back_as_they_are_sent() -> None:
@@ -219,8 +219,8 @@ def test_idle_connections_of_grpc_are_closed() -> None:
 def test_metadata_has_one_limit() -> None:
     """By itself gRPC refuses some of the calls between two limits, at random."""
     text = (ROOT / "SECURITY.md").read_text()
-    assert f"| metadata of gRPC | {MOST_METADATA_BYTES >> 10} KiB, " in text
-    taken = [asyncio.run(_metadata_passes(MOST_METADATA_BYTES - 512)) for _ in range(5)]
-    refused = [asyncio.run(_metadata_passes(MOST_METADATA_BYTES)) for _ in range(5)]
+    assert f"| metadata of gRPC | {MAX_METADATA_BYTES >> 10} KiB, " in text
+    taken = [asyncio.run(_metadata_passes(MAX_METADATA_BYTES - 512)) for _ in range(5)]
+    refused = [asyncio.run(_metadata_passes(MAX_METADATA_BYTES)) for _ in range(5)]
     assert all(taken)
     assert not any(refused)

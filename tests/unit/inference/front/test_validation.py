@@ -18,9 +18,9 @@ from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.infer_messages import read_message, without_raw_tensors
 from inference.front.sessions import Namespace
-from inference.front.strict_json import MOST_JSON_MB, parse_json
+from inference.front.strict_json import MAX_JSON_MB, parse_json
 from inference.front.validation import (
-    MOST_TEXTS,
+    MAX_TEXTS,
     SentRequest,
     check_index,
     length_of_json,
@@ -70,7 +70,7 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (nested('{"a":', 40, "}"), "at most 32 levels"),
         (b'{"inputs":[{"shape":[1],"data":' + nested("[", 100_000, "]") + b"}]}", "32 levels"),
         (b"[" * 1_000_000, "32 levels"),
-        (b'{"a":"' + b"a" * (MOST_JSON_MB << 20) + b'"}', "as binary data"),
+        (b'{"a":"' + b"a" * (MAX_JSON_MB << 20) + b'"}', "as binary data"),
         (b"", "not JSON"),
         (b"\xff", "not JSON"),
         ('{"inputs":[]}'.encode("utf-16"), "not JSON"),
@@ -372,7 +372,7 @@ def test_no_session_stays_none() -> None:
     assert turn_of(read_message(message, len(message))) is None
 
 
-@pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
+@pytest.mark.parametrize("count", [MAX_TEXTS, MAX_TEXTS + 1])
 def test_texts_are_counted(count: int) -> None:
     message = service_pb2.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", shape=[1, count], datatype="BYTES")
@@ -381,7 +381,7 @@ def test_texts_are_counted(count: int) -> None:
         [b""] * count
     )
     for each in (message, typed):
-        if count > MOST_TEXTS:
+        if count > MAX_TEXTS:
             with pytest.raises(RejectedError, match="65537 texts, 65536 at most"):
                 check_message(each, 1 << 20)
         else:

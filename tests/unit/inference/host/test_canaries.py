@@ -21,7 +21,7 @@ from inference.server.processes import process_state
 from tests.waiting import until
 
 TIMES = CanaryTimes(interval_s=0.01, timeout_s=0.5)
-LONGEST_READY_S, LONGEST_S = 0.3, 2.0  # in place of 30 and 300 s
+MAX_READY_SILENT_S, MAX_SILENT_S = 0.3, 2.0  # in place of 30 and 300 s
 
 
 class Served:
@@ -59,10 +59,10 @@ class Served:
 
 def watched(check: Callable[[Served], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a model that has answered its first canaries."""
-    monkeypatch.setattr(canaries, "_LEAST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(canaries, "_MIN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(canaries, "_TIMEOUT_FACTOR", 0.0)  # the least, however slow this machine is
-    monkeypatch.setattr(canaries, "_LONGEST_READY_S", LONGEST_READY_S)
-    monkeypatch.setattr(canaries, "_LONGEST_S", LONGEST_S)
+    monkeypatch.setattr(canaries, "_MAX_READY_SILENT_S", MAX_READY_SILENT_S)
+    monkeypatch.setattr(canaries, "_MAX_SILENT_S", MAX_SILENT_S)
 
     async def run() -> None:
         served = Served()
@@ -99,7 +99,7 @@ def test_a_model_that_finishes_others_requests_is_busy(monkeypatch: pytest.Monke
     async def check(served: Served) -> None:
         served.answers.clear()
         asked = served.asked
-        end = time.monotonic() + 1.5 * LONGEST_S
+        end = time.monotonic() + 1.5 * MAX_SILENT_S
         while time.monotonic() < end:
             served.finished += 1
             await asyncio.sleep(0.01)
@@ -116,9 +116,9 @@ def test_a_model_that_computes_is_left_alone_for_a_while(monkeypatch: pytest.Mon
         served.answers.clear()
         began = time.monotonic()
         await served.until(lambda: not served.watch.is_ready())
-        assert time.monotonic() - began >= LONGEST_READY_S
+        assert time.monotonic() - began >= MAX_READY_SILENT_S
         await served.until(lambda: served.lost)
-        assert time.monotonic() - began >= LONGEST_S
+        assert time.monotonic() - began >= MAX_SILENT_S
         assert "has not finished anything for" in served.lost[0]
 
     watched(check, monkeypatch)
