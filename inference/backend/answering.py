@@ -72,7 +72,7 @@ class Answering:
         """Start a request to a model; its answers are sent under `key`."""
         running = EngineRequest(model, request, partial(self.enqueue, key), credit=self.most_unread)
         self._running[key] = running
-        if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
+        if sum(tensor.nbytes for tensor in request.tensors.values()) > _INLINE_BYTES:
             self._readers.submit(running.submit)
         else:
             running.submit()

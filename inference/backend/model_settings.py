@@ -30,15 +30,15 @@ class ModelSettings:
 
 def read_settings(arguments: ModelArguments) -> ModelSettings:
     """Return a model's settings. Raises ValueError, which names every wrong parameter."""
-    given, values, problems = arguments.parameters, dict[str, Any](), []
+    parameters, values, problems = arguments.parameters, dict[str, Any](), []
     for key, parameter in PARAMETERS.items():
-        if key in given:
+        if key in parameters:
             try:
-                values[key] = parameter.kind.read(given[key])
+                values[key] = parameter.kind.read(parameters[key])
             except ValueError as error:
-                problems.append(f"parameter {key}={given[key]!r}: {error}")
+                problems.append(f"parameter {key}={parameters[key]!r}: {error}")
         # Older files have is_half instead of data_type.
-        elif parameter.default == REQUIRED and not (key == "data_type" and "is_half" in given):
+        elif parameter.default == REQUIRED and not (key == "data_type" and "is_half" in parameters):
             problems.append(f"parameter {key} is missing")
     if problems:
         name = arguments.model_folder.name
@@ -50,7 +50,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         checkpoint_path=_checkpoint_path(arguments, values),
         placement=Placement(**_fields_of(Placement, values)),
         engine=EngineOptions(**_fields_of(EngineOptions, values)),
-        unknown=tuple(sorted(set(given) - set(PARAMETERS))),
+        unknown=tuple(sorted(set(parameters) - set(PARAMETERS))),
         without_effect=tuple(key for key in _NVIDIA_ONLY if values.get(key)),
         **_fields_of(ModelSettings, values),
     )
@@ -78,12 +78,12 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
         # Ranks on other nodes need the real path if the repository is a link on this machine.
         return (arguments.version_folder / name).resolve()
     # Converts to this process's file-system encoding; an ASCII locale escapes other bytes.
-    given = Path(os.fsdecode(text.encode()))
-    path = Path.cwd() / given
+    folder = Path(os.fsdecode(text.encode()))
+    path = Path.cwd() / folder
     if path.is_dir():
         return path
     reason = "does not exist on this machine; mount it there, or give the folder of the weights."
-    if not given.is_absolute():
+    if not folder.is_absolute():
         reason = (
             f"is relative, and there is no such folder in {Path.cwd()}, where the server was "
             "started; start it in the folder that the path begins in, or give the absolute path."

@@ -154,22 +154,22 @@ class TritonHost(Answering):
 
         family, found = pb_utils.MetricFamily, list[tuple[ModelMetric, Any]]()
         families = {}  # a metric lasts as long as its family
-        for each in metrics.read():
-            row = each.row
+        for metric in metrics.read():
+            row = metric.row
             if not hasattr(family, row.kind):  # HISTOGRAM is in releases from 2.51 on
                 continue
             if row.name not in families:
                 kind = getattr(family, row.kind)
                 families[row.name] = family(name=row.name, description=row.text, kind=kind)
             more = {"buckets": row.bounds} if row.kind == HISTOGRAM else {}
-            found.append((each, families[row.name].Metric(labels=dict(each.labels), **more)))
-            each.unreported = []
+            found.append((metric, families[row.name].Metric(labels=dict(metric.labels), **more)))
+            metric.unreported = []
         while not self._is_closing:
-            for each, shown in found:
-                values, each.unreported = each.unreported or (), []
+            for metric, shown in found:
+                values, metric.unreported = metric.unreported or (), []
                 for value in values:
                     shown.observe(value)
-                if each.row.kind != HISTOGRAM and (change := each.value - shown.value()):
+                if metric.row.kind != HISTOGRAM and (change := metric.value - shown.value()):
                     shown.increment(change)
             time.sleep(_REPORT_S)
             metrics.read()

@@ -83,9 +83,9 @@ class Guard:
         """
         if self._tokens is None:
             return None
-        scheme, _, given = (authorization or "").partition(" ")
-        token = given.strip().encode(errors="replace")
-        matches = [hmac.compare_digest(token, each) for each in self._tokens]
+        scheme, _, value = (authorization or "").partition(" ")
+        token = value.strip().encode(errors="replace")
+        matches = [hmac.compare_digest(token, expected) for expected in self._tokens]
         if scheme.lower() != "bearer" or not any(matches):
             raise RejectedError(_NO_TOKEN, HTTPStatus.UNAUTHORIZED)
         return f"token {hashlib.sha256(token).hexdigest()}"

@@ -29,7 +29,7 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
     Parses no field: two bytes of a message can take a hundred bytes of memory. Raises RejectedError
     for more fields, or more bytes outside of raw tensors, than a request needs.
     """
-    kept, raw = bytearray(), list[slice]()
+    rest, raw = bytearray(), list[slice]()
     try:
         for count, (number, place, content) in enumerate(wire_fields(data), start=1):
             if count > _MAX_FIELDS:
@@ -37,15 +37,15 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
             if number == _RAW_INPUT_CONTENTS and content is not None:
                 raw.append(content)
             else:
-                kept += data[place]
-            if len(kept) > MAX_JSON_BYTES:
+                rest += data[place]
+            if len(rest) > MAX_JSON_BYTES:
                 raise RejectedError(
                     f"a request may have {MAX_JSON_MB} MiB outside of raw_input_contents; send "
                     "large tensors there"
                 )
     except ValueError:
         raise RejectedError("the message is not a ModelInferRequest") from None
-    return bytes(kept), raw
+    return bytes(rest), raw
 
 
 def message_id(data: bytes) -> str:

@@ -28,9 +28,9 @@ _FAILURES = frozenset(
 _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-def accepted_id(given: str) -> str:
+def accepted_id(client_id: str) -> str:
     """Return the id of a request: the client's own if it is printable, or else a new one."""
-    return given if _IDS.fullmatch(given) else secrets.token_hex(16)
+    return client_id if _IDS.fullmatch(client_id) else secrets.token_hex(16)
 
 
 def request_id(request: web.BaseRequest) -> str:

@@ -113,15 +113,15 @@ class _Parameters(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, given: Any) -> Any:
+    def _named(cls, parameters: Any) -> Any:
         """Check names and values; null means no parameters."""
-        if not isinstance(given, dict):
-            return {} if given is None else given
-        if given.keys() <= cls.__pydantic_fields__.keys():
-            return given
-        if len(given) > MAX_ENTRIES:
-            raise ValueError(f"{len(given)} parameters, {MAX_ENTRIES} at most")
-        for name, value in given.items():
+        if not isinstance(parameters, dict):
+            return {} if parameters is None else parameters
+        if parameters.keys() <= cls.__pydantic_fields__.keys():
+            return parameters
+        if len(parameters) > MAX_ENTRIES:
+            raise ValueError(f"{len(parameters)} parameters, {MAX_ENTRIES} at most")
+        for name, value in parameters.items():
             shown = name[:_MAX_SHOWN]
             if "\0" in name:
                 raise ValueError("the name of a parameter has a null character")
@@ -139,7 +139,7 @@ class _Parameters(_Record):
                     f"parameter {shown} is {_shown(value)}; a number is within {-_INT64 - 1} and "
                     f"{_INT64}"
                 )
-        return given
+        return parameters
 
 
 class RequestParameters(_Parameters):
@@ -155,8 +155,8 @@ class RequestParameters(_Parameters):
 
     def others(self) -> dict[str, Any]:
         """Return the parameters to forward to the model."""
-        given = {name: getattr(self, name) for name in _FORWARDED & self.model_fields_set}
-        return given | (self.model_extra or {})
+        forwarded = {name: getattr(self, name) for name in _FORWARDED & self.model_fields_set}
+        return forwarded | (self.model_extra or {})
 
 
 class _InputParameters(_Parameters):
@@ -266,7 +266,7 @@ def checked_form(kind: type[_Record_], fields: Mapping[str, Any], size_bytes: in
         return kind.model_validate(fields, context=size_bytes)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    reasons = [_words(each) for each in found[:_MAX_REASONS]]
+    reasons = [_words(problem) for problem in found[:_MAX_REASONS]]
     if len(found) > _MAX_REASONS:
         reasons.append(f"{len(found) - _MAX_REASONS} more")
     raise RejectedError("; ".join(reasons))
@@ -303,7 +303,7 @@ def array_of_values(values: Sequence[Any], datatype: str, about: str) -> np.ndar
     if datatype != "BYTES":
         return np.array(checked, DATATYPES[datatype])
     texts = np.empty(len(checked), np.object_)
-    texts[:] = [each.encode() if isinstance(each, str) else each for each in checked]
+    texts[:] = [value.encode() if isinstance(value, str) else value for value in checked]
     return texts
 
 
@@ -333,16 +333,16 @@ def read_generate(data: bytes, inputs: Mapping[str, tuple[str, Sequence[int]]]) 
     `inputs` are the types and shapes of a model's inputs by name. A flat list fills the last axis
     of variable size (-1). Every other key is a parameter.
     """
-    given = parse_json(data)
-    if len(given) > MAX_ENTRIES:
-        raise RejectedError(f"the request has {len(given)} inputs, {MAX_ENTRIES} at most")
-    about = {"id": given.pop("id")} if "id" in given else {}
-    inner = given.pop("parameters", None) or {}
+    fields = parse_json(data)
+    if len(fields) > MAX_ENTRIES:
+        raise RejectedError(f"the request has {len(fields)} inputs, {MAX_ENTRIES} at most")
+    about = {"id": fields.pop("id")} if "id" in fields else {}
+    inner = fields.pop("parameters", None) or {}
     if not isinstance(inner, dict):
         raise RejectedError("parameters should be an object of JSON")
-    if twice := sorted(given.keys() & inner.keys()):
+    if twice := sorted(fields.keys() & inner.keys()):
         raise RejectedError(f"{twice[0][:_MAX_SHOWN]} is given twice, once in parameters")
-    values = {**given, **inner}
+    values = {**fields, **inner}
     rows = [_row(name, values.pop(name), *inputs[name]) for name in inputs if name in values]
     return checked_form(SentRequest, {**about, "parameters": values, "inputs": rows}, len(data))
 
@@ -350,7 +350,7 @@ def read_generate(data: bytes, inputs: Mapping[str, tuple[str, Sequence[int]]]) 
 def _row(name: str, value: Any, datatype: str, shape: Sequence[int]) -> dict[str, Any]:
     """Return the tensor for one value or a flat list, in the fields of `SentTensor`."""
     row = value if isinstance(value, list) else [value]
-    if any(isinstance(each, list) for each in row):
+    if any(isinstance(element, list) for element in row):
         raise RejectedError(
             f"input {name[:_MAX_SHOWN]!r} is a list of lists; generate takes one row as a flat "
             "list, infer several"

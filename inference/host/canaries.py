@@ -72,7 +72,7 @@ class Canaries:
         self._hosted, self._times, self._leave = hosted, times, leave
         self._computed = computed
         self._targets = [_Target(model) for model in hosted.models.values()]
-        self._tasks = [asyncio.create_task(self._run(each)) for each in self._targets]
+        self._tasks = [asyncio.create_task(self._run(target)) for target in self._targets]
 
     async def close(self) -> None:
         """Stop sending canaries."""
@@ -84,8 +84,8 @@ class Canaries:
         """Return whether every model answers, or has only been busy for a short time."""
         latest = time.monotonic() - _MAX_READY_SILENT_S
         return not any(
-            each.faults or (each.silent_since is not None and each.silent_since < latest)
-            for each in self._targets
+            target.faults or (target.silent_since is not None and target.silent_since < latest)
+            for target in self._targets
         )
 
     async def _run(self, target: _Target) -> None:

@@ -70,8 +70,8 @@ def model_metadata(model: HostedModel) -> dict[str, Any]:
 
     def described(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [
-            {"name": each.name, "datatype": each.datatype, "shape": model.shape(each)}
-            for each in tensors.values()
+            {"name": tensor.name, "datatype": tensor.datatype, "shape": model.shape(tensor)}
+            for tensor in tensors.values()
         ]
 
     return {
@@ -107,7 +107,7 @@ def statistics_json(
 ) -> dict[str, Any]:
     """Return the statistics of all models, or of one. Raises InferError."""
     if not name:
-        found = [each for model in models.values() for each in model.versions.values()]
+        found = [version for model in models.values() for version in model.versions.values()]
     else:
         try:
             model = found_model(models, name, version)

@@ -53,8 +53,8 @@ class Hosted:
         if any(problems):
             raise UnservedError([*filter(None, problems)])
         for model in models.values():
-            for each in model.versions.values():
-                each.about = self._identity(each)
+            for version in model.versions.values():
+                version.about = self._identity(version)
         self.models = models
 
     def _identity(self, model: HostedModel) -> dict[str, str]:
@@ -93,12 +93,12 @@ class Hosted:
 
     def all_versions(self) -> list[HostedModel]:
         """Return every version of every model."""
-        return [each for model in self.models.values() for each in model.versions.values()]
+        return [version for model in self.models.values() for version in model.versions.values()]
 
     def progress(self) -> int:
         """Return a progress counter: finished responses plus steps of the engines."""
         models = self.repository.models
-        steps = sum(each.steps for each in engines_of(models))
+        steps = sum(engine.steps for engine in engines_of(models))
         return steps + sum(model.responses for model in models.values())
 
     def open_sessions(self) -> int:

@@ -92,7 +92,7 @@ class KServeHttp:
             is_open = request.method in ("GET", "HEAD") and request.path == _METRICS_PATH
             self._admit(request, is_open=is_open)
             with self._context.use() as hosted:
-                statistics = [each.statistics for each in hosted.all_versions()]
+                statistics = [model.statistics for model in hosted.all_versions()]
                 lines = [*triton_metrics(statistics), *await hosted.repository.metrics(), ""]
             if (names := request.query.get("names")) is not None:
                 if names != "vllm":

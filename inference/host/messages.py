@@ -150,11 +150,11 @@ def generated(model: HostedModel, sent: SentRequest, outputs: Outputs) -> bytes:
     return b"{%b}" % b",".join(named)
 
 
-def session_parameters(model: HostedModel, given: RequestParameters) -> dict[str, Any]:
+def session_parameters(model: HostedModel, parameters: RequestParameters) -> dict[str, Any]:
     """Return the parameters of an ensemble's answer: the client's session, as Triton does."""
     if not model.is_ensemble:
         return {}
-    return given.model_dump(include={"sequence_id", "sequence_start", "sequence_end"})
+    return parameters.model_dump(include={"sequence_id", "sequence_start", "sequence_end"})
 
 
 def infer_response(model: HostedModel, sent: SentRequest, outputs: Outputs) -> Any:

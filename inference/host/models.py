@@ -117,13 +117,13 @@ class HostedModel:
         self.sessions = OpenSessions(config.sequence_batching.max_sequence_idle_microseconds / 1e6)
         self.responses = 0
         self.about: Mapping[str, str] = {}
-        self.inputs = {each.name: _facts(each) for each in config.input}
-        self.outputs = {each.name: _facts(each) for each in config.output}
+        self.inputs = {tensor.name: _facts(tensor) for tensor in config.input}
+        self.outputs = {tensor.name: _facts(tensor) for tensor in config.output}
         self.is_ensemble = config.HasField("ensemble_scheduling")
         self._is_batched = config.max_batch_size > 0
-        self.forms = {n: (each.datatype, self.shape(each)) for n, each in self.inputs.items()}
-        self._required = {name for name, each in self.inputs.items() if not each.is_optional}
-        self._reshapes = any(each.reshape is not None for each in self.inputs.values())
+        self.forms = {n: (tensor.datatype, self.shape(tensor)) for n, tensor in self.inputs.items()}
+        self._required = {name for name, tensor in self.inputs.items() if not tensor.is_optional}
+        self._reshapes = any(tensor.reshape is not None for tensor in self.inputs.values())
 
     def shape(self, tensor: TensorFacts) -> list[int]:
         """Return the shape of a tensor in requests, with the batch axis if the model has one."""
@@ -195,20 +195,20 @@ class HostedModel:
     def _check_shape(self, about: str, name: str, value: Array, rows: int | None) -> int | None:
         shape, (_, expected) = list(value.shape), self.forms[name]
         if self._is_batched:
-            given = shape[0] if shape else 1
-            if rows is not None and given != rows:
+            batch_size = shape[0] if shape else 1
+            if rows is not None and batch_size != rows:
                 raise InferError(
                     f"{about}input '{name}' batch size does not match other inputs for "
                     f"'{self.name}'"
                 )
-            if given > (most := self.config.max_batch_size):
+            if batch_size > (most := self.config.max_batch_size):
                 raise InferError(
                     f"{about}inference request batch-size must be <= {most} for '{self.name}'"
                 )
-            rows = given
+            rows = batch_size
         sizes = zip(expected, shape, strict=False)
         if len(shape) != len(expected) or any(size not in (-1, own) for size, own in sizes):
-            texts = ["[" + ",".join(map(str, each)) + "]" for each in (expected, shape)]
+            texts = ["[" + ",".join(map(str, sizes)) + "]" for sizes in (expected, shape)]
             raise InferError(
                 f"{about}unexpected shape for input '{name}' for model '{self.name}'. Expected "
                 f"{texts[0]}, got {texts[1]}. {_SHAPE_NOTE if self._is_batched else ''}".rstrip()
@@ -372,4 +372,6 @@ def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineProcess]:
     """Yield the engine process of every instance of every model."""
     for model in models.values():
         if isinstance(model, HostedInstances):
-            yield from (each for each in model.instances if isinstance(each, EngineProcess))
+            yield from (
+                instance for instance in model.instances if isinstance(instance, EngineProcess)
+            )

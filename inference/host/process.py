@@ -241,7 +241,7 @@ class _Host:
         return new
 
     def _keeps_sessions(self) -> bool:
-        return any(each.keeps_sessions for each in self._context.current.models.values())
+        return any(model.keeps_sessions for model in self._context.current.models.values())
 
     def _repository(self, source: str) -> Repository | TritonRepository:
         triton = self._settings.triton

@@ -129,8 +129,8 @@ def remote_models(
         found[name] = model
     for model in found.values():
         steps = [found[step.model_name] for step in model.config.ensemble_scheduling.step]
-        for each in model.versions.values():
-            each.keeps_sessions |= any(step.keeps_sessions for step in steps)
+        for served in model.versions.values():
+            served.keeps_sessions |= any(step.keeps_sessions for step in steps)
     return found
 
 
@@ -143,7 +143,8 @@ def _outputs(answer: Any) -> Outputs:
     """Return the outputs of a ModelInferResponse by name."""
     pairs = zip(answer.outputs, answer.raw_output_contents, strict=False)
     return {
-        each.name: array_of(raw, each.datatype, each.shape, name=each.name) for each, raw in pairs
+        output.name: array_of(raw, output.datatype, output.shape, name=output.name)
+        for output, raw in pairs
     }
 
 

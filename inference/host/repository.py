@@ -142,14 +142,16 @@ class Repository:
     async def metrics(self) -> list[str]:
         """Return the lines of the engines' metrics. Raises RejectedError."""
         try:
-            found = [each for engine in self._engines.values() for each in await engine.metrics()]
+            found = [
+                metric for engine in self._engines.values() for metric in await engine.metrics()
+            ]
         except ModelError as error:
             raise RejectedError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
         return list(exposition(found))
 
     async def close(self) -> None:
         """End the engines."""
-        await asyncio.gather(*(each.close() for each in self._engines.values()))
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     def _problem_of(self, path: Path) -> str:
         """Read a configuration; return why it cannot be served, "" if it can."""
@@ -266,7 +268,7 @@ def _read_config(path: Path) -> Any:
     config.name = config.name or folder.name
     if config.name != folder.name:
         raise ValueError(f"config.pbtxt names it {config.name}; a model has the name of its folder")
-    unknown = sorted(each.name for each, _ in config.ListFields() if each.name not in _FIELDS)
+    unknown = sorted(field.name for field, _ in config.ListFields() if field.name not in _FIELDS)
     if unknown:
         raise ValueError(
             f"config.pbtxt sets {', '.join(unknown)}, which this server does not follow; remove "

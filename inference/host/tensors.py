@@ -46,7 +46,8 @@ def raw_of(value: Array) -> bytes:
     """Return the bytes of a tensor in KServe's binary format."""
     if value.dtype != np.object_:
         return value.tobytes()
-    texts = [each if isinstance(each, bytes) else str(each).encode() for each in value.reshape(-1)]
+    flat = value.reshape(-1)
+    texts = [text if isinstance(text, bytes) else str(text).encode() for text in flat]
     return b"".join(part for text in texts for part in (_LENGTH.pack(len(text)), text))
 
 
@@ -67,5 +68,5 @@ def compact_json(value: Any) -> bytes:
 
 def _values(flat: Array) -> list[Any]:
     if flat.dtype == np.object_:
-        return [each.decode(errors="replace") if isinstance(each, bytes) else each for each in flat]
+        return [text.decode(errors="replace") if isinstance(text, bytes) else text for text in flat]
     return list(flat.tolist())

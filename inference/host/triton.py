@@ -90,8 +90,8 @@ class TritonRepository:
                 self._start()
                 index = await self._loaded_index()
             configs = {
-                (each.name, each.version): await self._config(each.name, each.version)
-                for each in index
+                (model.name, model.version): await self._config(model.name, model.version)
+                for model in index
             }
             takes_canaries = not self._options.is_nvidias
             self.models = remote_models(configs, self._server, takes_canaries=takes_canaries)
@@ -113,14 +113,14 @@ class TritonRepository:
             raise UnservedError([str(error)]) from error
         sockets = self._held.enter_context(_sockets_folder())
         repository = self._held.enter_context(plain_folder(self._source))
-        given = nvidias_options if is_nvidias else server_options
+        options_of = nvidias_options if is_nvidias else server_options
         prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
         self._metrics = sockets / "metrics"
         command = [
             *options.prefix,
             str(installation.program),
             *installation.arguments(sockets),
-            *given(repository, sockets),
+            *options_of(repository, sockets),
             f"--backend-config=python,shm-region-prefix-name={prefix}",
         ]
         grace_s = _ENDS_S if is_nvidias else 0.0
@@ -155,7 +155,7 @@ class TritonRepository:
     async def _loaded_index(self) -> list[Any]:
         """Wait until every model is ready; return the index of models. Raises UnservedError."""
         index: list[Any] | None = None
-        while index is None or any(each.state != "READY" for each in index):
+        while index is None or any(model.state != "READY" for model in index):
             has_ended = self._end() is not None
             fatal = fatal_lines(self._log()) if self._options.is_nvidias else []
             if has_ended or fatal:
@@ -165,12 +165,12 @@ class TritonRepository:
                 asked = service_pb2.RepositoryIndexRequest()
                 reply = await self._server.calls.RepositoryIndex(asked, timeout=_CALL_S)
                 index = list(reply.models)
-                failed = [each for each in index if each.state == "UNAVAILABLE"]
+                failed = [model for model in index if model.state == "UNAVAILABLE"]
                 if failed:
                     # An ensemble fails with the model it depends on: list causes first.
-                    failed.sort(key=lambda each: "depend" in each.reason)
+                    failed.sort(key=lambda model: "depend" in model.reason)
                     raise UnservedError(
-                        [f"model {each.name}: {short_reason(each.reason)}" for each in failed]
+                        [f"model {model.name}: {short_reason(model.reason)}" for model in failed]
                     )
         if not index:
             raise UnservedError([f"{self._source} holds no model"])

@@ -194,7 +194,9 @@ def load_defaults(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"generation_config.json in {folder} cannot be read: {error}") from error
     except ValidationError as error:
-        wrong = ", ".join(f"{each['loc'][0]} = {each['input']!r:.40}" for each in error.errors())
+        wrong = ", ".join(
+            f"{problem['loc'][0]} = {problem['input']!r:.40}" for problem in error.errors()
+        )
         raise ValueError(
             f"generation_config.json in {folder}: {wrong} is outside of what requests may ask for; "
             "correct it, or ignore the file with deploy.openai.sampling_defaults=openai"

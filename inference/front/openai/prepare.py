@@ -98,7 +98,7 @@ def prepare_generation(
             limit = max(1, min(codec.defaults["max_tokens"], facts.room(len(prompts[0].ids))))
     else:
         assert isinstance(request, CompletionRequest)
-        prompts = [_prompt(codec, request, given) for given in cast(list[Any], request.prompt)]
+        prompts = [_prompt(codec, request, prompt) for prompt in cast(list[Any], request.prompt)]
     # The texts of the prompts need not be sent back from the worker.
     rest = request.model_copy(
         update={"model": facts.name, **dict.fromkeys(("prompt", "messages", "tools"), ())}
@@ -114,12 +114,12 @@ def prepare_generation(
     return _checked(facts, prepared)
 
 
-def _prompt(codec: Codec, request: CompletionRequest, given: str | list[int]) -> Prompt:
+def _prompt(codec: Codec, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
     shows_text = request.echo or request.logprobs is not None
-    if isinstance(given, str):
-        ids = codec.encode(given, special=request.add_special_tokens)
-        return Prompt(array("I", ids), given if shows_text else "")
-    return Prompt(array("I", given), codec.tokenizer.decode(given) if shows_text else "")
+    if isinstance(prompt, str):
+        ids = codec.encode(prompt, special=request.add_special_tokens)
+        return Prompt(array("I", ids), prompt if shows_text else "")
+    return Prompt(array("I", prompt), codec.tokenizer.decode(prompt) if shows_text else "")
 
 
 def prepare_embeddings(
@@ -280,7 +280,7 @@ def _values(
     top_n, prompt_top_n = sampling.top_n, sampling.prompt_top_n
     is_scored = top_n is not None or prompt_top_n is not None
     is_greedy = sampling.temperature == 0
-    drawn = {"runtime_top_p": sampling.top_p, "temperature": sampling.temperature,
+    sampled = {"runtime_top_p": sampling.top_p, "temperature": sampling.temperature,
              "min_p": sampling.min_p or None}  # fmt: skip
     # OpenAI's top_p rule; FasterTransformer's own backend has only its own rule.
     is_whole = not is_greedy and sampling.top_p != 1 and _WHOLE_BOUNDARY in facts.inputs
@@ -296,7 +296,7 @@ def _values(
         },
         np.uint64: {_SEED: None if is_greedy else 0},
         np.float32: {
-            **({} if is_greedy else drawn),
+            **({} if is_greedy else sampled),
             "presence_penalty": sampling.presence_penalty or None,
             "frequency_penalty": sampling.frequency_penalty or None,
             "repetition_penalty": _unless(1, sampling.repetition_penalty),

@@ -108,11 +108,11 @@ _Prompts = Annotated[
 ]
 
 
-def _one_structure(given: dict[str, Any]) -> dict[str, Any]:
+def _one_structure(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the structure that a request asks for in one of several fields."""
-    found = [each for name, value in given.items() if (each := _structure(name, value))]
+    found = [structure for name, value in fields.items() if (structure := _structure(name, value))]
     if len(found) > 1:
-        raise ValueError(f"only one of {', '.join(given)} is possible")
+        raise ValueError(f"only one of {', '.join(fields)} is possible")
     if found:
         compiled(found[0])
     return found[0] if found else {}
@@ -127,7 +127,7 @@ def _structure(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     if name == "structured_outputs":
-        return {key: each for key, each in value.items() if each not in (None, False)}
+        return {key: option for key, option in value.items() if option not in (None, False)}
     kind = value.get("type")
     if kind == "json_schema":
         schema = value.get("json_schema")
@@ -472,12 +472,12 @@ def _with_one_name(values: dict[str, Any]) -> dict[str, str]:
     """Merge alternative names of a field; return the name that the client used for each field."""
     spelled: dict[str, str] = {}
     for field, names in SPELLINGS.items():
-        if given := {name: values.pop(name) for name in names if name in values}:
+        if sent := {name: values.pop(name) for name in names if name in values}:
             if field == "structured_outputs":
-                spelled[field], values[field] = next(iter(given)), given
+                spelled[field], values[field] = next(iter(sent)), sent
             else:  # a value of a wrong type ranks first, so that it is refused under its own name
-                spelled[field] = min(given, key=lambda name: _rank(given[name]))
-                values[field] = given[spelled[field]]
+                spelled[field] = min(sent, key=lambda name: _rank(sent[name]))
+                values[field] = sent[spelled[field]]
     return spelled
 
 
