@@ -83,9 +83,9 @@ class EngineModel(TritonModel):
         host.show(self.metrics)
         self.running = set()
         self._canary_steps = -1  # the engine's step count at the last canary
-        self.engine.when_failed = host.leave
+        self.engine.when_failed = host.go_out_of_service
         if (reason := self.engine.healthy()) is not None:  # it failed before `when_failed` was set
-            host.leave(reason)
+            host.go_out_of_service(reason)
 
     def _confine(self, instance: Instance) -> None:
         """Confine this process to the instance's devices.

@@ -68,5 +68,5 @@ class ModelHost(Protocol):
     def warn(self, message: str) -> None:
         """Write a warning to the server's log."""
 
-    def leave(self, reason: str) -> None:
+    def go_out_of_service(self, reason: str) -> None:
         """Take a model whose engine has failed out of service, after its last answers."""

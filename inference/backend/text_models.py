@@ -134,7 +134,7 @@ class Postprocessing(TensorModel):
             finished = _one_each("IS_FINISHED", tensors, tokens.shape[:2])
         # Without sequence_length, an answer ends before its first end token.
         first_end = starts is not None and "sequence_length" not in tensors
-        room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
+        capacity = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
         prefix = self.tokenizer.prefix_ids  # special tokens that preprocessing has prepended
         texts = np.empty(tokens.shape[:2], dtype=object)  # (B, K)
         for b, k in product(*map(range, texts.shape)):
@@ -143,7 +143,7 @@ class Postprocessing(TensorModel):
             if self.output_holds_prompt and tuple(ids[: len(prefix)]) == prefix:
                 ids, start = ids[len(prefix) :], max(start - len(prefix), 0)
             answer = _without_end(ids[start:], self.end_ids, first=first_end)
-            more = self.streaming and len(answer) < room
+            more = self.streaming and len(answer) < capacity
             more = more and (finished is None or not finished[b, k])
             texts[b, k] = self._text(ids[:start], answer, partial=more).encode()
         return {"OUTPUT": texts}

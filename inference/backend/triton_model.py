@@ -207,7 +207,7 @@ class TritonHost(Answering):
 
         pb_utils.Logger.log_warn(f"{self._name}: {message}")
 
-    def leave(self, reason: str) -> None:
+    def go_out_of_service(self, reason: str) -> None:
         """End this process, and thereby the server, once every request has its answer.
 
         The supervisor ends a server that has lost a model, and the deploy stage restarts it.

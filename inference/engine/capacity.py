@@ -22,7 +22,7 @@ from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
 from inference.ranks.base import MAX_PROMPT_TOKENS, cache_shape
 from inference.ranks.settings import RankSettings
-from inference.system.control_groups import memory_room
+from inference.system.control_groups import available_memory
 
 _CPU_SHARE = 0.25  # of the available memory, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
@@ -199,7 +199,7 @@ def available_bytes() -> int:
     """Return the memory in bytes that this process may still take."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8").split("MemAvailable:")[1]
     machine_bytes = int(text.split()[0]) * 1024
-    limit_bytes = memory_room()
+    limit_bytes = available_memory()
     return machine_bytes if limit_bytes is None else min(machine_bytes, limit_bytes)
 
 

@@ -58,18 +58,18 @@ def cpu_times_of(root: int) -> CpuTimes:
 
 
 class Canaries:
-    """Sends canaries to each model in a task of its own; reports a model that fails to `leave`."""
+    """Sends canaries to each model in a separate task; calls `on_failure` for one that fails."""
 
     def __init__(
         self,
         hosted: Hosted,
         times: CanaryTimes,
         *,
-        leave: Callable[[str], None],
+        on_failure: Callable[[str], None],
         computed: Callable[[], CpuTimes] = lambda: cpu_times_of(os.getpid()),
     ) -> None:
         """Start the tasks; `computed` returns the CPU time of this server's processes so far."""
-        self._hosted, self._times, self._leave = hosted, times, leave
+        self._hosted, self._times, self._on_failure = hosted, times, on_failure
         self._computed = computed
         self._targets = [_Target(model) for model in hosted.models.values()]
         self._tasks = [asyncio.create_task(self._run(target)) for target in self._targets]
@@ -92,7 +92,7 @@ class Canaries:
         while len(target.faults) < _FAILURES:
             await asyncio.sleep(self._times.interval_s)
             await self._ask(target)
-        self._leave(f"model {target.model.name} {target.faults[-1]}")
+        self._on_failure(f"model {target.model.name} {target.faults[-1]}")
 
     def _timeout_s(self, target: _Target) -> float:
         if target.slowest_s is None or target.silent_since is not None or target.faults:

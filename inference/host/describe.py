@@ -53,7 +53,7 @@ def server_metadata() -> dict[str, Any]:
     }
 
 
-def found_model(models: Mapping[str, HostedModel], name: str, version: str) -> HostedModel:
+def find_model(models: Mapping[str, HostedModel], name: str, version: str) -> HostedModel:
     """Return a model; version "" stands for its default version. Raises InferError."""
     first = models.get(name)
     model = first.versions.get(version or first.version) if first is not None else None
@@ -110,7 +110,7 @@ def statistics_json(
         found = [version for model in models.values() for version in model.versions.values()]
     else:
         try:
-            model = found_model(models, name, version)
+            model = find_model(models, name, version)
         except InferError:
             raise InferError(f"requested model '{name}' is not available") from None
         found = [model] if version else [*model.versions.values()]

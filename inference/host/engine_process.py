@@ -67,7 +67,7 @@ class ModelProcess(Answering):
         """Write a warning to the server's log."""
         sys.stderr.write(f"warning: {message}\n")
 
-    def leave(self, reason: str) -> None:
+    def go_out_of_service(self, reason: str) -> None:
         """Report the engine's failure, after the answers to its requests."""
         self._reply(LOST, lambda: reason)
 

@@ -34,13 +34,13 @@ class EngineProcess:
         steps: the engine's step count as last reported.
     """
 
-    def __init__(self, folder: Path, lose: Callable[[str], None]) -> None:
-        """Start it for the model in `folder`; `lose` is called with the reason if it fails.
+    def __init__(self, folder: Path, on_failure: Callable[[str], None]) -> None:
+        """Start it for the model in `folder`; `on_failure` gets the reason if it fails.
 
         The process ends with the thread that starts it, which must be the event loop's.
         """
         self.steps = 0
-        self._name, self._lose = folder.name, lose
+        self._name, self._on_failure = folder.name, on_failure
         self._numbers = itertools.count(LOST + 1)
         self._waiting: dict[int, _Answers] = {}
         self._process = started_engine(str(folder.parent))
@@ -156,7 +156,7 @@ class EngineProcess:
         text = f"{self._name} is out of service: {reason}"
         for number in self._waiting:
             self._undelivered.setdefault(number, []).append(ModelError(text, "UNAVAILABLE"))
-        self._lose(text)
+        self._on_failure(text)
 
     async def close(self) -> None:
         """End the engine and its ranks; may be called more than once."""

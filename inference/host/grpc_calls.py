@@ -35,7 +35,7 @@ from inference.front.tracing import Tracer
 from inference.front.validation import MAX_HEAD_BYTES, SentRequest
 from inference.host.describe import (
     config_message,
-    found_model,
+    find_model,
     index_json,
     model_metadata,
     server_metadata,
@@ -175,7 +175,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             sent = await self._context.workers.check(read, data, len(request), size_bytes=len(data))
         except RejectedError as error:  # an InferError does not end the stream of other requests
             raise InferError(str(error)) from None
-        model = found_model(hosted.models, sent.model_name, sent.model_version)
+        model = find_model(hosted.models, sent.model_name, sent.model_version)
         whole = memoryview(request)
         parts = [whole[position] for position in raw]
         return model, sent, with_bytes(model, sent, parts, sessions)
@@ -302,15 +302,15 @@ def _filled(answer: Any, found: dict[str, Any]) -> Any:
 
 _ANSWERS: dict[str, Callable[[Hosted, Any], Any]] = {
     "ModelReady": lambda hosted, asked: service_pb2.ModelReadyResponse(
-        ready=hosted.has(asked.name, asked.version)
+        ready=hosted.serves(asked.name, asked.version)
     ),
     # The message has no field for parameters; ModelConfig has one.
     "ModelMetadata": lambda hosted, asked: _filled(
         service_pb2.ModelMetadataResponse(),
-        model_metadata(found_model(hosted.models, asked.name, asked.version)),
+        model_metadata(find_model(hosted.models, asked.name, asked.version)),
     ),
     "ModelConfig": lambda hosted, asked: service_pb2.ModelConfigResponse(
-        config=config_message(found_model(hosted.models, asked.name, asked.version))
+        config=config_message(find_model(hosted.models, asked.name, asked.version))
     ),
     "ModelStatistics": lambda hosted, asked: _filled(
         service_pb2.ModelStatisticsResponse(),

@@ -86,7 +86,7 @@ class Hosted:
             return
         await model.answer(InferRequest(dict(tensors), is_canary=is_canary))
 
-    def has(self, name: str, version: str) -> bool:
+    def serves(self, name: str, version: str) -> bool:
         """Return whether a model is served in a version, "" for any version."""
         model = self.models.get(name)
         return model is not None and version in ("", *model.versions)

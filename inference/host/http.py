@@ -31,7 +31,7 @@ from inference.front.validation import (
 from inference.host.describe import (
     api_description,
     config_json,
-    found_model,
+    find_model,
     index_json,
     model_metadata,
     server_metadata,
@@ -134,7 +134,7 @@ class KServeHttp:
             if body:
                 await self._context.workers.check(check_index, body, size_bytes=len(body))
             return _json(index_json(hosted.models))
-        found = found_model(hosted.models, model, version)
+        found = find_model(hosted.models, model, version)
         if action == "infer":
             return await self._infer(found, request, body, owner)
         streams = action == "generate_stream"
@@ -199,10 +199,10 @@ def _get(hosted: Hosted, path: str, model: str, version: str, action: str) -> we
     if not model:
         return _json(server_metadata())
     if action == "ready":
-        if not hosted.has(model, version):
+        if not hosted.serves(model, version):
             raise RejectedError("Model version not ready")
         return web.Response(content_type="text/plain")
-    found = found_model(hosted.models, model, version)
+    found = find_model(hosted.models, model, version)
     return _json(config_json(found) if action == "config" else model_metadata(found))
 
 

@@ -250,9 +250,7 @@ class _Counted:
         model, statistics = self._model, self._model.statistics
         taken_ns = time.perf_counter_ns() - self._began
         statistics.pending -= 1
-        if error is None:
-            pass
-        elif isinstance(error, InferError):
+        if isinstance(error, InferError):
             self._reason = _REASONS.get(error.grpc_code, "OTHER")
             turn = self._request.turn
             if turn is not None and self._is_new:  # a stopping server would wait for its next turn

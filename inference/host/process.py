@@ -41,7 +41,7 @@ _SEND_S = 0.3  # to send the answers of a failed engine
 _USED_S = 1.0  # between two reports to the owner that clients send requests
 _TURN_S, _HANG_S = 5.0, 120.0  # watchdog: reset period, and limit for one turn of the event loop
 _TRY_S = 120.0  # for the text models of a new repository to load
-_LEAVING = "the server is shutting down; send the request to another server, or again later"
+_SHUTTING_DOWN = "the server is shutting down; send the request to another server, or again later"
 _ENDED = "the process that loads the new repository ended; the log says why"
 _STARTING = "the server is starting; send the request again later"
 _NOT_EXCHANGED = (
@@ -83,7 +83,7 @@ class _Host:
         self._settings, self._connection = settings, connection
         self._runners: list[web.ServerRunner] = []
         self._noted_s = 0.0
-        self._is_leaving = False
+        self._is_shutting_down = False
         self._canaries: Canaries | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -172,7 +172,7 @@ class _Host:
         """Send canaries to these models instead of the former ones."""
         if self._canaries is not None:
             await self._canaries.close()
-        self._canaries = Canaries(hosted, self._settings.canaries, leave=self._leave)
+        self._canaries = Canaries(hosted, self._settings.canaries, on_failure=self._shut_down)
 
     async def _load(self, hosted: Hosted) -> None:
         await hosted.load(lambda line: self._link.send(says=line))
@@ -200,7 +200,7 @@ class _Host:
         try:
             await self._load(new)
         except Exception as error:  # of any kind: no model is loaded now
-            self._leave(f"the weights of {source} could not be loaded: {error}")
+            self._shut_down(f"the weights of {source} could not be loaded: {error}")
             return
         await self._watch(new)
         self._link.send(models=[*new.models])
@@ -246,12 +246,12 @@ class _Host:
     def _repository(self, source: str) -> Repository | TritonRepository:
         triton = self._settings.triton
         if triton is None:
-            return Repository(Path(source), leave=self._leave, workers=self._workers)
-        return TritonRepository(source, triton, leave=self._leave)
+            return Repository(Path(source), on_failure=self._shut_down, workers=self._workers)
+        return TritonRepository(source, triton, on_failure=self._shut_down)
 
     def _is_ready(self) -> bool:
         hosted = self._context.current
-        is_ending = self._is_leaving or self._link.stopped.is_set()
+        is_ending = self._is_shutting_down or self._link.stopped.is_set()
         answers = self._canaries is None or self._canaries.is_ready()
         is_whole = hosted.endpoint is not None or self._settings.openai is None
         return bool(hosted.models) and is_whole and answers and not is_ending
@@ -261,7 +261,7 @@ class _Host:
             self._noted_s = now
             self._link.send(used=time.time())
         if self._link.stopped.is_set() and not self._context.current.open_sessions():
-            raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE, closes=True)
+            raise RejectedError(_SHUTTING_DOWN, HTTPStatus.SERVICE_UNAVAILABLE, closes=True)
         if not self._context.current.models:
             raise RejectedError(_STARTING, HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -284,9 +284,9 @@ class _Host:
             response: web.StreamResponse = await hosted.endpoint.answer(request)
         return response
 
-    def _leave(self, reason: str) -> None:
+    def _shut_down(self, reason: str) -> None:
         """End the process soon after a failure; answers that are ready are sent first."""
-        self._is_leaving = True
+        self._is_shutting_down = True
         sys.stderr.write(f"error: {reason}\n")
         self._link.send(lost=reason)
         sys.stderr.flush()

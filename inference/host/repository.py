@@ -82,8 +82,10 @@ class Repository:
 
     former: Repository | None = None
 
-    def __init__(self, folder: Path, *, leave: Callable[[str], None], workers: Workers) -> None:
-        """Read the configurations in a folder; `leave` is called once a model has failed.
+    def __init__(
+        self, folder: Path, *, on_failure: Callable[[str], None], workers: Workers
+    ) -> None:
+        """Read the configurations in a folder; `on_failure` is called once a model has failed.
 
         Large requests to text models run in `workers`.
 
@@ -91,7 +93,7 @@ class Repository:
         """
         self.folder = folder
         self.models: dict[str, HostedModel] = {}
-        self._leave, self._workers = leave, workers
+        self._on_failure, self._workers = on_failure, workers
         self._loaded_ns = time.time_ns()
         self._engines: dict[str, EngineProcess] = {}  # by the instance of a model
         self.configs: dict[str, tuple[Any, str]] = {}
@@ -203,7 +205,7 @@ class Repository:
         for number in range(count):
             key = f"{name}_{number}"
             engine = self.former._engines.pop(key, None) if self.former is not None else None
-            engine = self._engines[key] = engine or EngineProcess(folder, self._leave)
+            engine = self._engines[key] = engine or EngineProcess(folder, self._on_failure)
             instance = Instance(number, count)
             instance_arguments = ModelArguments(
                 arguments, folder, version=version, instance=instance
@@ -256,7 +258,7 @@ def _loaded_text_model(source: TextModelSource) -> TensorModel:
 
 def check_text_models(folder: Path) -> None:
     """Read a repository and load its text models. Raises ValueError if one cannot be served."""
-    found = Repository(folder, leave=lambda _: None, workers=Workers(1))
+    found = Repository(folder, on_failure=lambda _: None, workers=Workers(1))
     for name, (config, _) in found.configs.items():
         if not _is_ensemble(config) and isinstance(_new_model(folder / name, config), TensorModel):
             _loaded_text_model(found.text_model_source(name))
@@ -328,7 +330,7 @@ def _new_model(folder: Path, config: Any) -> EngineModel | TensorModel:
             assert isinstance(model, (EngineModel, TensorModel))
             return model
     raise ValueError(
-        f"{name} is a program of its own, which this server does not run; {_USE_TRITON}"
+        f"{name} is not a model of this project, and this server runs no other code; {_USE_TRITON}"
     )
 
 

@@ -55,9 +55,9 @@ class TritonRepository:
     """
 
     def __init__(
-        self, source: str, options: TritonOptions, *, leave: Callable[[str], None]
+        self, source: str, options: TritonOptions, *, on_failure: Callable[[str], None]
     ) -> None:
-        """`source` is a folder or a URL; `leave` is called with the reason once a model is lost.
+        """`source` is a folder or a URL; `on_failure` gets the reason once a model is lost.
 
         Raises UnservedError if the folder does not exist: tritonserver takes half a minute to
         notice.
@@ -66,7 +66,7 @@ class TritonRepository:
         if self.folder is not None and not self.folder.is_dir():
             raise UnservedError([f"{source} is not a folder"])
         self.models: dict[str, HostedModel] = {}
-        self._source, self._options, self._leave = source, options, leave
+        self._source, self._options, self._on_failure = source, options, on_failure
         self._held = contextlib.ExitStack()  # resources of a start, which `close` releases
         self._process: LinkedProcess | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class TritonRepository:
             try:
                 index = await self._loaded_index()
             except UnservedError:
-                if self._options.is_nvidias or not is_crash(self._end()):
+                if self._options.is_nvidias or not is_crash(self._exit_status()):
                     raise
                 await self.close()
                 self._start()
@@ -156,7 +156,7 @@ class TritonRepository:
         """Wait until every model is ready; return the index of models. Raises UnservedError."""
         index: list[Any] | None = None
         while index is None or any(model.state != "READY" for model in index):
-            has_ended = self._end() is not None
+            has_ended = self._exit_status() is not None
             fatal = fatal_lines(self._log()) if self._options.is_nvidias else []
             if has_ended or fatal:
                 raise UnservedError(fatal)
@@ -186,22 +186,22 @@ class TritonRepository:
     def _log(self) -> str:
         return self._options.log_path.read_text(encoding="utf-8", errors="replace")
 
-    def _end(self) -> int | None:
+    def _exit_status(self) -> int | None:
         return None if self._process is None else self._process.poll()
 
     async def _watch(self) -> None:
-        """Call `leave` once the server or the process of a model is lost."""
+        """Call `on_failure` once the server or the process of a model is lost."""
         assert self._process is not None
         watch = ServerWatch(self._process.pid, names=model_of)
         while True:
             lost = watch.loss()
             if lost:  # perhaps because the server itself ended, which the supervisor reports later
-                await self._ended(_REPORT_S if self._runs() else _KILLED_S)
-            if (status := self._end()) is not None:
+                await self._wait_for_end(_REPORT_S if self._runs() else _KILLED_S)
+            if (status := self._exit_status()) is not None:
                 lost = f"tritonserver ended with status {status}"
             if lost:
                 self._kill()  # so that its running requests fail with "unavailable"
-                return self._leave("; ".join(self._reports) or lost)
+                return self._on_failure("; ".join(self._reports) or lost)
             await asyncio.sleep(_POLL_S)
 
     def _runs(self) -> bool:
@@ -238,15 +238,15 @@ class TritonRepository:
             # A model with externally launched ranks must itself report its orderly end to them.
             if self._options.is_nvidias or RENDEZVOUS_VARIABLE in os.environ:
                 self._process.terminate()
-                await self._ended(_ENDS_S)
+                await self._wait_for_end(_ENDS_S)
             self._kill()
-            await self._ended(_KILLED_S)
+            await self._wait_for_end(_KILLED_S)
             await self._server.channel.close()
         self._held.close()
 
-    async def _ended(self, limit_s: float) -> None:
+    async def _wait_for_end(self, limit_s: float) -> None:
         until = time.monotonic() + limit_s
-        while self._end() is None and time.monotonic() < until:
+        while self._exit_status() is None and time.monotonic() < until:
             await asyncio.sleep(_POLL_S / 5)
 
 

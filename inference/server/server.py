@@ -122,13 +122,13 @@ class ModelServer(ServedProcess):
         while not link.models:
             if (status := self.poll()) is not None:
                 link.read_all()
-            for said in link.said():
-                progress(said)
+            for line in link.progress_lines():
+                progress(line)
             if "failures" in link.news:
                 self._fail("the server cannot serve this repository:", link.news["failures"])
             if status is not None:
                 self._fail(f"the server ended with status {status} before it was ready:")
-            yield link.loading()
+            yield link.still_loading()
             link.wait(_POLL_S)
         self.models = link.models
         progress("ready")
@@ -195,7 +195,7 @@ class HostLink:
         self.news: dict[str, Any] = {"models": [], "used": time.time()}
         self._connection = connection
         self._changed = threading.Condition()
-        self._said: list[str] = []
+        self._lines: list[str] = []
         self._loading: list[str] = []
         self._reader = threading.Thread(target=self._read, name="host", daemon=True)
         self._reader.start()
@@ -219,12 +219,12 @@ class HostLink:
         with self._changed:
             self._changed.wait(limit_s)
 
-    def said(self) -> list[str]:
+    def progress_lines(self) -> list[str]:
         """Return the progress lines since the last call."""
-        said, self._said = self._said, []
-        return said
+        lines, self._lines = self._lines, []
+        return lines
 
-    def loading(self) -> list[str]:
+    def still_loading(self) -> list[str]:
         """Return a line that names the models still loading, for a start that has timed out."""
         return [f"still loading {', '.join(self._loading)}"] if self._loading else []
 
@@ -234,15 +234,15 @@ class HostLink:
                 news = json.loads(self._connection.recv_bytes())
                 with self._changed:
                     if "says" in news:
-                        self._note(news["says"])
+                        self._add_line(news["says"])
                     self.news |= news
                     self._changed.notify_all()
 
-    def _note(self, line: str) -> None:
+    def _add_line(self, line: str) -> None:
         does, _, model = line.partition(" ")
         if does == "loading":
             self._loading.append(model)
         elif model in self._loading:
             self._loading.remove(model)
         # While others are still loading, show those rather than the model that has loaded.
-        self._said.append(f"loading {', '.join(self._loading)}" if self._loading else line)
+        self._lines.append(f"loading {', '.join(self._loading)}" if self._loading else line)

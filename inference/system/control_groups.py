@@ -24,7 +24,7 @@ def usable_cores() -> int:
     return max(cores, 1)
 
 
-def memory_room() -> int | None:
+def available_memory() -> int | None:
     """Return the bytes that this process may still allocate, None without a limit.
 
     Cached files count as free: the kernel drops them when memory is needed.

@@ -67,7 +67,7 @@ class CompletionRun:
                 Answer,
                 codec,
                 () if model.facts.encoder_decoder else prompt.ids,
-                model.facts.room(len(prompt.ids)) if request.limit is None else request.limit,
+                model.facts.max_answer_len(prompt.ids) if request.limit is None else request.limit,
                 request.sampling.stop,
                 request.end_ids,
                 request.sampling.top_n,

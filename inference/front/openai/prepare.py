@@ -61,9 +61,9 @@ class ModelFacts:
     vocab_size: int | None = None  # None if unknown
     about: tuple[tuple[str, str], ...] = ()  # the checkpoint, see `served_identity`
 
-    def room(self, prompt_len: int) -> int:
+    def max_answer_len(self, prompt: Sequence[int]) -> int:
         """Return the maximum number of answer tokens after a prompt."""
-        return self.context_len - (0 if self.encoder_decoder else prompt_len)
+        return self.context_len - (0 if self.encoder_decoder else len(prompt))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def prepare_generation(
     if isinstance(request, ChatRequest):
         prompts = [Prompt(array("I", codec.encode_chat(request)))]
         if limit is None and "max_tokens" in codec.defaults:
-            limit = max(1, min(codec.defaults["max_tokens"], facts.room(len(prompts[0].ids))))
+            limit = max(1, min(codec.defaults["max_tokens"], facts.max_answer_len(prompts[0].ids)))
     else:
         assert isinstance(request, CompletionRequest)
         prompts = [_prompt(codec, request, prompt) for prompt in cast(list[Any], request.prompt)]
@@ -209,8 +209,8 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     for prompt in request.prompts:
         _check_ids(facts, field, prompt.ids)
         prompt_len = len(prompt.ids)
-        output_len = _output_len(facts, request, prompt_len)
-        if output_len > facts.room(prompt_len) or prompt_len > facts.context_len:
+        output_len = _output_len(facts, request, prompt.ids)
+        if output_len > facts.max_answer_len(prompt.ids) or prompt_len > facts.context_len:
             scope = " for prompt and answer each" if facts.encoder_decoder else ""
             raise RejectedError(  # clients match the code, and some also the first words
                 f"This model's maximum context length is {facts.context_len} tokens{scope}. The "
@@ -232,9 +232,9 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     return request
 
 
-def _output_len(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:
+def _output_len(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> int:
     """Return the number of tokens to generate: without a limit, all that fit the context."""
-    return max(facts.room(prompt_len) if request.limit is None else request.limit, 1)
+    return max(facts.max_answer_len(prompt) if request.limit is None else request.limit, 1)
 
 
 def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
@@ -252,21 +252,14 @@ def generation_jobs(
 ) -> Iterator[dict[str, Array]]:
     """Yield the tensors of each job of one prompt; a job has at most `max_rows` candidates."""
     sampling = request.sampling
-    row = _row(facts, request, prompt)
+    values = _values(facts, request, prompt)
+    row: dict[str, Array] = {name: np.array(value, kind, ndmin=1) for name, kind, value in values}
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     seeds = [(seed + n * _SEED_STEP) % (1 << 64) for n in range(sampling.n)]
     for first in range(0, len(seeds), facts.max_rows):
         own = np.array(seeds[first : first + facts.max_rows], np.uint64)[:, None]
         job = {name: np.repeat(value[None], len(own), axis=0) for name, value in row.items()}
         yield job | ({_SEED: own} if _SEED in row else {})
-
-
-def _row(facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]) -> dict[str, Array]:
-    """Return the tensors of one candidate."""
-    return {
-        name: np.array(value, kind, ndmin=1)
-        for name, kind, value in _values(facts, request, prompt)
-    }
 
 
 def _values(
@@ -284,12 +277,12 @@ def _values(
              "min_p": sampling.min_p or None}  # fmt: skip
     # OpenAI's top_p rule; FasterTransformer's own backend has only its own rule.
     is_whole = not is_greedy and sampling.top_p != 1 and _WHOLE_BOUNDARY in facts.inputs
-    structure = sampling.structured_outputs
+    structure, penalty = sampling.structured_outputs, sampling.repetition_penalty
     values: dict[type, dict[str, Any]] = {
         np.uint32: {
             "input_ids": prompt,
             lengths[0]: len(prompt),
-            lengths[1]: _output_len(facts, request, len(prompt)),
+            lengths[1]: _output_len(facts, request, prompt),
             "runtime_top_k": 1 if is_greedy else max(sampling.top_k, 0),
             "num_log_probs": max(top_n or 0, 1) if is_scored else None,
             "num_prompt_log_probs": None if prompt_top_n is None else max(prompt_top_n, 1),
@@ -299,7 +292,7 @@ def _values(
             **({} if is_greedy else sampled),
             "presence_penalty": sampling.presence_penalty or None,
             "frequency_penalty": sampling.frequency_penalty or None,
-            "repetition_penalty": _unless(1, sampling.repetition_penalty),
+            "repetition_penalty": None if penalty == 1 else penalty,
             "logit_bias": [*biases.values()] or None,
         },
         np.int32: {
@@ -316,10 +309,6 @@ def _values(
     }
     for kind, named in values.items():
         yield from ((name, kind, value) for name, value in named.items() if value is not None)
-
-
-def _unless(nothing: float, value: float) -> float | None:
-    return None if value == nothing else value
 
 
 def _words(ids: Sequence[int]) -> list[Sequence[int]] | None:

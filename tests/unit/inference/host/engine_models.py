@@ -44,7 +44,7 @@ class Scripted(EngineModel):
         if does == "refuse":
             raise EngineBusyError("too busy")
         if does == "leave":
-            self.host.leave("a rank is gone")
+            self.host.go_out_of_service("a rank is gone")
         if does == "tokens":
             steps = [{TOKENS: each} for each in ([[1], [2]], [[3], []], [[4], [5, 6]])]
             steps.append({TOKENS: [[1, 3, 4], [2, 5, 6, 7]]})

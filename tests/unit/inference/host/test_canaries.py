@@ -38,7 +38,7 @@ class Served:
         self.watch = Canaries(
             self,  # type: ignore[arg-type]
             TIMES,
-            leave=self.lost.append,
+            on_failure=self.lost.append,
             computed=lambda: CpuTimes({(1, 1): self.share * time.monotonic()}),
         )
 

@@ -16,4 +16,4 @@ def test_models_that_still_load_are_shown_until_the_last() -> None:
     other.close()
     link.read_all()
     engine, both = "loading engine", "loading engine, texts"
-    assert link.said() == [engine, both, engine, "loaded engine"]
+    assert link.progress_lines() == [engine, both, engine, "loaded engine"]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from inference.system import control_groups
-from inference.system.control_groups import memory_room, usable_cores
+from inference.system.control_groups import available_memory, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -24,7 +24,7 @@ def group(tmp_path, monkeypatch):
 
 
 def test_there_is_no_limit_without_files(group):
-    assert memory_room() is None
+    assert available_memory() is None
     assert usable_cores() == CORES
 
 
@@ -32,12 +32,12 @@ def test_the_tightest_group_decides(group):
     for folder, limit, used in ((group, "max", 10), (group.parent, 1000, 400)):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
-    assert memory_room() == 600
+    assert available_memory() == 600
     stat = "anon 100\ninactive_file 50\nactive_file 25\nworkingset_refault_file 9\n"
     (group.parent / "memory.stat").write_text(stat)
-    assert memory_room() == 675
+    assert available_memory() == 675
     (group.parent / "memory.current").write_text("2000\n")
-    assert memory_room() == 0
+    assert available_memory() == 0
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", CORES), ("50000 100000", 1)])
@@ -50,4 +50,4 @@ def test_a_group_outside_of_the_namespace_is_passed_over(group, tmp_path):
     (tmp_path / "own").write_text("0::/../other\n")
     (tmp_path / "mount" / "memory.max").write_text("500\n")
     (tmp_path / "mount" / "memory.current").write_text("100\n")
-    assert memory_room() == 400
+    assert available_memory() == 400
