@@ -85,13 +85,13 @@ def _top_of_row(chunks: Array, maxima: Array, values: Array, ids: Array) -> None
         threshold = max(threshold, np.partition(maxima, count - width)[count - width])
     within = np.flatnonzero(maxima >= threshold)
     pool = chunks[within].ravel()
-    places = np.flatnonzero(pool >= threshold)  # ascending, so a stable sort keeps low ids first
-    found = pool[places]
+    indices = np.flatnonzero(pool >= threshold)  # ascending, so a stable sort keeps low ids first
+    found = pool[indices]
     order = np.argsort(-found, kind="stable")[:width]
     values[: len(order)] = found[order]
     chunk = chunks.shape[1]
-    places = places[order]
-    ids[: len(order)] = within[places // chunk] * chunk + places % chunk
+    indices = indices[order]
+    ids[: len(order)] = within[indices // chunk] * chunk + indices % chunk
 
 
 def top_by_chunks(x: Tensor, *, width: int) -> tuple[Tensor, Tensor]:

@@ -88,10 +88,10 @@ def biases(params: SamplingParams, answer: Sequence[int]) -> tuple[Array, Array]
         return NO_IDS, NO_BIAS
     explicit = dict(params.logit_bias)
     tokens = [*explicit, *(answer if params.frequency_penalty else ())]
-    ids, places = np.unique(np.array(tokens, np.int64), return_inverse=True)
+    ids, indices = np.unique(np.array(tokens, np.int64), return_inverse=True)
     bias = np.zeros(len(ids), np.float32)
-    bias[places[: len(explicit)]] = list(explicit.values())
-    np.subtract.at(bias, places[len(explicit) :], np.float32(params.frequency_penalty))
+    bias[indices[: len(explicit)]] = list(explicit.values())
+    np.subtract.at(bias, indices[len(explicit) :], np.float32(params.frequency_penalty))
     return ids, bias
 
 

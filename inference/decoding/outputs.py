@@ -116,10 +116,10 @@ def _score_tensors(
         answer = len(row.returned_ids)
         parts = ((1, result.prompt.scores, count[0]), (answer, result.scores, count[1]))
         for first, scores, best in parts:
-            for place, score in enumerate(scores, first):
-                own[b, 0, place] = score.log_prob
-                top_ids[b, 0, place, :best] = score.top_ids[:best]
-                top[b, 0, place, :best] = score.top_log_probs[:best]
+            for index, score in enumerate(scores, first):
+                own[b, 0, index] = score.log_prob
+                top_ids[b, 0, index, :best] = score.top_ids[:best]
+                top[b, 0, index, :best] = score.top_log_probs[:best]
     return {"token_log_probs": own, "top_token_ids": top_ids, "top_token_log_probs": top}
 
 

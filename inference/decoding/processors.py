@@ -47,7 +47,7 @@ def process_logits(
     """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is unchanged."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
     _apply_masks(x, rules)
-    if biased := _places(x, [rule.marks.ids for rule in rules]):
+    if biased := _indices(x, [rule.marks.ids for rule in rules]):
         bias = np.concatenate([rule.marks.bias for rule in rules])
         x.index_put_(biased, _to(x, bias).to(x.dtype), accumulate=True)
     if (factors := _column(x, [rule.factor for rule in rules])) is not None:
@@ -55,7 +55,7 @@ def process_logits(
     if (divisors := _column(x, [rule.divisor for rule in rules])) is not None:
         x.div_(divisors)
     _apply_penalty(x, rules)
-    if forbidden := _places(x, [rule.forbidden_ids for rule in rules]):
+    if forbidden := _indices(x, [rule.forbidden_ids for rule in rules]):
         x[forbidden] = LOWEST
     _apply_min_p(x, rules)
     return x
@@ -68,13 +68,13 @@ def _column(x: Tensor, values: Sequence[float]) -> Tensor | None:
     return _to(x, np.array(values, np.float32))[:, None]
 
 
-def _places(x: Tensor, ids: Sequence[Sequence[int] | Array]) -> tuple[Tensor, Tensor] | None:
+def _indices(x: Tensor, ids: Sequence[Sequence[int] | Array]) -> tuple[Tensor, Tensor] | None:
     """Return row and column indices of each row's `ids` in `x`, None if there are no ids."""
     sizes = [len(row_ids) for row_ids in ids]
     if not any(sizes):
         return None
-    places = np.repeat(np.arange(len(sizes)), sizes), np.concatenate(ids).astype(np.int64)
-    return _to(x, places[0]), _to(x, places[1])
+    indices = np.repeat(np.arange(len(sizes)), sizes), np.concatenate(ids).astype(np.int64)
+    return _to(x, indices[0]), _to(x, indices[1])
 
 
 def pad_vocabulary(logits: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def temperature_divisor(temperature: float) -> float:
 def _apply_penalty(x: Tensor, rules: Sequence[LogitRules]) -> None:
     """Penalise every id that a slot has seen, once, no matter how often it occurred."""
     ids = [rule.marks.seen for rule in rules]
-    if (seen := _places(x, ids)) is None:
+    if (seen := _indices(x, ids)) is None:
         return
     sizes = [len(row_ids) for row_ids in ids]
     penalties = np.array([rule.penalty for rule in rules], np.float32)
@@ -154,8 +154,8 @@ def token_scores(
     """
     x = torch.log_softmax(pad_vocabulary(logits[:, :vocab_size]), dim=-1)  # (T, X)
     ids = torch.tensor(list(next_ids), device=x.device)
-    places = ids.clamp(0, vocab_size - 1)
-    own = torch.where(ids == places, x.gather(1, places[:, None])[:, 0], 0.0).tolist()
+    clamped = ids.clamp(0, vocab_size - 1)
+    own = torch.where(ids == clamped, x.gather(1, clamped[:, None])[:, 0], 0.0).tolist()
     best = x.topk(min(top, vocab_size), dim=-1)  # (T, W)
     columns = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
     return [TokenScore(value, tuple(ids), tuple(values)) for value, ids, values in columns]

@@ -163,15 +163,15 @@ def sample(answers: Sequence[SampledAnswer], candidates: Candidates) -> None:
     values, norms, count = candidates.values, candidates.log_norms, len(answers)
     best = values[:, 0].tolist()
     draws: list[DrawParameters] = []
-    places, is_certain, log_mass = [0] * count, [True] * count, [0.0] * count
+    indices, is_certain, log_mass = [0] * count, [True] * count, [0.0] * count
     if values.shape[1] > 1:
         draws = [answer.draw() for answer in answers]
-        places, is_certain, log_mass = _draw(values, norms, draws)
+        indices, is_certain, log_mass = _draw(values, norms, draws)
     for i, answer in enumerate(answers):
         if not math.isfinite(best[i]):
             answer.fail()
             continue
-        token, value = int(candidates.ids[i, places[i]]), float(values[i, places[i]])
+        token, value = int(candidates.ids[i, indices[i]]), float(values[i, indices[i]])
         if not is_certain[i]:
             token, value = _draw_from_all(candidates, i, draws[i])
         if answer.options.return_log_probs:
@@ -207,14 +207,14 @@ def _draw(
         inside = np.where(whole > 0, edge, inside)
     inside *= uniform
     is_certain &= within >= inside
-    places = _crossing(sums, inside)
-    return places[:, 0].tolist(), is_certain[:, 0].tolist(), np.log(mass[:, 0]).tolist()
+    indices = _crossing(sums, inside)
+    return indices[:, 0].tolist(), is_certain[:, 0].tolist(), np.log(mass[:, 0]).tolist()
 
 
 def _crossing(sums: Array, mass: Array) -> Array:
     """Return the index (n, 1) at which sums (n, W) reach `mass` (n, 1), or their last value."""
-    place: Array = np.sum(sums < np.minimum(mass, sums[:, -1:]), axis=1, keepdims=True)
-    return place
+    index: Array = np.sum(sums < np.minimum(mass, sums[:, -1:]), axis=1, keepdims=True)
+    return index
 
 
 def _draw_from_all(candidates: Candidates, i: int, draw: DrawParameters) -> tuple[int, float]:
@@ -224,9 +224,9 @@ def _draw_from_all(candidates: Candidates, i: int, draw: DrawParameters) -> tupl
     ordered = np.sort(logits)[::-1]
     for width in (len(ordered) // 4, len(ordered)):  # a quarter often suffices
         best, norms = ordered[None, :width], candidates.log_norms[i : i + 1]
-        (place,), (is_certain,), _ = _draw(best, norms, [draw])
+        (index,), (is_certain,), _ = _draw(best, norms, [draw])
         if is_certain:
             break
-    value = ordered[place]
-    equal = place - np.count_nonzero(logits > value)  # among equal logits, lower ids come first
+    value = ordered[index]
+    equal = index - np.count_nonzero(logits > value)  # among equal logits, lower ids come first
     return int(np.flatnonzero(logits == value)[equal]), float(value)
